@@ -1,0 +1,51 @@
+# make help lists the commands.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+PROJECT := build/my-project
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+train: .venv/installed ## Generate a project with the default answers and train it on 2 processes
+	cd $(PROJECT) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train
+
+test: .venv/installed ## The tests: under 5 minutes, no root
+	cd template && $(BIN)/pytest -q -m "not slow and not gpu"
+	$(BIN)/pytest -q -m "not slow and not root"
+
+test-all: .venv/installed ## All tests, the slow and the privileged ones too
+	cd template && $(BIN)/pytest -q
+	$(BIN)/pytest -q
+
+lint: .venv/installed ## Formatting, lint, types, shell scripts
+	PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory -C template lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/shellcheck .ci/run tests/*.sh
+
+bench: .venv/installed ## The loop against hand-written PyTorch, in one run
+	PATH="$(BIN):$$PATH" $(BIN)/python benchmarks/loop.py
+
+clean: ## Remove what make has built, the trained runs included
+	rm -rf .venv build
+
+# Cookiecutter copies the whole folder, .venv included, so it is given what git tracks.
+$(PROJECT): | .venv/bin/cookiecutter
+	rm -rf build/tracked && mkdir -p build/tracked
+	git ls-files -z | xargs -0 cp --parents --no-dereference -t build/tracked
+	$(BIN)/cookiecutter --no-input --output-dir build build/tracked
+
+.venv/bin/uv:
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+
+.venv/bin/cookiecutter: | .venv/bin/uv
+	$(BIN)/uv pip install --quiet --python .venv --group dev
+
+.venv/installed: pyproject.toml template/pyproject.toml | $(PROJECT)
+	$(BIN)/uv pip install --quiet --python .venv --group dev --editable "$(PROJECT)[image_classification,onnx,dev]" onnxruntime
+	touch $@
+
+.PHONY: help train test test-all lint bench clean

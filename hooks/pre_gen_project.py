@@ -1,0 +1,1 @@
+"""Refuse answers that would make a project which cannot work."""

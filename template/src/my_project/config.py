@@ -1,0 +1,313 @@
+"""How much: every setting of a run, with its unit and its default.
+
+One YAML file per experiment (`configs/`), typed dotted overrides on the command line, unknown keys
+fail. This module imports no torch, so `--help` and a wrong setting answer at once.
+
+A field made with `free` may change between two starts of one run; any other field changes the
+training curve, so a run that exists is continued only with the same value (run.py).
+"""
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .recipe import Recipe, missing_methods
+
+
+class ConfigError(ValueError):
+    """Say what a user can mend: the value, the limit, the remedy. Shown without a traceback."""
+
+
+def free(default: Any) -> Any:
+    """Declare a field that leaves the training curve as it is."""
+    return field(default=default, metadata={"changes_curve": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchesConfig:
+    """Which samples a step sees, and how they are loaded."""
+
+    global_batch_size: int
+    """Samples per optimizer step, over all processes."""
+    micro_batch_size: int = free(0)
+    """Samples per forward and process; 0: the global batch divided by the processes.
+    Accumulation follows: global = micro x processes x accumulation."""
+    workers: int | None = free(None)
+    """Loader processes per training process; null: the CPUs of this process less one, at most 8."""
+    seed_samples: bool = True
+    """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
+    does not depend on which process draws it. Costs about 10 us a sample: switch it off where
+    the data set draws nothing."""
+    loader: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
+    """More options of torch.utils.data.DataLoader, by its own names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer, the learning rate over time, clipping and averaging."""
+
+    class_path: str = "torch.optim.AdamW"
+    """Any optimizer class."""
+    init_args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments besides the parameters, lr and weight_decay."""
+    lr: float = 1e-3
+    """The highest learning rate of the schedule."""
+    weight_decay: float = 0.0
+    """For matrices and kernels; biases and normalisation weights have none."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """After the warm-up. wsd: constant, then linear to the end over the last decay_steps."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises linearly from 0."""
+    decay_steps: int = 0
+    """wsd only: the length of the decay at the end, in steps."""
+    final_lr_fraction: float = 0.0
+    """The learning rate at the end, as a fraction of lr."""
+    clip_norm: float | None = 1.0
+    """Largest norm of the gradient over all parameters; null: no clipping."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights, evaluated and exported in their place."""
+    max_nonfinite_steps: int = free(20)
+    """End the run when the gradient is not finite in so many steps in a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """When to evaluate, and what counts as best. The end of a run is always evaluated."""
+
+    every_steps: int | None = free(None)
+    """Steps between evaluations; null: at the end only."""
+    batch_size: int = free(0)
+    """Samples per forward and process; 0: the micro-batch."""
+    best_metric: str | None = free(None)
+    """Such as validation/accuracy: the best weights by it are exported to best/."""
+    best_mode: Literal["max", "min"] = free("max")
+    """Whether a greater or a smaller best_metric is better."""
+    patience: int | None = free(None)
+    """Stop early after so many evaluations without a better best_metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointsConfig:
+    """When to save the whole state of the run, and how many to keep."""
+
+    every_steps: int | None = free(None)
+    """Steps between checkpoints; null: at the end only."""
+    keep: int = free(2)
+    """The newest so many stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """What accelerate's YAML files cannot say about the process group and DDP."""
+
+    timeout_seconds: int = free(600)
+    """How long a process waits for the others in one collective operation."""
+    ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
+    """Options of accelerate's DistributedDataParallelKwargs, by their own names."""
+    sync_batchnorm: bool = False
+    """BatchNorm over the micro-batches of all processes. On GPUs only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """What is recorded."""
+
+    every_steps: int = free(10)
+    """Steps between records in metrics.jsonl and the trackers."""
+    trackers: list[str] = field(
+        default_factory=lambda: ["tensorboard"], metadata={"changes_curve": False}
+    )
+    """Names of accelerate's trackers: tensorboard, wandb, mlflow, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    recipe: Recipe
+    """What is trained: class_path and init_args (recipe.py)."""
+    batches: BatchesConfig
+    steps: int | None = free(None)
+    """Optimizer steps of the whole run. State this or epochs."""
+    epochs: float | None = free(None)
+    """Passes over the training set; a part of an epoch is allowed."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    run_name: str = free("run")
+    """The run folder's name; on the command line it defaults to the config file's name."""
+    runs_folder: str = free("runs")
+    """Where run folders lie; on several nodes, storage that all of them share."""
+    resume: str = free("auto")
+    """auto: continue this run if it exists; never: move it aside and start anew; or the path of a
+    checkpoint to continue from."""
+    seed: int = 0
+    """Initial weights, data order, augmentation and dropout follow from it."""
+    precision: Literal["no", "bf16", "fp16"] | None = free(None)
+    """null: what the accelerate config says."""
+    tf32: bool = free(True)
+    """Let float32 matrix products use TF32 on GPUs that have it."""
+    channels_last: bool = free(False)
+    """Keep image models in the memory layout that is fastest for convolutions on GPUs."""
+    deterministic: bool = free(False)
+    """Only algorithms that give the same bits each time; slower on GPUs."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine could run."""
+        if not dataclasses.is_dataclass(self.recipe):
+            raise ConfigError(
+                f"recipe {type(self.recipe).__name__} is not a dataclass, so its settings cannot be"
+                " recorded; decorate the class with @dataclass(frozen=True, kw_only=True)."
+            )
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(
+                f"steps is {self.steps} and epochs is {self.epochs}: state exactly one of them."
+            )
+        if not self.run_name or self.run_name in {".", ".."} or "/" in self.run_name:
+            raise ConfigError(f"run_name {self.run_name!r} must be a folder name without '/'.")
+        at_least = {
+            "steps": (self.steps, 1),
+            "epochs": (self.epochs, 1e-9),
+            "batches.global_batch_size": (self.batches.global_batch_size, 1),
+            "batches.micro_batch_size": (self.batches.micro_batch_size, 0),
+            "batches.workers": (self.batches.workers, 0),
+            "optim.lr": (self.optim.lr, 0),
+            "optim.weight_decay": (self.optim.weight_decay, 0),
+            "optim.warmup_steps": (self.optim.warmup_steps, 0),
+            "optim.decay_steps": (self.optim.decay_steps, self.optim.schedule == "wsd"),
+            "optim.clip_norm": (self.optim.clip_norm, 1e-30),
+            "optim.max_nonfinite_steps": (self.optim.max_nonfinite_steps, 1),
+            "evaluation.every_steps": (self.evaluation.every_steps, 1),
+            "evaluation.batch_size": (self.evaluation.batch_size, 0),
+            "evaluation.patience": (self.evaluation.patience, 1),
+            "checkpoints.every_steps": (self.checkpoints.every_steps, 1),
+            "checkpoints.keep": (self.checkpoints.keep, 1),
+            "telemetry.every_steps": (self.telemetry.every_steps, 1),
+            "distributed.timeout_seconds": (self.distributed.timeout_seconds, 1),
+            "seed": (self.seed, 0),
+        }
+        for name, (value, least) in at_least.items():
+            if value is not None and not value >= least:
+                raise ConfigError(f"{name} is {value}, but must be at least {least + 0}.")
+        for name, value in {
+            "optim.ema_decay": self.optim.ema_decay,
+            "optim.final_lr_fraction": self.optim.final_lr_fraction,
+        }.items():
+            if value is not None and not 0 <= value <= 1:
+                raise ConfigError(f"{name} is {value}, but must lie between 0 and 1.")
+        if self.evaluation.patience and not self.evaluation.best_metric:
+            raise ConfigError(
+                "evaluation.patience needs evaluation.best_metric, the metric to be patient about."
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.runs_folder) / self.run_name
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Turn a config into plain data, in the form that the YAML files have."""
+    plain: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if f.name == "recipe":
+            kind = type(value)
+            class_path = f"{kind.__module__}.{kind.__qualname__}"
+            plain[f.name] = {"class_path": class_path, "init_args": to_dict(value)}
+        elif dataclasses.is_dataclass(value):
+            plain[f.name] = to_dict(value)
+        elif isinstance(value, tuple):
+            plain[f.name] = list(value)
+        else:
+            plain[f.name] = os.fspath(value) if isinstance(value, Path) else value
+    return plain
+
+
+def to_yaml(config: Config) -> str:
+    """Write a config as YAML that `parse` reads back."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def curve(config: Any, prefix: str = "") -> dict[str, Any]:
+    """List the settings which change the training curve, by dotted name."""
+    settings: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if not f.metadata.get("changes_curve", True):
+            continue
+        if dataclasses.is_dataclass(value):
+            settings |= curve(value, f"{prefix}{f.name}.")
+        else:
+            settings[prefix + f.name] = list(value) if isinstance(value, tuple) else value
+        if f.name == "recipe":
+            settings["recipe"] = type(value).__qualname__
+    return settings
+
+
+def _parser(description: str, prog: str | None):
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="A YAML file; configs/ holds examples.")
+    parser.add_class_arguments(Config)
+    return parser
+
+
+def parse(arguments: list[str], description: str = "", prog: str | None = None) -> Config:
+    """Read `--config file.yaml --dotted.key value ...`; the later argument wins.
+
+    Raises:
+        ConfigError: in one sentence, what is wrong.
+    """
+    from argparse import ArgumentError
+
+    parser = _parser(description, prog)
+    try:
+        settings = parser.parse_args(arguments)
+        if settings.config and settings.run_name == "run":
+            settings.run_name = Path(str(settings.config[-1])).stem
+        values = vars(parser.instantiate(settings))
+        values.pop("config")
+        return Config(**values)
+    except ConfigError:
+        raise
+    except (ArgumentError, TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        if "does not implement protocol" in message:
+            class_path = message.split("Import path ")[-1].split(" ")[0]
+            missing = ", ".join(missing_methods(class_path))
+            message = f"recipe {class_path} lacks the methods {missing} (recipe.py lists them)."
+        elif "required" in message and "--config" not in " ".join(arguments):
+            message += "; give a config file: --config configs/<name>.yaml"
+        raise ConfigError(message.removeprefix("Parser key ")) from error
+
+
+def parse_command_line(description: str) -> Config:
+    """Read the command line of `python -m my_project.train`; a mistake ends the process with 2."""
+    try:
+        return parse(sys.argv[1:], description)
+    except ConfigError as error:
+        exit_with_sentence(error)
+
+
+def exit_with_sentence(error: Exception) -> Any:
+    """Print one sentence and exit with 2.
+
+    Every process of a launch meets the same mistake. The first of each node says it; the others
+    wait a little, since the launcher ends them as soon as one is gone, and speak only if it did not.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        import time
+
+        time.sleep(5)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

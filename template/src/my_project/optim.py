@@ -1,0 +1,172 @@
+"""The optimizer: parameter groups, the learning rate, exact normalisation, clipping, averaging."""
+
+import importlib
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from .config import ConfigError, OptimConfig
+from .recipe import Recipe, optional
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Give weight decay to matrices and kernels, none to biases and normalisation weights."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer by its class path, fused where the device has it."""
+    module, _, name = config.class_path.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"optim.class_path {config.class_path}: {error}.") from error
+    groups_of = optional(recipe, "parameter_groups")
+    groups = groups_of(model) if groups_of else parameter_groups(model, config.weight_decay)
+    if not groups:
+        raise ConfigError("the model has no parameter that requires a gradient.")
+    arguments = {"lr": config.lr} | config.init_args
+    accepted = inspect.signature(kind).parameters
+    if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
+        arguments["fused"] = all(
+            p.is_floating_point() and p.device.type in ("cpu", "cuda")
+            for group in groups
+            for p in group["params"]
+        )
+    try:
+        optimizer = kind(groups, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optim.init_args {config.init_args}: {error}.") from error
+    for group in optimizer.param_groups:
+        group.setdefault("lr_scale", 1.0)
+    return optimizer
+
+
+def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Compute the learning rate of a step; nothing is remembered from step to step.
+
+    Step k of the warm-up has (k + 1) / warmup_steps of lr; the last step of a run stands one
+    step before the end of the decay, as in torch's schedulers.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    start = config.warmup_steps
+    if config.schedule == "wsd":
+        start = max(start, total_steps - config.decay_steps)
+    progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
+    if config.schedule == "constant":
+        remaining = 1.0
+    elif config.schedule == "cosine":
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        remaining = 1.0 - progress
+    return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * remaining)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every group, times the group's own lr_scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+
+
+def gradients(parameters: dict[str, nn.Parameter], every_one: bool) -> list[Tensor]:
+    """Collect the gradients of one step.
+
+    Args:
+        parameters: those that are trained, by name.
+        every_one: refuse a parameter without a gradient. DDP averages parameters in buckets, each
+            when all of its parameters have a gradient: one that has none would silently leave its
+            neighbours un-averaged.
+    """
+    found = [p.grad for p in parameters.values() if p.grad is not None]
+    if every_one and len(found) < len(parameters):
+        unused = ", ".join(name for name, p in parameters.items() if p.grad is None)
+        raise RuntimeError(
+            f"these parameters got no gradient: {unused}. Use them in the loss, freeze them"
+            " (requires_grad = False), or set distributed.ddp.find_unused_parameters to true."
+        )
+    return found
+
+
+def normalise_and_clip_(
+    gradients: list[Tensor], scale: Tensor | float, clip_norm: float | None
+) -> Tensor:
+    """Multiply the gradients by scale and clip them, in one pass over them.
+
+    Args:
+        gradients: what the backward passes left, all of one step.
+        scale: the factor that turns them into the gradient of the loss per item.
+        clip_norm: the largest norm over all parameters, after scaling; None for no limit.
+
+    Returns:
+        The norm after scaling and before clipping, a scalar; not finite where the gradient is not.
+    """
+    norm = get_total_norm(gradients)
+    if hasattr(norm, "full_tensor"):  # sharded gradients
+        norm = norm.full_tensor()
+    norm = norm * scale
+    if clip_norm is not None:
+        scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Step, or leave weights and optimizer state untouched where the norm is not finite.
+
+    Fused optimizers on a GPU decide on the device. The others cost a wait for the device there;
+    on a CPU there is nothing to wait for.
+    """
+    if norm.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by the fused kernels
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif math.isfinite(norm.item()):
+        optimizer.step()
+
+
+def power_of_two(weight: float) -> float:
+    """Round to a power of two: multiplying by it moves the exponent and rounds no digit."""
+    return 2.0 ** round(math.log2(weight)) if weight > 0 and math.isfinite(weight) else 1.0
+
+
+class Average:
+    """An exponential moving average of the weights, in their own order and precision."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.average = [p.detach().clone() for p in self.weights]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights by 1 - decay."""
+        torch._foreach_lerp_(self.average, self.weights, 1.0 - self.decay)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for weight, average in zip(self.weights, self.average, strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the average in the weights' place for a while."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()

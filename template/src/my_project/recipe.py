@@ -1,0 +1,60 @@
+"""The recipe: the contract between what is trained and how.
+
+A recipe is a frozen dataclass whose fields are its hyperparameters. It is matched by structure: it
+imports nothing from here, so one file can be copied anywhere. The loop calls, in this order:
+
+    prepare_data() -> dict
+        What the model must know of the data, as plain JSON (class names, vocabulary size).
+        Downloads and tokenises once per cache; called under a file lock, before any process group.
+    build_datasets(data_info) -> (train, {name: validation})
+        Map-style data sets: `len(data)` and `data[index]`; {} for no validation. A data set with
+        `__getitems__(indices)` is asked for a whole micro-batch at once where nothing is seeded
+        per sample (batches.seed_samples).
+    build_model(data_info) -> torch.nn.Module
+        Needs no training data and no network, since predict.py calls it too.
+    loss(model, batch, step) -> (total, weight)
+        The SUM of the per-item losses, a scalar tensor, and how many items (examples, tokens) it
+        sums, a number or scalar tensor. Never a mean: only sums give the right gradient when the
+        number of items differs between micro-batches. `model` is the plain module; any of its
+        methods may be called. Called once per micro-batch on every process.
+
+A recipe may also have:
+
+    collate(samples) -> batch                     torch's default_collate otherwise
+    parameter_groups(model) -> list of dicts      as torch.optim takes them; "lr_scale" multiplies lr
+    build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; the loss otherwise
+    update_metrics(model, batch, metrics) -> None
+    predict(model, data_info, argument) -> str    the answer of predict.py
+    example_inputs(data_info) -> tuple of tensors     batch first; what predict.py --onnx traces with
+    export(model, data_info, folder) -> None      in place of model.safetensors
+"""
+
+from typing import Any, Protocol
+
+
+class Recipe(Protocol):
+    """What every recipe has. Unannotated and positional-only, so that any ordinary class fits."""
+
+    def prepare_data(self): ...
+    def build_datasets(self, data_info, /): ...
+    def build_model(self, data_info, /): ...
+    def loss(self, model, batch, step, /): ...
+
+
+REQUIRED = ("prepare_data", "build_datasets", "build_model", "loss")
+
+
+def missing_methods(class_path: str) -> list[str]:
+    """Name the required methods that the class lacks."""
+    import importlib
+
+    module, _, name = class_path.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    return [method for method in REQUIRED if not callable(getattr(kind, method, None))] or [
+        "with the right arguments: " + ", ".join(REQUIRED)
+    ]
+
+
+def optional(recipe: Recipe, method: str) -> Any:
+    """Return a method that a recipe may have, or None."""
+    return getattr(recipe, method, None)

@@ -1,0 +1,1 @@
+../../../../recipes/image_classification.py

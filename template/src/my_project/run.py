@@ -1,0 +1,192 @@
+"""The run folder: one for any number of processes, the same after every restart.
+
+    runs/<run_name>/
+      config.yaml      the resolved config
+      run.json         the command, versions, git commit, chosen environment variables
+      status.json      running, finished, preempted or failed; step; reason
+      metrics.jsonl    one record per interval and per evaluation
+      checkpoints/     step_00000100/ ...
+      export/  best/   the weights for use: model.safetensors, config.yaml, data_info.json
+"""
+
+import fcntl
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+from filelock import FileLock
+
+from .config import Config, ConfigError, curve, parse, to_yaml
+
+# The environment is never recorded whole: it holds tokens.
+RECORDED_ENVIRONMENT = re.compile(
+    r"(NCCL|GLOO|OMP|TORCH|MASTER|ACCELERATE|FSDP)_\w+|CUDA_VISIBLE_DEVICES|WORLD_SIZE|SLURM_JOB_ID"
+)
+RECORDED_PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "safetensors", "torchmetrics")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+class Run:
+    """One run folder, checked before any process group starts."""
+
+    def __init__(self, config: Config, total_steps: int, rank: int) -> None:
+        """Refuse a run that is under way elsewhere, or that differs from the one in the folder.
+
+        Every process checks and none writes, so all decide alike.
+        """
+        self.folder, self.config, self.total_steps, self.rank = (
+            config.folder, config, total_steps, rank
+        )  # fmt: skip
+        self.step = 0  # steps done, for whoever reports a failure
+        self.lock: TextIO | None = None
+        self._lock()
+        self._refuse_other_config()
+
+    def status(self) -> dict[str, Any]:
+        """Read the last status; empty when there is none."""
+        path = self.folder / "status.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
+        """Record the outcome; the main process's word, or that of one that fails."""
+        record = {"outcome": outcome, "step": self.step, "steps": self.total_steps, "reason": reason}
+        record |= more
+        write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
+
+    def fail(self, reason: str) -> None:
+        """Record the first failure of any process; what it causes elsewhere is not the reason."""
+        if self.folder.is_dir() and self.status().get("outcome") != "failed":
+            self.write_status("failed", f"rank {self.rank} on {socket.gethostname()}: {reason}")
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether the run has reached its duration; a greater one extends it."""
+        status = self.status()
+        done = status.get("outcome") == "finished" and self.config.resume == "auto"
+        return done and self.total_steps <= status["steps"]
+
+    @contextmanager
+    def failures_recorded(self) -> Iterator[None]:
+        """Record what ends the run, and let it end it."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def begin(self) -> None:
+        """Make the folder and record what the run is made of. Main process only."""
+        if self.config.resume == "never" and self.folder.exists():
+            self.folder.rename(unused_name(self.folder))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / "config.yaml", to_yaml(self.config))
+        write_atomically(self.folder / "run.json", json.dumps(provenance(), indent=1) + "\n")
+
+    def _lock(self) -> None:
+        """Let one launch at a time use the folder; the lock ends with the process."""
+        if self.rank != 0:
+            return
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        path = self.folder.parent / f".{self.folder.name}.lock"
+        self.lock = path.open("a+")
+        try:
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            raise ConfigError(
+                f"{self.folder} is in use by {self.lock.read().strip()}: wait for it, end it, or"
+                " choose another --run_name."
+            ) from None
+        except OSError:
+            return  # a file system without locks
+        self.lock.truncate(0)
+        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self.lock.flush()
+
+    def _refuse_other_config(self) -> None:
+        path = self.folder / "config.yaml"
+        if self.config.resume == "never" or not path.is_file():
+            return
+        before, now = curve(parse(["--config", str(path)])), curve(self.config)
+        differing = [
+            f"{name} ({before.get(name)!r} there, {now.get(name)!r} here)"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{self.folder} was trained with other settings: {'; '.join(differing)}. Choose"
+                " another --run_name, or --resume never, which moves that folder aside."
+            )
+
+
+def prepare_data(config: Config) -> dict[str, Any]:
+    """Let one process at a time prepare the data; the others find it done.
+
+    Raises:
+        ConfigError: the recipe's data_info is not plain JSON.
+    """
+    folder = Path(config.runs_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".prepare_data.lock"):
+        data_info = config.recipe.prepare_data()
+    try:
+        return json.loads(json.dumps(data_info))
+    except TypeError as error:
+        raise ConfigError(f"the recipe's prepare_data() must return plain JSON: {error}.") from error
+
+
+def unused_name(folder: Path) -> Path:
+    """Find a name beside the folder that nothing has."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    return aside
+
+
+def provenance() -> dict[str, Any]:
+    """Collect what a reader needs to run this again, and no secret."""
+    packages = {}
+    for package in RECORDED_PACKAGES:
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": [re.sub(r"://[^/@\s]+@", "://", argument) for argument in sys.orig_argv],
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "packages": packages,
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if RECORDED_ENVIRONMENT.fullmatch(name)
+        },
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,349 @@
+"""The Accelerator, the check that all processes see each other, seeds, signals, teardown."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    gather_object,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .batches import Split, seed_of
+from .config import Config, ConfigError, exit_with_sentence
+from .run import Run
+
+logger = logging.getLogger(__name__)
+
+# How many processes each launcher says there are, and which of them this one is.
+LAUNCHERS = {
+    "torchrun": ("WORLD_SIZE", "RANK"),
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+}
+
+
+def world() -> tuple[int, int]:
+    """Read (processes, rank) as the launcher gave them, before there is a process group."""
+    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+
+def check_launch(config: Config, split: Split) -> None:
+    """Refuse a launch that would become silent copies of one run, or run on the wrong device."""
+    check_options(config, split)
+    for launcher, (size, rank) in LAUNCHERS.items():
+        if "WORLD_SIZE" not in os.environ and int(os.environ.get(size, "1")) > 1:
+            raise ConfigError(
+                f"{launcher} started {os.environ[size]} tasks (this is {os.environ.get(rank)}), but"
+                " none was given a rank, so each would train alone: start one task per node, and in"
+                " it `accelerate launch --config_file accelerate_configs/<where>.yaml ...`."
+            )
+    if not asked_for_cpu() and launched() and not torch.accelerator.is_available():
+        raise ConfigError(
+            "the accelerate config asks for a GPU, but torch finds none (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); mend the driver, or use"
+            " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
+        )
+    precision = config.precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if use_cpu() and precision not in ("no", "bf16"):
+        raise ConfigError(f"precision {precision} needs a GPU; on a CPU choose no or bf16.")
+    if use_cpu() and config.distributed.sync_batchnorm:
+        raise ConfigError("distributed.sync_batchnorm needs GPUs; set it to false on a CPU.")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise ConfigError(
+            "DeepSpeed reduces gradients inside backward, so the gradient of ragged batches would"
+            " be wrong; use DDP or FSDP."
+        )
+
+
+def check_options(config: Config, split: Split) -> None:
+    """Refuse options that accelerate and torch do not know, or would crash with."""
+    options = config.distributed.ddp
+    known = {f.name for f in fields(DistributedDataParallelKwargs)}
+    if unknown := set(options) - known:
+        raise ConfigError(
+            f"distributed.ddp has no option {', '.join(sorted(unknown))}; it has {sorted(known)}."
+        )
+    if options.get("static_graph") and split.accumulation > 1:
+        raise ConfigError(
+            f"distributed.ddp.static_graph crashes with accumulation {split.accumulation}: set it"
+            " to false, or raise batches.micro_batch_size until accumulation is 1."
+        )
+    trackers = [str(tracker) for tracker in get_available_trackers()]
+    if unknown := set(config.telemetry.trackers) - set(trackers):
+        raise ConfigError(
+            f"telemetry.trackers names {', '.join(sorted(unknown))}, which accelerate does not find"
+            f" here; installed: {', '.join(trackers)}."
+        )
+
+
+def launched() -> bool:
+    """Tell whether `accelerate launch` started this process."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def asked_for_cpu() -> bool:
+    """Tell whether the accelerate config wants the CPU.
+
+    With several processes it can say so only by hiding the GPUs (gpu_ids: '-1,-1').
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").startswith("-1")
+    return hidden or os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+
+
+def use_cpu() -> bool:
+    """Tell whether this process trains on the CPU."""
+    return asked_for_cpu() or not torch.accelerator.is_available()
+
+
+@contextmanager
+def start(config: Config) -> Iterator[Accelerator]:
+    """Make the Accelerator; leave no process group behind on any path."""
+    set_numerics(config)
+    AcceleratorState._reset_state(True)  # a run may follow another in one process
+    GradientState._reset_state()
+    accelerator = Accelerator(
+        cpu=use_cpu(),
+        mixed_precision=config.precision,
+        gradient_accumulation_steps=1,  # the loop accumulates: backward() would divide by it
+        log_with=config.telemetry.trackers or None,
+        project_config=ProjectConfiguration(
+            project_dir=str(config.folder), logging_dir=str(config.folder / "tensorboard")
+        ),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(**config.distributed.ddp),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_seconds)),
+        ],
+    )
+    try:
+        check_world(accelerator)
+        yield accelerator
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def check_world(accelerator: Accelerator) -> None:
+    """End at once where the processes do not see each other."""
+    expected, rank = world()
+    if accelerator.num_processes != expected:
+        raise ConfigError(
+            f"the launcher started {expected} processes, but process {rank} sees"
+            f" {accelerator.num_processes}: something made an accelerate state before train.py did."
+        )
+    if accelerator.num_processes > 1:
+        reached = torch.ones((), device=accelerator.device)
+        torch.distributed.all_reduce(reached)
+        if int(reached) != expected:
+            raise RuntimeError(f"an all-reduce reached {int(reached)} of {expected} processes")
+
+
+def check_same_everywhere(accelerator: Accelerator, what: dict[str, Any]) -> None:
+    """Refuse to train when processes disagree on what they train."""
+    everywhere = gather_object([{name: seed_of(value) for name, value in what.items()}])
+    for name in what:
+        different = [r for r, seen in enumerate(everywhere) if seen[name] != everywhere[0][name]]
+        if different:
+            raise RuntimeError(f"{name} on rank(s) {different} differs from that on rank 0")
+
+
+def set_numerics(config: Config) -> None:
+    """Set torch's process-wide numeric switches, and the seed that initial weights follow from."""
+    torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.tf32
+    torch.backends.cudnn.deterministic = config.deterministic
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+
+
+def seed_draws(seed: int, step: int, micro_batch: int, device: torch.device) -> None:
+    """Seed what the model draws (dropout) for one micro-batch of one step.
+
+    So the draws are the same for any split into processes, and after any resume.
+    """
+    draw = seed_of(seed, "model", step, micro_batch)
+    torch.default_generator.manual_seed(draw)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(draw)
+
+
+class Call(nn.Module):
+    """Let a recipe call any method of its model inside the one forward that the wrappers see.
+
+    DDP, FSDP, autocast and torch.compile act on `forward` only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable, *arguments: Any) -> Any:
+        """Call function(model, *arguments)."""
+        return function(self.model, *arguments)
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, Any]:
+    """Wrap model and optimizer for where they run.
+
+    Returns:
+        What training calls, and what evaluation calls: without DDP and torch.compile, since
+        batches there are ragged, but with autocast and FSDP.
+    """
+    prepared, _ = accelerator.prepare(Call(model), optimizer)
+    return prepared, accelerator.unwrap_model(prepared, keep_torch_compile=False)
+
+
+def needs_every_gradient(call: Any) -> bool:
+    """Tell whether DDP waits for the gradient of every parameter."""
+    ddp = getattr(call, "_orig_mod", call)  # torch.compile wraps what DDP has wrapped
+    return isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters
+
+
+def place(accelerator: Accelerator, config: Config, model: nn.Module) -> nn.Module:
+    """Move the model to the device before the optimizer is built, which looks where it is."""
+    if config.distributed.sync_batchnorm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(accelerator.device)
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Choose the type in which losses and weights are summed."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_due(every_steps: int | None, step: int) -> bool:
+    """Tell whether something that happens every so many steps happens now."""
+    return every_steps is not None and step % every_steps == 0
+
+
+def log_start(
+    accelerator: Accelerator, run: Run, split: Split, model: nn.Module, resume_from: Path | None
+) -> None:
+    """Say in a few lines what starts, where, and from what."""
+    if not accelerator.is_main_process:
+        return
+    logger.info(
+        "%s: %s on %d process(es), %s, precision %s",
+        run.folder,
+        accelerator.device,
+        split.processes,
+        accelerator.distributed_type.value,
+        accelerator.mixed_precision,
+    )
+    logger.info(
+        "global batch %d = micro-batch %d x processes %d x accumulation %d; %d steps; %d parameters",
+        split.global_batch_size,
+        split.micro_batch_size,
+        split.processes,
+        split.accumulation,
+        run.total_steps,
+        sum(p.numel() for p in model.parameters()),
+    )
+    logger.info("resumed from %s" if resume_from else "from the beginning%.0s", resume_from or "")
+
+
+class Reduction:
+    """A sum over processes that is under way."""
+
+    def __init__(self, accelerator: Accelerator, tensor: Tensor) -> None:
+        self.work = None
+        if accelerator.num_processes > 1:
+            self.work = torch.distributed.all_reduce(tensor, async_op=True)
+
+    def wait(self) -> None:
+        """Let what follows use the sum; on a GPU only the device waits."""
+        if self.work is not None:
+            self.work.wait()
+
+
+def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
+    """Give every process the main one's buffers (BatchNorm statistics), as DDP does in training."""
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, src=0)
+
+
+class StopRequest:
+    """Turn SIGTERM, SIGINT and SIGUSR1 into a flag, which travels with a step's reduction.
+
+    A second signal ends the process at once; it counts only 5 s after the first, since launchers
+    pass on to their workers what the terminal or the scheduler has sent them already.
+    """
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._first = 0.0
+        self._before: dict[int, Any] = {}
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if not self.name:
+            self.name, self._first = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._first > 5:
+            raise KeyboardInterrupt(f"second signal, {signal.Signals(number).name}")
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._handle) for number in self.signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def set_up_logging() -> None:
+    """Log from the main process as it is, from the others warnings and errors with their rank."""
+    size, rank = world()
+    prefix = f"[rank {rank} on {socket.gethostname()}] " if size > 1 and rank else ""
+    logging.basicConfig(
+        level=logging.WARNING if rank else logging.INFO,
+        format=f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s",
+        stream=sys.stdout,
+        force=True,
+    )
+    for noisy in ("accelerate", "torch", "httpx", "datasets"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    warnings.filterwarnings("ignore", message="No device id is provided")
+
+
+def command(main: Callable[[Config], Any], config: Config) -> None:
+    """Run main and exit: 0, 2 with a sentence for what a user can mend, 1 with rank and traceback."""
+    set_up_logging()
+    try:
+        raise SystemExit(main(config))
+    except ConfigError as error:
+        exit_with_sentence(error)
+    except KeyboardInterrupt as error:
+        print(f"interrupted {error}".strip(), file=sys.stderr)
+        raise SystemExit(130) from None
+    except Exception:
+        logger.exception("process %d of %d failed on %s", world()[1], world()[0], socket.gethostname())
+        raise SystemExit(1) from None

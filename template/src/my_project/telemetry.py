@@ -1,0 +1,224 @@
+"""One record per interval, on the main process: metrics.jsonl, trackers, a bar or plain lines."""
+
+import json
+import logging
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from .batches import Split
+from .config import Config
+from .optim import learning_rate
+from .run import Run, write_atomically
+
+logger = logging.getLogger(__name__)
+
+
+class LateNumbers:
+    """Hand the numbers of a step to the host one step later, when the device has them anyway."""
+
+    def __init__(self) -> None:
+        self.pending: tuple[int, Tensor, Any] | None = None
+
+    def push(self, step: int, numbers: Tensor) -> tuple[int, list[float]] | None:
+        """Start the copy of this step's numbers; return the step before and its numbers."""
+        event = None
+        if numbers.is_cuda:
+            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = pinned.copy_(numbers, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        before = self.flush()
+        self.pending = (step, numbers, event)
+        return before
+
+    def flush(self) -> tuple[int, list[float]] | None:
+        """Return the step whose numbers have not been read yet, and them."""
+        if self.pending is None:
+            return None
+        step, numbers, event = self.pending
+        self.pending = None
+        if event is not None:
+            event.synchronize()
+        return step, numbers.tolist()
+
+
+class Telemetry:
+    """Count what the steps did, and write it down every so often."""
+
+    def __init__(
+        self, accelerator: Accelerator, config: Config, run: Run, split: Split, state: dict[str, Any]
+    ) -> None:
+        """Continue the record of a run at state["step"]; later records of a lost past are dropped."""
+        self.accelerator, self.config, self.run, self.split = accelerator, config, run, split
+        self.state = state  # its counters are part of the checkpoint
+        self.is_main = accelerator.is_main_process
+        self.path = run.folder / "metrics.jsonl"
+        self.late = LateNumbers()
+        self.stop_requested = False
+        self.data_seconds = self.paused_seconds = self.run_seconds = 0.0
+        self.run_steps = self.interval_steps = 0
+        self.loss_sum = self.weight = 0.0
+        self.started = time.perf_counter()
+        self.bar: Any = None
+
+    def __enter__(self) -> "Telemetry":
+        if not self.is_main:
+            return self
+        if self.path.is_file():
+            kept = [r for r in read_records(self.run) if r["step"] <= self.state["step"]]
+            write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        self.accelerator.init_trackers(
+            self.config.run_name, init_kwargs={"tensorboard": {"purge_step": self.state["step"] + 1}}
+        )
+        if sys.stdout.isatty():
+            from rich import progress
+
+            self.bar = progress.Progress(
+                "step", progress.MofNCompleteColumn(), progress.BarColumn(),
+                progress.TimeRemainingColumn(), progress.TextColumn("{task.description}"),
+            )  # fmt: skip
+            self.task = self.bar.add_task("", total=self.run.total_steps, completed=self.state["step"])
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Pass the batches on, adding up the seconds spent waiting for them."""
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self.data_seconds += time.perf_counter() - start
+            yield batch
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of an evaluation or a save out of the throughput."""
+        start = time.perf_counter()
+        yield
+        self.paused_seconds += time.perf_counter() - start
+
+    def push(self, step: int, sums: Tensor, norm: Tensor) -> None:
+        """Note a step; the host looks at the step before."""
+        self._observe(self.late.push(step, torch.cat((sums, norm.to(sums.dtype).reshape(1)))))
+
+    def flush(self) -> None:
+        """Look at the newest step now."""
+        self._observe(self.late.flush())
+
+    def _observe(self, seen: tuple[int, list[float]] | None) -> None:
+        if seen is None:
+            return
+        step, (loss_sum, weight, stop, norm) = seen
+        self.stop_requested |= stop > 0
+        self.interval_steps += 1
+        if math.isfinite(norm) and weight > 0:
+            self.state["nonfinite_in_a_row"] = 0
+            self.loss_sum += loss_sum
+            self.weight += weight
+        else:
+            self.state["skipped_steps"] += 1
+            self.state["nonfinite_in_a_row"] += weight != 0
+            if self.state["nonfinite_in_a_row"] >= self.config.optim.max_nonfinite_steps:
+                raise RuntimeError(
+                    f"the gradient was not finite in {self.state['nonfinite_in_a_row']} steps in a"
+                    f" row, up to step {step}: lower optim.lr, check the data, or raise"
+                    " optim.max_nonfinite_steps"
+                )
+        if (step + 1) % self.config.telemetry.every_steps == 0 or step + 1 == self.run.total_steps:
+            self._record(step, norm)
+
+    def _record(self, step: int, norm: float) -> None:
+        seconds = time.perf_counter() - self.started - self.paused_seconds
+        samples = self.interval_steps * self.split.global_batch_size
+        self.run_steps += self.interval_steps
+        self.run_seconds += seconds
+        self.write(
+            {
+                "step": step + 1,
+                "loss": self.loss_sum / self.weight if self.weight else None,
+                "learning_rate": learning_rate(step, self.run.total_steps, self.config.optim),
+                "gradient_norm": norm if math.isfinite(norm) else None,
+                "samples_per_second": samples / seconds,
+                "data_seconds": self.data_seconds,
+                "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
+                "skipped_steps": self.state["skipped_steps"],
+            }
+        )
+        self.started, self.paused_seconds, self.data_seconds = time.perf_counter(), 0.0, 0.0
+        self.interval_steps, self.loss_sum, self.weight = 0, 0.0, 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """The throughput since this process started, without evaluations and saves."""
+        return self.run_steps * self.split.global_batch_size / max(self.run_seconds, 1e-9)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one record everywhere."""
+        if not self.is_main:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        values = {name: value for name, value in record.items() if value is not None}
+        self.accelerator.log(values, step=values.pop("step"))
+        shown = " ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in values.items()
+            if name not in ("peak_memory_bytes", "data_seconds")
+        )
+        if self.bar:
+            self.bar.update(self.task, completed=record["step"], description=shown)
+        else:
+            logger.info("step %d of %d: %s", record["step"], self.run.total_steps, shown)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held: on the GPU, or on the host for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def read_records(run: Run) -> list[dict[str, Any]]:
+    """Read metrics.jsonl; a last line cut off by a kill is left out."""
+    records = []
+    for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def print_result(run: Run) -> None:
+    """Show how a finished run ended."""
+    from rich.console import Console
+    from rich.table import Table
+
+    status = run.status()
+    table = Table(show_header=False)
+    table.add_row("outcome", f"{status['outcome']} {status['reason']}".strip())
+    table.add_row("steps", f"{status['step']} of {status['steps']}")
+    for name, value in status["result"].items():
+        table.add_row(name, f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}")
+    table.add_row("run folder", str(run.folder))
+    table.add_row("metrics", str(run.folder / "metrics.jsonl"))
+    table.add_row("exported weights", str(run.folder / "export"))
+    Console(width=None if sys.stdout.isatty() else 100).print(table)

@@ -1,0 +1,163 @@
+"""Train a recipe. The whole step is read here, top to bottom.
+
+accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml -m my_project.train \
+    --config configs/image_classification.yaml --optim.lr 3e-3
+"""
+
+from .config import Config, parse_command_line
+
+if __name__ == "__main__":  # before torch is imported: --help and a wrong config answer at once
+    CONFIG = parse_command_line(__doc__ or "")
+
+from contextlib import nullcontext
+
+import torch
+
+from . import batches, checkpoint, optim, runtime, telemetry
+from .evaluate import evaluate, note_best
+from .run import Run, prepare_data
+
+
+def main(config: Config) -> int:
+    """Train to the end, or until asked to stop.
+
+    Returns:
+        The exit code: 0 finished, 75 stopped by a signal, to be continued by the same command.
+
+    Raises:
+        ConfigError: what the user can mend, before any process group starts.
+    """
+    # ---- before any process group: what can be refused is refused here ---------------------------
+    recipe = config.recipe
+    processes, rank = runtime.world()
+    split = batches.split(config.batches, processes)
+    runtime.check_launch(config, split)
+    data_info = prepare_data(config)
+    train_set, validation_sets = recipe.build_datasets(data_info)
+    total_steps = batches.total_steps(config, train_set)
+    run = Run(config, total_steps, rank)
+    if run.finished:
+        if rank == 0:
+            telemetry.print_result(run)
+        return 0
+    resume_from = checkpoint.find(config)
+
+    with run.failures_recorded(), runtime.start(config) as accelerator:
+        # ---- model, optimizer and state, new or resumed ------------------------------------------
+        is_main, device = accelerator.is_main_process, accelerator.device
+        runtime.check_same_everywhere(
+            accelerator, {"config": config, "data_info": data_info, "checkpoint": resume_from}
+        )
+        if is_main:
+            run.begin()
+        model = runtime.place(accelerator, config, recipe.build_model(data_info))
+        optimizer = optim.build_optimizer(config.optim, recipe, model)
+        call, evaluation_call = runtime.prepare(accelerator, model, optimizer)
+        average = optim.Average(model, config.optim.ema_decay) if config.optim.ema_decay else None
+        average_applied = average.applied if average else nullcontext
+        state = {
+            "step": 0,  # optimizer steps done; data, schedule and draws follow from it
+            "backward_scale": 1 / optim.power_of_two(split.micro_batch_size),
+            "best": None,  # best value of evaluation.best_metric
+            "evaluations_since_best": 0,
+            "skipped_steps": 0,
+            "nonfinite_in_a_row": 0,
+        }
+        if resume_from:
+            state |= checkpoint.load(resume_from, model, optimizer, accelerator.scaler, average)
+        run.step = state["step"]
+        runtime.log_start(accelerator, run, split, model, resume_from)
+        if is_main:
+            run.write_status("running")
+
+        # ---- the loop: step k is global batch k --------------------------------------------------
+        steps = range(run.step, total_steps)
+        samples = batches.train_batches(config, train_set, split, rank, steps, device)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        every_gradient = runtime.needs_every_gradient(call)
+        results: dict[str, float] = {}
+        ended = ""
+        call.train()
+        with (
+            runtime.StopRequest() as stop,
+            telemetry.Telemetry(accelerator, config, run, split, state) as log,
+        ):
+            samples = log.timed(samples)
+            for step in steps:
+                optim.set_learning_rate(
+                    optimizer, optim.learning_rate(step, total_steps, config.optim)
+                )
+                sums = torch.zeros(3, dtype=runtime.sum_dtype(device), device=device)
+                reduction = None
+                for j in range(split.accumulation):
+                    batch = next(samples)
+                    runtime.seed_draws(config.seed, step, j * processes + rank, device)
+                    is_last = j == split.accumulation - 1
+                    with nullcontext() if is_last else accelerator.no_sync(call):
+                        total, weight = call(recipe.loss, batch, step)
+                        sums[0] += total.detach()
+                        sums[1] += weight
+                        if is_last:  # one small sum over processes, under way beside the backward
+                            sums[2] = bool(stop.name)
+                            reduction = runtime.Reduction(accelerator, sums)
+                        accelerator.backward(total * state["backward_scale"])
+                reduction.wait()
+                accelerator.unscale_gradients()
+
+                # Wrappers average over processes; the gradient wanted is that of the sum of all
+                # losses over the sum of all weights.
+                gradients = optim.gradients(trained, every_gradient)
+                scale = processes / (state["backward_scale"] * sums[1])
+                norm = optim.normalise_and_clip_(gradients, scale, config.optim.clip_norm)
+                optim.step_if_finite(optimizer, norm)
+                if accelerator.scaler:
+                    accelerator.scaler.update()
+                optimizer.zero_grad()
+                if average:
+                    average.update()
+                state["step"] = run.step = step + 1
+                log.push(step, sums, norm)  # the host reads the numbers of the step before
+
+                # ---- every so often: evaluate, keep the best, save -------------------------------
+                at_end = run.step == total_steps
+                if at_end or runtime.is_due(config.evaluation.every_steps, run.step):
+                    log.flush()
+                    with log.paused(), average_applied():
+                        results = evaluate(accelerator, config, evaluation_call, validation_sets)
+                        if note_best(config, state, results):
+                            checkpoint.export(run.folder / "best", config, data_info, model, is_main)
+                    log.write({"step": run.step} | results)
+                    if at_end:
+                        ended = "all steps done"
+                    elif config.evaluation.patience and (
+                        state["evaluations_since_best"] >= config.evaluation.patience
+                    ):
+                        ended = f"no better {config.evaluation.best_metric}"
+                if ended or log.stop_requested or runtime.is_due(
+                    config.checkpoints.every_steps, run.step
+                ):
+                    log.flush()
+                    with log.paused():
+                        checkpoint.save(
+                            run.folder, model, optimizer, accelerator.scaler, average, state,
+                            config.checkpoints.keep, is_main,
+                        )  # fmt: skip
+                if ended or log.stop_requested:
+                    break
+
+        # ---- finish, or leave to be continued ----------------------------------------------------
+        if not ended:
+            if is_main:
+                run.write_status("preempted", f"stopped by a signal at step {run.step}")
+            return 75
+        with average_applied():
+            checkpoint.export(run.folder / "export", config, data_info, model, is_main)
+        if is_main:
+            result = results | {"samples per second": log.samples_per_second}
+            run.write_status("finished", ended, result=result)
+            telemetry.print_result(run)
+    return 0
+
+
+if __name__ == "__main__":
+    runtime.command(main, CONFIG)
