@@ -36,7 +36,6 @@ from .recipe import optional
 logger = logging.getLogger(__name__)
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FLAT = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -86,11 +85,15 @@ def save(
 ) -> None:
     """Save the state after state["step"] steps. Called by every process, written by the main one."""
     weights = full_weights(model)
-    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    slots = get_optimizer_state_dict(model, optimizer, options=FULL)
     if not is_main:
         return
-    tensors = {k: v for k, v in flat.items() if isinstance(v, Tensor)}
-    numbers = {k: v for k, v in flat.items() if not isinstance(v, Tensor)}
+    tensors: dict[str, Tensor] = {}  # "<parameter>.<slot>"
+    numbers: dict[str, Any] = {"groups": slots["param_groups"], "state": {}}
+    for parameter, state_of in slots["state"].items():
+        for name, value in state_of.items():
+            kind = tensors if isinstance(value, Tensor) else numbers["state"]
+            kind[f"{parameter}.{name}"] = value
 
     def fill(folder: Path) -> None:
         save_tensors(weights, folder / "model.safetensors")
@@ -131,8 +134,14 @@ def load(
     """Restore weights, optimizer, fp16 scale and average in place; return the rest of the state."""
     state = json.loads((folder / "state.json").read_text())
     load_weights(folder, model)
-    flat = load_file(folder / "optimizer.safetensors") | state.pop("optimizer")
-    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+    numbers = state.pop("optimizer")
+    slots: dict[str, dict[str, Any]] = {}
+    for key, value in (load_file(folder / "optimizer.safetensors") | numbers["state"]).items():
+        parameter, _, name = key.rpartition(".")
+        slots.setdefault(parameter, {})[name] = value
+    set_optimizer_state_dict(
+        model, optimizer, {"state": slots, "param_groups": numbers["groups"]}, options=FULL
+    )
     if average:
         saved = load_file(folder / "average.safetensors")
         for name, tensor in zip(average.names, average.average, strict=True):

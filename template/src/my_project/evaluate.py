@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from . import checkpoint, runtime
-from .batches import Fetch, make_loader, on_device, split
+from .batches import Fetch, make_loader, on_device
 from .config import Config, ConfigError, TelemetryConfig, parse
 from .recipe import optional
 
@@ -57,7 +57,9 @@ def _evaluate_one(
     if len(data) == 0:
         raise ConfigError("a validation set is empty; return only sets that hold samples.")
     own = range(accelerator.process_index, len(data), processes)
-    size = config.evaluation.batch_size or split(config.batches, processes).micro_batch_size
+    batches = config.batches
+    size = config.evaluation.batch_size or batches.micro_batch_size
+    size = size or max(1, batches.global_batch_size // processes)
     index_lists = [[("evaluation", i) for i in own[k : k + size]] for k in range(0, len(own), size)]
     counted = len(index_lists)
     # Every process makes the same number of forwards, else sharded models wait for ever: the ones
@@ -189,7 +191,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Evaluate and print the metrics as a table and, with --json, as JSON."""
     folder = weights_folder(Path(arguments.folder))
     config = dataclasses.replace(config_beside(folder), telemetry=TelemetryConfig(trackers=[]))
-    runtime.check_launch(config, split(config.batches, runtime.world()[0]))
+    runtime.check_launch(config)
     data_info = config.recipe.prepare_data()
     _, data_sets = config.recipe.build_datasets(data_info)
     if not data_sets:

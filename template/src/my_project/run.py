@@ -97,6 +97,11 @@ class Run:
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         write_atomically(self.folder / "run.json", json.dumps(provenance(), indent=1) + "\n")
 
+    def __del__(self) -> None:
+        """Let go of the lock, for a process that trains again."""
+        if getattr(self, "lock", None):
+            self.lock.close()
+
     def _lock(self) -> None:
         """Let one launch at a time use the folder; the lock ends with the process."""
         if self.rank != 0:

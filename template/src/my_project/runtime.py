@@ -47,9 +47,9 @@ def world() -> tuple[int, int]:
     return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
 
-def check_launch(config: Config, split: Split) -> None:
+def check_launch(config: Config, accumulation: int = 1) -> None:
     """Refuse a launch that would become silent copies of one run, or run on the wrong device."""
-    check_options(config, split)
+    check_options(config, accumulation)
     for launcher, (size, rank) in LAUNCHERS.items():
         if "WORLD_SIZE" not in os.environ and int(os.environ.get(size, "1")) > 1:
             raise ConfigError(
@@ -75,7 +75,7 @@ def check_launch(config: Config, split: Split) -> None:
         )
 
 
-def check_options(config: Config, split: Split) -> None:
+def check_options(config: Config, accumulation: int) -> None:
     """Refuse options that accelerate and torch do not know, or would crash with."""
     options = config.distributed.ddp
     known = {f.name for f in fields(DistributedDataParallelKwargs)}
@@ -83,9 +83,9 @@ def check_options(config: Config, split: Split) -> None:
         raise ConfigError(
             f"distributed.ddp has no option {', '.join(sorted(unknown))}; it has {sorted(known)}."
         )
-    if options.get("static_graph") and split.accumulation > 1:
+    if options.get("static_graph") and accumulation > 1:
         raise ConfigError(
-            f"distributed.ddp.static_graph crashes with accumulation {split.accumulation}: set it"
+            f"distributed.ddp.static_graph crashes with accumulation {accumulation}: set it"
             " to false, or raise batches.micro_batch_size until accumulation is 1."
         )
     trackers = [str(tracker) for tracker in get_available_trackers()]

@@ -31,7 +31,7 @@ def main(config: Config) -> int:
     recipe = config.recipe
     processes, rank = runtime.world()
     split = batches.split(config.batches, processes)
-    runtime.check_launch(config, split)
+    runtime.check_launch(config, split.accumulation)
     data_info = prepare_data(config)
     train_set, validation_sets = recipe.build_datasets(data_info)
     total_steps = batches.total_steps(config, train_set)

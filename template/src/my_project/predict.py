@@ -1,0 +1,83 @@
+"""From an export to an answer, without accelerate, the network or the training data.
+
+python -m my_project.predict runs/image_classification/export digit.png
+python -m my_project.predict runs/image_classification/export --onnx     writes model.onnx beside it
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from .config import Config, ConfigError, exit_with_sentence, parse
+from .recipe import optional
+
+
+def load(folder: Path) -> tuple[Config, dict[str, Any], nn.Module]:
+    """Build the model of an export and load its weights, every key of them.
+
+    Raises:
+        ConfigError: the folder is no export, or its weights do not fit the model.
+    """
+    for name in ("config.yaml", "data_info.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} is no export: it has no {name}; give runs/<name>/export.")
+    config = parse(["--config", str(folder / "config.yaml")])
+    data_info = json.loads((folder / "data_info.json").read_text())
+    model = config.recipe.build_model(data_info)
+    try:
+        model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+    except RuntimeError as error:
+        raise ConfigError(f"{folder}/model.safetensors does not fit the model: {error}") from error
+    return config, data_info, model.eval()
+
+
+def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.Module) -> None:
+    """Write the model's forward as ONNX, for any batch size."""
+    example_of = optional(config.recipe, "example_inputs")
+    if example_of is None:
+        raise ConfigError("the recipe has no example_inputs(data_info), which --onnx traces with.")
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--onnx needs onnxscript: pip install -e '.[onnx]'.") from error
+    inputs = example_of(data_info)
+    batch = torch.export.Dim("batch", min=1)
+    shapes = tuple({0: batch} for _ in inputs)
+    torch.onnx.export(
+        model, inputs, str(path), dynamo=True, dynamic_shapes=shapes, external_data=False
+    )
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Print the recipe's answer, or write the ONNX file."""
+    folder = Path(arguments.folder)
+    config, data_info, model = load(folder)
+    if arguments.onnx:
+        write_onnx(folder / "model.onnx", config, data_info, model)
+        print(folder / "model.onnx")
+        return
+    if arguments.argument is None:
+        raise ConfigError("give an argument to answer for, such as an image file, or --onnx.")
+    predict = optional(config.recipe, "predict")
+    if predict is None:
+        raise ConfigError(f"{type(config.recipe).__name__} has no predict(model, data_info, argument).")
+    with torch.no_grad():
+        print(predict(model, data_info, arguments.argument))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", help="runs/<name>/export or runs/<name>/best")
+    parser.add_argument("argument", nargs="?", help="what the recipe's predict takes")
+    parser.add_argument("--onnx", action="store_true", help="write model.onnx into the folder")
+    try:
+        main(parser.parse_args())
+    except ConfigError as error:
+        exit_with_sentence(error)

@@ -1,0 +1,103 @@
+"""A recipe for tests: samples of unequal length, so a mean of means would be wrong."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# B: samples in a micro-batch, T: places in a sample, of which the first `length` count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged:
+    samples: int = 70
+    validation_samples: int = 23
+    dtype: str = "float32"
+    dropout: float = 0.0
+    noise: float = 0.0  # drawn when a sample is read
+    explode_at: tuple[int, ...] = ()  # steps whose loss is not finite
+    empty_at: tuple[int, ...] = ()  # steps in which nothing counts
+    raise_at: int = -1
+    raise_on_rank: int = 1
+    unused_parameter: bool = False
+    batch_norm: bool = False
+    metrics: str = "auroc"
+
+    def prepare_data(self) -> dict[str, Any]:
+        return {"features": 6}
+
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        train = Samples(self.samples, data_info["features"], self.dtype, 1, self.noise)
+        if self.validation_samples == 0:
+            return train, {}
+        validation = Samples(self.validation_samples, data_info["features"], self.dtype, 2, 0.0)
+        return train, {"validation": validation}
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        layers: list[nn.Module] = [nn.Linear(data_info["features"], 8)]
+        if self.batch_norm:
+            layers.append(Norm(8))
+        model = nn.Sequential(*layers, nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(8, 1))
+        if self.unused_parameter:
+            model.register_parameter("forgotten", nn.Parameter(torch.zeros(3)))
+        return model.to(getattr(torch, self.dtype))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
+        import os
+
+        if step == self.raise_at and int(os.environ.get("RANK", "0")) == self.raise_on_rank:
+            raise ValueError("this rank was told to fail")
+        counts = batch["counts"]  # (B, T)
+        if step in self.empty_at:
+            counts = torch.zeros_like(counts)
+        error = (model(batch["x"])[..., 0] - batch["y"]) ** 2 * counts
+        total = error.sum()
+        return total * float("inf") if step in self.explode_at else total, counts.sum()
+
+    def build_metrics(self) -> dict[str, Any]:
+        from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
+
+        return {"accuracy": BinaryAccuracy(), "auroc": BinaryAUROC()}  # the second keeps lists
+
+    def update_metrics(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any) -> None:
+        score = model(batch["x"])[:, 0, 0].sigmoid()
+        for metric in metrics.values():
+            metric.update(score, batch["label"])
+
+    def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
+        x = torch.full((1, 1, data_info["features"]), float(argument), dtype=next(model.parameters()).dtype)
+        return f"{model(x).item():.6f}"
+
+    def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
+        return (torch.zeros(2, 9, data_info["features"], dtype=getattr(torch, self.dtype)),)
+
+
+class Norm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, -2)).view_as(x)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, length: int, features: int, dtype: str, seed: int, noise: float) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(length, 9, features, generator=draw, dtype=torch.float64)
+        self.y = self.x.sin().sum(-1)
+        lengths = torch.randint(1, 10, (length, 1), generator=draw)
+        self.counts = (torch.arange(9)[None] < lengths).to(torch.float64)
+        self.dtype, self.noise = getattr(torch, dtype), noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = self.x[index]
+        if self.noise:
+            x = x + self.noise * torch.randn(x.shape, dtype=torch.float64)
+        return {
+            "x": x.to(self.dtype),
+            "y": self.y[index].to(self.dtype),
+            "counts": self.counts[index].to(self.dtype),
+            "label": (self.y[index, 0] > 0).long(),
+            "index": torch.tensor(index),
+        }

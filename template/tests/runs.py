@@ -1,0 +1,56 @@
+"""Configs for tests, and what a run left behind."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from my_project.config import BatchesConfig, Config, OptimConfig, TelemetryConfig
+from ragged import Ragged
+
+
+def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> Config:
+    """Make the config of a short run; dotted settings such as optim__lr override."""
+    config = Config(
+        recipe=recipe or Ragged(),
+        batches=BatchesConfig(global_batch_size=16, micro_batch_size=4, workers=0),
+        optim=OptimConfig(lr=0.05, warmup_steps=3, clip_norm=1.8),
+        telemetry=TelemetryConfig(every_steps=1, trackers=[]),
+        runs_folder=str(folder),
+        **({"steps": 10} if "epochs" not in settings else {}),
+    )
+    return change(config, **settings)
+
+
+def change(config: Any, **settings: Any) -> Any:
+    """Replace settings, nested ones written with two underscores."""
+    for name, value in settings.items():
+        outer, _, inner = name.partition("__")
+        if inner:
+            value = change(getattr(config, outer), **{inner: value})
+        config = dataclasses.replace(config, **{outer: value})
+    return config
+
+
+def records(config: Config, kind: str = "loss") -> list[dict[str, Any]]:
+    """Read metrics.jsonl: the records of steps, or with another kind those that have such a key."""
+    lines = (config.folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if kind in record]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """Read exported or saved weights."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def status(config: Config) -> dict[str, Any]:
+    return json.loads((config.folder / "status.json").read_text())
+
+
+def train(config: Config) -> int:
+    """Run the real main, here."""
+    from my_project.train import main
+
+    return main(config)

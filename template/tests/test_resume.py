@@ -1,0 +1,145 @@
+"""A run continues where it stopped, in the middle of an epoch, on any number of processes."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
+from world import run_world
+
+from my_project.config import Config, ConfigError
+
+# 4 steps make an epoch; step 6 lies in the middle of the second
+FIRST = 6
+
+
+def train_then_again(first: Config, second: Config) -> tuple[int, int]:
+    """Train, then continue in the same processes."""
+    return train(first), train(second)
+
+
+def interrupt_at(config: Config, step: int) -> int:
+    """Train; this process is sent SIGTERM while it computes the given step."""
+    recipe_loss = type(config.recipe).loss
+
+    def loss(self, model, batch, at):
+        if at == step and os.environ.get("RANK", "1") == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return recipe_loss(self, model, batch, at)
+
+    type(config.recipe).loss = loss  # type: ignore[method-assign]
+    return train(config)
+
+
+def assert_same(run: Config, reference: Config, tolerance: float) -> None:
+    ours, theirs = weights(run.folder / "export"), weights(reference.folder / "export")
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
+    assert [r["step"] for r in records(run)] == list(range(1, 11))
+    for name in ("loss", "gradient_norm", "learning_rate"):
+        assert [r[name] for r in records(run)] == pytest.approx(
+            [r[name] for r in records(reference)], rel=max(tolerance, 1e-12)
+        )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Config:
+    recipe = Ragged(dtype="float64", dropout=0.2, noise=0.1)
+    config = make_config(
+        tmp_path_factory.mktemp("runs"), recipe, optim__ema_decay=0.8, checkpoints__keep=9
+    )
+    config = change(config, checkpoints__every_steps=FIRST)
+    run_world(2, train, config)
+    return config
+
+
+@pytest.mark.parametrize(("processes", "tolerance"), [(2, 0.0), (1, 1e-9), (4, 1e-9)])
+def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tolerance):
+    """A killed run: its newest checkpoint is that of step 6, its records go on to step 8."""
+    config = change(uninterrupted, runs_folder=str(tmp_path))
+    shutil.copytree(uninterrupted.folder, config.folder)
+    shutil.rmtree(config.folder / "checkpoints" / "step_00000010")
+    shutil.rmtree(config.folder / "export")
+    (config.folder / "status.json").write_text('{"outcome": "running", "step": 8, "steps": 10}')
+    run_world(processes, train, config)
+    assert_same(config, uninterrupted, tolerance)
+
+
+def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path, uninterrupted):
+    config = change(uninterrupted, runs_folder=str(tmp_path))
+    assert run_world(2, interrupt_at, config, 4) == [75, 75]
+    left = status(config)
+    # the request of step 4 is read after step 5: six steps are done
+    assert (left["outcome"], left["step"]) == ("preempted", 6)
+    assert run_world(2, train, config) == [0, 0]
+    assert_same(config, uninterrupted, 0.0)
+
+
+def test_a_finished_run_shows_its_result_and_a_longer_one_goes_on(tmp_path, capsys):
+    config = make_config(tmp_path, steps=4)
+    assert run_world(1, train_then_again, config, config) == [(0, 0)]
+    before = os.stat(config.folder / "metrics.jsonl").st_mtime_ns
+    assert train(config) == 0
+    shown = capsys.readouterr().out
+    assert "validation/accuracy" in shown
+    assert str(config.run_name) in shown
+    assert os.stat(config.folder / "metrics.jsonl").st_mtime_ns == before, "nothing is trained"
+    run_world(1, train, change(config, steps=6))
+    assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_changed_config_is_refused_with_the_keys_and_two_remedies(tmp_path):
+    config = make_config(tmp_path, steps=2)
+    run_world(1, train, config)
+    changed = change(config, optim__lr=0.01, recipe__dropout=0.5, telemetry__every_steps=2)
+    with pytest.raises(ConfigError) as refusal:
+        train(changed)
+    message = str(refusal.value)
+    assert "optim.lr (0.05 there, 0.01 here)" in message
+    assert "recipe.dropout (0.0 there, 0.5 here)" in message
+    assert "telemetry" not in message
+    assert "--run_name" in message
+    assert "--resume never" in message
+
+
+def test_resume_never_moves_the_old_run_aside(tmp_path):
+    config = make_config(tmp_path, steps=2)
+    run_world(1, train, config)
+    run_world(1, train, change(config, resume="never", optim__lr=0.01))
+    assert (tmp_path / "run.old-1" / "export" / "model.safetensors").is_file()
+    assert records(config)[0]["learning_rate"] != records(
+        change(config, run_name="run.old-1")
+    )[0]["learning_rate"]
+
+
+def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"resume .*nowhere is no checkpoint"):
+        train(make_config(tmp_path, resume=str(tmp_path / "nowhere")))
+
+
+def train_while_another_does(config: Config) -> str:
+    import subprocess
+    import sys
+
+    from my_project.run import Run
+
+    run = Run(config, 2, rank=0)
+    code = (
+        "import sys, runs, pathlib; from my_project.run import Run\n"
+        "Run(runs.make_config(pathlib.Path(sys.argv[1])), 2, rank=0)"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code, config.runs_folder], capture_output=True, text=True, check=False
+    )
+    assert run.lock
+    return other.stderr
+
+
+def test_two_launches_cannot_use_one_run_folder(tmp_path):
+    message = run_world(1, train_while_another_does, make_config(tmp_path))[0]
+    assert "is in use by process" in message
+    assert "choose another --run_name" in message
