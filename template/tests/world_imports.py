@@ -3,7 +3,10 @@
 import accelerate  # noqa: F401
 import jsonargparse  # noqa: F401
 import tensorboard  # noqa: F401
+import rich.console
+import rich.table  # noqa: F401
 import torch._dynamo  # noqa: F401  # the first optimizer imports it, for 4 s
+import torch.distributed.algorithms.ddp_comm_hooks  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 import torchmetrics.classification  # noqa: F401
 

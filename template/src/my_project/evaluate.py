@@ -154,13 +154,24 @@ def _to_cpu(state: Tensor | list[Tensor]) -> Any:
     return [torch.atleast_1d(tensor.detach().cpu()) for tensor in state]
 
 
+def check_best_metric(config: Config, data_sets: dict[str, Any]) -> None:
+    """Refuse a best_metric that no evaluation will give."""
+    wanted = config.evaluation.best_metric
+    if wanted is None:
+        return
+    metrics = optional(config.recipe, "build_metrics")
+    names = [f"{data}/{metric}" for data in data_sets for metric in (metrics() if metrics else ["loss"])]
+    if not any(wanted == name or wanted.startswith(f"{name}/") for name in names):
+        raise ConfigError(
+            f"evaluation.best_metric {wanted} is none of {', '.join(names) or 'no metrics at all'}."
+        )
+
+
 def note_best(config: Config, state: dict[str, Any], results: dict[str, float]) -> bool:
     """Tell whether these results are the best so far, and count those that were not."""
     name = config.evaluation.best_metric
     if name is None:
         return False
-    if name not in results:
-        raise ConfigError(f"evaluation.best_metric {name} is none of {', '.join(sorted(results))}.")
     sign = 1 if config.evaluation.best_mode == "max" else -1
     better = state["best"] is None or sign * results[name] > sign * state["best"]
     state["best"] = results[name] if better else state["best"]

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
@@ -83,6 +84,11 @@ def check_options(config: Config, accumulation: int) -> None:
         raise ConfigError(
             f"distributed.ddp has no option {', '.join(sorted(unknown))}; it has {sorted(known)}."
         )
+    hooks = [hook.value for hook in DDPCommunicationHookType]
+    if options.get("comm_hook", "no") not in hooks:
+        raise ConfigError(
+            f"distributed.ddp.comm_hook is {options['comm_hook']!r}; choose one of {hooks}."
+        )
     if options.get("static_graph") and accumulation > 1:
         raise ConfigError(
             f"distributed.ddp.static_graph crashes with accumulation {accumulation}: set it"
@@ -130,7 +136,7 @@ def start(config: Config) -> Iterator[Accelerator]:
             project_dir=str(config.folder), logging_dir=str(config.folder / "tensorboard")
         ),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(**config.distributed.ddp),
+            ddp_options(config),
             InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_seconds)),
         ],
     )
@@ -142,6 +148,14 @@ def start(config: Config) -> Iterator[Accelerator]:
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+
+
+def ddp_options(config: Config) -> DistributedDataParallelKwargs:
+    """Pass DDP's options on; communication hooks by their names (fp16, bf16, power_sgd)."""
+    options = dict(config.distributed.ddp)
+    if "comm_hook" in options:
+        options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
+    return DistributedDataParallelKwargs(**options)
 
 
 def check_world(accelerator: Accelerator) -> None:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import torch
 
 from . import batches, checkpoint, optim, runtime, telemetry
-from .evaluate import evaluate, note_best
+from .evaluate import check_best_metric, evaluate, note_best
 from .run import Run, prepare_data
 
 
@@ -34,6 +34,7 @@ def main(config: Config) -> int:
     runtime.check_launch(config, split.accumulation)
     data_info = prepare_data(config)
     train_set, validation_sets = recipe.build_datasets(data_info)
+    check_best_metric(config, validation_sets)
     total_steps = batches.total_steps(config, train_set)
     run = Run(config, total_steps, rank)
     if run.finished:

@@ -1,0 +1,161 @@
+"""A wrong setting gets one sentence, before torch is asked for anything."""
+
+import subprocess
+import sys
+
+import pytest
+from ragged import Ragged
+from runs import change, make_config, train
+from world import TESTS
+
+from my_project.batches import split
+from my_project.config import Config, ConfigError, parse, to_dict, to_yaml
+from my_project.runtime import check_launch
+
+MINIMAL = """
+recipe: {class_path: ragged.Ragged, init_args: {samples: 40}}
+batches: {global_batch_size: 16, micro_batch_size: 4}
+steps: 5
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "my_experiment.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_yaml_then_typed_overrides(config_file):
+    config = parse(
+        ["--config", str(config_file), "--optim.lr", "3e-4", "--recipe.init_args.samples", "50",
+         "--optim.init_args.betas", "[0.9, 0.95]", "--steps", "7"]
+    )  # fmt: skip
+    assert config.recipe == Ragged(samples=50)
+    assert (config.optim.lr, config.steps, config.run_name) == (3e-4, 7, "my_experiment")
+    assert config.optim.init_args == {"betas": [0.9, 0.95]}
+
+
+def test_the_resolved_config_reads_back_the_same(config_file, tmp_path):
+    config = parse(["--config", str(config_file), "--recipe.init_args.empty_at", "[1, 2]"])
+    (tmp_path / "resolved.yaml").write_text(to_yaml(config))
+    again = parse(["--config", str(tmp_path / "resolved.yaml")])
+    assert to_dict(again) == to_dict(config)
+    assert again.run_name == "my_experiment"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--optim.lrr", "1"], "optim.lrr"),
+        (["--optim.lr", "fast"], "optim.lr"),
+        (["--optim.lr=-1"], "optim.lr is -1.0, but must be at least 0"),
+        (["--optim.schedule", "exponential"], "exponential"),
+        (["--optim.schedule", "wsd"], "optim.decay_steps is 0, but must be at least 1"),
+        (["--recipe.init_args.width", "3"], "width"),
+        (["--recipe.class_path", "ragged.Missing"], "Missing"),
+        (["--recipe.class_path", "ragged.Samples"], "lacks the methods prepare_data"),
+        (["--epochs", "3"], "steps is 5 and epochs is 3.0: state exactly one"),
+        (["--evaluation.patience", "2"], "evaluation.best_metric"),
+        (["--run_name", "a/b"], "run_name 'a/b'"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--optim.ema_decay", "1.5"], "between 0 and 1"),
+    ],
+)
+def test_a_mistake_is_named_in_one_sentence(config_file, arguments, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        parse(["--config", str(config_file), *arguments])
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_config_names_the_remedy():
+    with pytest.raises(ConfigError, match="--config configs/<name>.yaml"):
+        parse([])
+
+
+def test_a_batch_that_does_not_split_is_refused_with_the_arithmetic():
+    batches = make_config(TESTS).batches
+    assert split(batches, 2).accumulation == 2
+    with pytest.raises(ConfigError, match=r"16 / \(4 x 3\) = 1.33333"):
+        split(batches, 3)
+    with pytest.raises(ConfigError, match="does not split"):
+        split(change(batches, micro_batch_size=32), 1)
+    with pytest.raises(ConfigError, match="does not split"):
+        split(change(batches, micro_batch_size=0), 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"recipe__samples": 15}, "15 samples, fewer than one global batch of 16"),
+        ({"optim__class_path": "torch.optim.Adamw"}, "torch.optim.Adamw"),
+        ({"optim__init_args": {"momentun": 0.9}}, "momentun"),
+        ({"batches__loader": {"num_wokers": 1}}, "num_wokers"),
+        ({"distributed__ddp": {"find_unused": True}}, "no option find_unused"),
+        ({"distributed__ddp": {"comm_hook": "fp8"}}, "comm_hook is 'fp8'"),
+        ({"distributed__ddp": {"static_graph": True}}, "static_graph crashes with accumulation 4"),
+        ({"distributed__sync_batchnorm": True}, "needs GPUs"),
+        ({"precision": "fp16"}, "precision fp16 needs a GPU"),
+        ({"telemetry__trackers": ["tensorbord"]}, "tensorbord"),
+        ({"evaluation__best_metric": "validation/f1"}, "validation/f1 is none of validation/acc"),
+    ],
+)
+def test_an_impossible_run_is_refused(tmp_path, settings, sentence):
+    config = make_config(tmp_path, steps=1, **settings)
+    with pytest.raises(ConfigError) as refusal:
+        train(config)
+    assert sentence in str(refusal.value)
+
+
+def test_tasks_that_nobody_gave_a_rank_are_refused(tmp_path, monkeypatch):
+    config = make_config(tmp_path)
+    check_launch(config)
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "2")
+            with pytest.raises(ConfigError, match="each would train alone"):
+                check_launch(config)
+
+
+def test_a_gpu_config_without_a_gpu_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match="asks for a GPU, but torch finds none"):
+        check_launch(make_config(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
+    check_launch(make_config(tmp_path))
+
+
+def test_help_and_print_config_import_no_torch(config_file):
+    code = (
+        "import sys\n"
+        "from my_project.config import parse\n"
+        "try: parse(sys.argv[1:])\n"
+        "except SystemExit as e: assert not e.code\n"
+        "else: raise AssertionError('help did not exit')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for setting in ("--batches.global_batch_size", "Samples per optimizer step", "--optim.lr"):
+        assert setting in shown
+    printed = subprocess.run(
+        [sys.executable, "-m", "my_project.train", "--config", str(config_file), "--print_config"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert "schedule: cosine" in printed
+    assert "samples: 40" in printed
+
+
+def test_a_plain_class_is_no_recipe():
+    class Plain:
+        def prepare_data(self): ...
+        def build_datasets(self, data_info): ...
+        def build_model(self, data_info): ...
+        def loss(self, model, batch, step): ...
+
+    with pytest.raises(ConfigError, match="Plain is not a dataclass"):
+        Config(recipe=Plain(), batches=make_config(TESTS).batches, steps=1)

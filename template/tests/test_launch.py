@@ -1,0 +1,164 @@
+"""Through the real launcher: what a user sees when all is well, and when it is not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1]
+CONFIG = """
+recipe: {class_path: ragged.Ragged}
+batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
+steps: 8
+telemetry: {every_steps: 2}
+"""
+
+
+@contextmanager
+def launch(folder: Path, *arguments: str, where: str = "cpu_2_processes") -> Iterator[subprocess.Popen]:
+    """Start a run; at the end, every process of it must be gone."""
+    (folder / "tiny.yaml").write_text(CONFIG)
+    mark = uuid.uuid4().hex
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch",
+         "--config_file", str(PROJECT / "accelerate_configs" / f"{where}.yaml"),
+         "-m", "my_project.train", "--config", "tiny.yaml", *arguments],
+        cwd=folder, env=environment | {"TEST_MARK": mark}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+        deadline = time.monotonic() + 10
+        while (left := processes_with(mark)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not left, f"still there: {left}"
+    finally:
+        for pid in processes_with(mark):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+def processes_with(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+        except OSError:
+            continue
+    return [pid for pid in found if not _is_zombie(pid)]
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def outcome(folder: Path) -> dict:
+    return json.loads((folder / "runs" / "tiny" / "status.json").read_text())
+
+
+def test_two_processes_train_into_one_folder_and_show_the_result(tmp_path):
+    with launch(tmp_path) as run:
+        shown, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, shown
+    assert "global batch 16 = micro-batch 4 x processes 2 x accumulation 2; 8 steps" in shown
+    assert "cpu" in shown.split("runs/tiny: ")[1].splitlines()[0], "the start line names the device"
+    for line in ("step 2 of 8: loss", "validation/accuracy", "runs/tiny/metrics.jsonl"):
+        assert shown.count(line) >= 1
+    assert shown.count("step 4 of 8: loss") == 1, "only the main process reports"
+    assert [p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()] == ["tiny"]
+    assert list((tmp_path / "runs/tiny/tensorboard").rglob("events*"))
+    record = json.loads((tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()[0])
+    assert record.keys() == {
+        "step", "loss", "learning_rate", "gradient_norm", "samples_per_second", "data_seconds",
+        "peak_memory_bytes", "skipped_steps",
+    }  # fmt: skip
+    about = json.loads((tmp_path / "runs/tiny/run.json").read_text())
+    assert about["packages"]["torch"]
+    assert "TEST_MARK" not in about["environment"], "the environment is not recorded"
+    assert about["environment"]["CUDA_VISIBLE_DEVICES"] == "-1,-1", "a CPU config hides GPUs"
+
+
+def test_a_bad_setting_is_one_sentence_and_starts_nothing(tmp_path):
+    with launch(tmp_path, "--optim.lrr", "3") as run:
+        shown, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert shown.count("error: unrecognized arguments: --optim.lrr") == 1, shown
+    assert not (tmp_path / "runs").exists()
+    alone = subprocess.run(
+        [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml", "--optim.lrr", "3"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert alone.returncode == 2
+    assert alone.stderr.count("\n") == 1
+
+
+def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
+    with launch(tmp_path, "--recipe.init_args.raise_at", "3") as run:
+        shown, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "[rank 1 on " in shown
+    assert "ValueError: this rank was told to fail" in shown
+    assert 'File "' in shown
+    left = outcome(tmp_path)
+    assert left["outcome"] == "failed"
+    assert left["reason"].startswith("rank 1 on ")
+    assert "this rank was told to fail" in left["reason"]
+
+
+def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
+    arguments = ("--steps", "2000", "--telemetry.every_steps", "1")
+    with launch(tmp_path, *arguments) as run:
+        wait_for_steps(tmp_path, 3)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the launcher and all workers
+        shown, _ = run.communicate(timeout=60)
+    left = outcome(tmp_path)
+    assert left["outcome"] == "preempted", shown
+    assert 3 <= left["step"] < 2000
+    workers = shown.split("Traceback")[0]
+    assert "my_project" not in shown.replace(workers, ""), "no traceback of ours"
+    with launch(tmp_path, "--steps", str(left["step"] + 2)) as run:
+        shown, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, shown
+    assert f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}" in shown
+    assert outcome(tmp_path)["outcome"] == "finished"
+
+
+def wait_for_steps(folder: Path, steps: int) -> None:
+    metrics = folder / "runs/tiny/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < steps:
+        assert time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.1)
+
+
+def test_every_config_is_loaded_by_accelerate_and_explains_itself():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    configs = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
+    assert {"cpu", "cpu_2_processes", "gpu", "multi_gpu", "multi_node"} <= {c.stem for c in configs}
+    # accepted and ignored by accelerate, or meant for something else
+    ignored = {"rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16"}
+    for path in configs:
+        config = load_config_from_file(str(path))  # an unknown key raises
+        text = path.read_text()
+        assert len(text.splitlines()) < 40
+        assert text.startswith("# ")
+        assert "accelerate launch --config_file accelerate_configs/" in text
+        assert not ignored & set(text.replace(":", " ").split())
+        assert config.num_processes % config.num_machines == 0
+        assert str(config.mixed_precision) in ("no", "bf16", "fp16")
+        if config.num_machines > 1:
+            assert config.main_process_port

@@ -1,0 +1,147 @@
+"""The step: schedules, groups, skipped steps, communication."""
+
+import json
+
+import pytest
+import torch
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
+from safetensors.torch import load_file
+from torch import nn
+from world import run_world
+
+from my_project.config import Config, OptimConfig
+from my_project.optim import build_optimizer, learning_rate
+
+
+def rates(steps: int = 20, **settings) -> list[float]:
+    config = OptimConfig(lr=1.0, **settings)
+    return [learning_rate(step, steps, config) for step in range(steps)]
+
+
+def test_schedules_are_those_of_torch():
+    parameter = nn.Parameter(torch.zeros(1))
+    for name, kind, arguments in [
+        ("cosine", torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": 20, "eta_min": 0.1}),
+        ("linear", torch.optim.lr_scheduler.LinearLR,
+         {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 20}),
+    ]:  # fmt: skip
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scheduler = kind(optimizer, **arguments)
+        expected = []
+        for _ in range(20):
+            expected.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        assert rates(schedule=name, final_lr_fraction=0.1) == pytest.approx(expected)
+
+
+def test_warmup_and_wsd():
+    assert rates(schedule="constant", warmup_steps=4)[:6] == [0.25, 0.5, 0.75, 1, 1, 1]
+    wsd = rates(schedule="wsd", warmup_steps=2, decay_steps=5)
+    assert wsd[2:16] == [1.0] * 14
+    assert wsd[15:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_weight_decay_spares_biases_and_norms_and_groups_keep_their_lr_scale():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = build_optimizer(OptimConfig(weight_decay=0.1), Ragged(), model)
+    decayed, spared = optimizer.param_groups
+    assert [p.ndim for p in decayed["params"]] == [2]
+    assert decayed["weight_decay"] == 0.1
+    assert spared["weight_decay"] == 0.0
+    assert optimizer.defaults["fused"] is True
+
+    class Scaled(Ragged):
+        def parameter_groups(self, model):
+            return [{"params": list(model.parameters()), "lr_scale": 0.1}]
+
+    from my_project.optim import set_learning_rate
+
+    optimizer = build_optimizer(OptimConfig(), Scaled(), model)
+    set_learning_rate(optimizer, 2.0)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("reason", ["explode_at", "empty_at"])
+def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, reason):
+    recipe = Ragged(**{reason: (3,)})
+    config = make_config(tmp_path, recipe, steps=5, checkpoints__every_steps=1, checkpoints__keep=9)
+    run_world(2, train, config)
+    folders = [config.folder / "checkpoints" / f"step_{n:08d}" for n in (3, 4, 5)]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        before, skipped, after = (load_file(folder / file) for folder in folders)
+        assert all(torch.equal(before[name], skipped[name]) for name in before)
+        assert not all(torch.equal(after[name], skipped[name]) for name in before)
+    assert [r["skipped_steps"] for r in records(config)] == [0, 0, 0, 1, 1]
+    state = json.loads((folders[1] / "state.json").read_text())
+    assert state["nonfinite_in_a_row"] == (1 if reason == "explode_at" else 0)
+
+
+def test_too_many_nonfinite_steps_end_the_run(tmp_path):
+    recipe = Ragged(explode_at=tuple(range(2, 10)))
+    config = make_config(tmp_path, recipe, optim__max_nonfinite_steps=3)
+    with pytest.raises(RuntimeError, match="not finite in 3 steps in a row, up to step 4"):
+        run_world(2, train, config)
+    assert status(config)["outcome"] == "failed"
+
+
+def test_an_unused_parameter_is_named_with_the_key_that_allows_it(tmp_path):
+    config = make_config(tmp_path, Ragged(unused_parameter=True), steps=2)
+    with pytest.raises(RuntimeError, match="forgotten.*distributed.ddp.find_unused_parameters"):
+        run_world(2, train, config)
+    run_world(2, train, change(config, distributed__ddp={"find_unused_parameters": True}))
+    assert status(config)["outcome"] == "finished"
+
+
+def count_all_reduces(config: Config) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(config)
+    return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")
+
+
+def test_micro_batches_but_the_last_communicate_nothing(tmp_path):
+    counts = []
+    for micro_batch_size in (8, 2):  # accumulation 1 and 4
+        config = make_config(
+            tmp_path, Ragged(validation_samples=0), run_name=f"micro{micro_batch_size}",
+            batches__micro_batch_size=micro_batch_size, steps=6,
+        )  # fmt: skip
+        counts.append(run_world(2, count_all_reduces, config)[0])
+    assert counts[0] == counts[1]
+    assert counts[0] >= 12, "one for the gradient and one for the loss, per step"
+
+
+def test_communication_hooks_are_chosen_by_name(tmp_path):
+    exact = make_config(tmp_path, run_name="exact", steps=4)
+    hooked = change(exact, run_name="hooked", distributed__ddp={"comm_hook": "bf16"})
+    for config in (exact, hooked):
+        run_world(2, train, config)
+    for name, value in weights(hooked.folder / "export").items():
+        theirs = weights(exact.folder / "export")[name]
+        torch.testing.assert_close(value, theirs, rtol=0.05, atol=0.02)
+        assert not torch.equal(value, theirs), "gradients travelled as bfloat16"
+
+
+def test_bf16_trains_and_exports_float32(tmp_path):
+    config = make_config(tmp_path, precision="bf16", steps=4)
+    run_world(2, train, config)
+    assert {v.dtype for v in weights(config.folder / "export").values()} == {torch.float32}
+    exact = make_config(tmp_path, run_name="exact", steps=4)
+    run_world(2, train, exact)
+    losses = [[r["loss"] for r in records(c)] for c in (config, exact)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_batch_norm_trains_the_same_for_any_split(tmp_path):
+    """BatchNorm sees micro-batches, which are the same samples for any split."""
+    finals = []
+    for processes in (1, 4):
+        recipe = Ragged(batch_norm=True, dtype="float64")
+        config = make_config(tmp_path, recipe, run_name=str(processes))
+        run_world(processes, train, config)
+        finals.append(weights(config.folder / "export"))
+    for name, value in finals[0].items():
+        if "running" not in name and "num_batches" not in name:
+            torch.testing.assert_close(value, finals[1][name], rtol=1e-9, atol=1e-9)
