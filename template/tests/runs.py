@@ -24,12 +24,13 @@ def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> 
 
 def change(config: Any, **settings: Any) -> Any:
     """Replace settings, nested ones written with two underscores."""
+    changed: dict[str, Any] = {}
     for name, value in settings.items():
         outer, _, inner = name.partition("__")
         if inner:
-            value = change(getattr(config, outer), **{inner: value})
-        config = dataclasses.replace(config, **{outer: value})
-    return config
+            value = change(changed.get(outer, getattr(config, outer)), **{inner: value})
+        changed[outer] = value
+    return dataclasses.replace(config, **changed)
 
 
 def records(config: Config, kind: str = "loss") -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ TESTS = Path(__file__).parent
 # The fork server reads it, and so do the processes that tests start through the launcher.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "-1")
+if not os.environ.get("TEST_ON_GPU"):  # pytest -m gpu sets it (conftest.py)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["world_imports"])
 
@@ -72,6 +73,7 @@ def run_world(processes: int, function: Callable, *arguments: Any, seconds: floa
 
 def _work(pipe: Any, environment: dict[str, Any], function: Callable, arguments: tuple) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
+    multiprocessing.set_start_method("fork", force=True)  # loader workers: as in a real run
     try:
         with open(os.devnull, "w") as nowhere:
             sys.stdout = nowhere

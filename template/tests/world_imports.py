@@ -12,3 +12,8 @@ import torchmetrics.classification  # noqa: F401
 
 import my_project.evaluate
 import my_project.train  # noqa: F401
+
+try:
+    import torchvision.transforms.v2  # noqa: F401  # the recipe's; 8 s
+except ImportError:
+    pass

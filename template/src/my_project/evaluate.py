@@ -21,6 +21,7 @@ from . import checkpoint, runtime
 from .batches import Fetch, make_loader, on_device
 from .config import Config, ConfigError, TelemetryConfig, parse
 from .recipe import optional
+from .run import prepare_data
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +204,7 @@ def main(arguments: argparse.Namespace) -> int:
     folder = weights_folder(Path(arguments.folder))
     config = dataclasses.replace(config_beside(folder), telemetry=TelemetryConfig(trackers=[]))
     runtime.check_launch(config)
-    data_info = config.recipe.prepare_data()
-    _, data_sets = config.recipe.build_datasets(data_info)
+    data_info, _, data_sets = prepare_data(config)
     if not data_sets:
         raise ConfigError("the recipe's build_datasets returns no validation set.")
     with runtime.start(config) as accelerator:

@@ -10,6 +10,7 @@
 """
 
 import fcntl
+import inspect
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ import re
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -140,20 +142,29 @@ class Run:
             )
 
 
-def prepare_data(config: Config) -> dict[str, Any]:
-    """Let one process at a time prepare the data; the others find it done.
+def prepare_data(config: Config) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Let the recipe prepare and open its data; one process at a time, the others find it done.
+
+    Returns:
+        data_info, the training set, and the validation sets by name.
 
     Raises:
-        ConfigError: the recipe's data_info is not plain JSON.
+        ConfigError: the data is not as the recipe says, or data_info is not plain JSON.
     """
     folder = Path(config.runs_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".prepare_data.lock"):
-        data_info = config.recipe.prepare_data()
     try:
-        return json.loads(json.dumps(data_info))
+        with FileLock(folder / ".prepare_data.lock"):
+            data_info = json.loads(json.dumps(config.recipe.prepare_data()))
+        return data_info, *config.recipe.build_datasets(data_info)
     except TypeError as error:
+        if "JSON serializable" not in str(error):
+            raise
         raise ConfigError(f"the recipe's prepare_data() must return plain JSON: {error}.") from error
+    except (ValueError, FileNotFoundError) as error:  # what a user can cause (a wrong path)
+        frames = traceback.extract_tb(error.__traceback__)
+        at = [f for f in frames if f.filename == inspect.getsourcefile(type(config.recipe))] or frames
+        raise ConfigError(f"{error} ({at[-1].filename}, line {at[-1].lineno})") from error
 
 
 def unused_name(folder: Path) -> Path:

@@ -1,0 +1,80 @@
+"""What no CPU can show. Run with: pytest -m gpu (on one GPU; two for NCCL and SyncBatchNorm)."""
+
+import os
+
+import pytest
+import torch
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
+from world import run_world
+
+pytestmark = pytest.mark.gpu
+gpus = torch.cuda.device_count() if os.environ.get("CUDA_VISIBLE_DEVICES") != "-1" else 0
+needs_one = pytest.mark.skipif(gpus < 1, reason="needs a GPU")
+needs_two = pytest.mark.skipif(gpus < 2, reason="needs two GPUs")
+
+
+@needs_one
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_one_gpu_trains_like_the_cpu(tmp_path, precision, monkeypatch):
+    config = make_config(tmp_path, precision=precision, tf32=False)
+    run_world(1, train, config)
+    reference = change(config, run_name="cpu", precision="no")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    run_world(1, train_on_cpu, reference)
+    tolerance = 1e-4 if precision == "no" else 0.05
+    assert [r["loss"] for r in records(config)] == pytest.approx(
+        [r["loss"] for r in records(reference)], rel=tolerance
+    )
+
+
+def train_on_cpu(config) -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    return train(config)
+
+
+@needs_one
+def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
+    config = make_config(tmp_path, Ragged(explode_at=(3,)), precision="fp16", steps=8)
+    run_world(1, train, config)
+    assert records(config)[-1]["skipped_steps"] >= 1
+    assert status(config)["outcome"] == "finished"
+    assert all(value.isfinite().all() for value in weights(config.folder / "export").values())
+
+
+@needs_one
+def test_deterministic_resume_is_bit_identical(tmp_path):
+    whole = make_config(tmp_path, Ragged(dropout=0.2), run_name="whole", deterministic=True)
+    run_world(1, train, whole)
+    parts = change(whole, run_name="parts", steps=5, optim__schedule="constant")
+    whole = change(parts, run_name="constant", steps=10)
+    run_world(1, train, whole)
+    run_world(1, train, parts)
+    run_world(1, train, change(parts, steps=10))
+    ours, theirs = weights(parts.folder / "export"), weights(whole.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@needs_two
+def test_nccl_gives_the_curve_of_one_process(tmp_path):
+    curves = []
+    for processes in (1, 2):
+        config = make_config(tmp_path, run_name=str(processes), tf32=False)
+        run_world(processes, train, config)
+        curves.append([r["loss"] for r in records(config)])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+@needs_two
+def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
+    """2 processes with micro-batch 8 and SyncBN normalise like one with micro-batch 16."""
+    recipe = Ragged(batch_norm=True)
+    one = make_config(tmp_path, recipe, run_name="one", batches__micro_batch_size=16, tf32=False)
+    run_world(1, train, one)
+    two = change(
+        one, run_name="two", batches__micro_batch_size=8, distributed__sync_batchnorm=True
+    )
+    run_world(2, train, two)
+    assert [r["loss"] for r in records(one)] == pytest.approx(
+        [r["loss"] for r in records(two)], rel=1e-3
+    )

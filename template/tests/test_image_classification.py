@@ -1,0 +1,181 @@
+"""The recipe: real data from anywhere, any model, and its card's number."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from runs import change, make_config, records, train
+from world import run_world
+
+from my_project import predict
+from my_project.config import ConfigError, parse
+from my_project.recipes.image_classification import ImageClassification
+from test_launch import PROJECT
+
+NO_NETWORK = {"model": "mini_resnet", "width": 4}
+
+
+def images_by_class(folder, splits=("train", "validation"), count=6):
+    """Write small PNG files of two classes: dark and bright."""
+    from PIL import Image
+
+    for split in splits:
+        for name, shade in {"bright": 220, "dark": 30}.items():
+            (folder / split / name).mkdir(parents=True)
+            for i in range(count):
+                size = (9 + i, 12)  # of several sizes
+                Image.new("RGB", size, (shade, shade + i, shade)).save(
+                    folder / split / name / f"{i}.png"
+                )
+
+
+def cifar10(folder):
+    """Write what torchvision's downloader leaves: the real file format, with random pictures."""
+    import hashlib
+    import pickle
+
+    import numpy as np
+    from torchvision.datasets import CIFAR10
+
+    base = folder / "cifar-10-batches-py"
+    base.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    sums = {}
+    for name, _ in [*CIFAR10.train_list, *CIFAR10.test_list]:
+        data = draw.integers(0, 255, (4, 3072), dtype=np.uint8)
+        (base / name).write_bytes(pickle.dumps({"data": data, "labels": [0, 1, 2, 9]}))
+        sums[name] = hashlib.md5((base / name).read_bytes()).hexdigest()
+    names = [f"class {i}" for i in range(10)]
+    (base / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
+    sums["batches.meta"] = hashlib.md5((base / "batches.meta").read_bytes()).hexdigest()
+    return sums
+
+
+def recipe_for(data, folder, monkeypatch) -> ImageClassification:
+    """Make the data of one kind, as a user would have it on disk, and the recipe that reads it."""
+    options = {"image_size": 16, "data_path": str(folder), **NO_NETWORK}
+    if data == "digits":
+        return ImageClassification(data="digits", **NO_NETWORK)
+    if data == "cifar10":
+        from torchvision.datasets import CIFAR10
+
+        sums = cifar10(folder)
+        for attribute in ("train_list", "test_list"):
+            files = [[name, sums[name]] for name, _ in getattr(CIFAR10, attribute)]
+            monkeypatch.setattr(CIFAR10, attribute, files)
+        monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums["batches.meta"]})
+        return ImageClassification(data="cifar10", **options)
+    images_by_class(folder)
+    if data == "folder":
+        return ImageClassification(data="folder", **options)
+    import datasets
+
+    tables = datasets.load_dataset("imagefolder", data_dir=str(folder), cache_dir=folder / "cache")
+    if data == "parquet":
+        for split in ("train", "validation"):
+            tables[split].to_parquet(folder / f"{split}-0.parquet")
+        return ImageClassification(data="parquet", **options)
+    return ImageClassification(data=str(folder), **options)  # a Hugging Face data set by its path
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries' own, on reading images
+@pytest.mark.parametrize("data", ["digits", "cifar10", "folder", "parquet", "hugging_face"])
+def test_every_kind_of_data_gives_images_and_labels(tmp_path, monkeypatch, data):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    recipe = recipe_for(data, tmp_path / "data", monkeypatch)
+    info = json.loads(json.dumps(recipe.prepare_data()))
+    train_set, validation = recipe.build_datasets(info)
+    size = info["image_size"]
+    for images in (train_set, *validation.values()):
+        image, label = images[len(images) - 1]
+        assert image.shape == (3, size, size)
+        assert image.dtype == torch.float32
+        assert 0 <= label < len(info["classes"])
+    if data in ("folder", "parquet", "hugging_face"):
+        assert info["classes"] == ["bright", "dark"]
+        image, label = validation["validation"][0]
+        assert (image.mean() > 0) == (info["classes"][label] == "bright")
+
+
+def test_digits_are_split_without_overlap():
+    train_set, validation = ImageClassification().build_datasets(
+        ImageClassification().prepare_data()
+    )
+    assert len(train_set) + len(validation["validation"]) == 1797
+    labels = torch.tensor([label for _, label in train_set.read.__self__])
+    assert torch.bincount(labels).min() > 100
+
+
+def test_any_torchvision_model_fits_any_data():
+    info = {"classes": ["a", "b", "c"], "image_size": 64}
+    for name in ("resnet18", "mobilenet_v3_small"):
+        model = ImageClassification(model=name).build_model(info)
+        batch = [torch.randn(2, 3, 64, 64), torch.tensor([0, 2])]
+        total, weight = ImageClassification(label_smoothing=0.1).loss(model, batch, 0)
+        assert total.isfinite()
+        assert weight == 2
+
+
+def test_the_dependencies_at_its_head_are_those_of_the_extra():
+    """PEP 723 at the head of the recipe is the truth; pyproject's extra repeats it."""
+    import re
+    import tomllib
+
+    text = (PROJECT / "src/my_project/recipes/image_classification.py").read_text()
+    block = re.search(r"(?m)^# /// script\n(.*?)^# ///$", text, re.S)
+    assert block
+    head = tomllib.loads(re.sub(r"(?m)^# ?", "", block[1]))
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["image_classification"]
+    assert set(head["dependencies"]) <= set(extra) | set(project["dependencies"])
+    assert set(extra) <= set(head["dependencies"])
+
+
+def test_a_small_run_resumes_and_its_export_predicts(tmp_path):
+    """2 processes, workers, augmentation; resumed once; a PNG in, a class out."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    path = str(PROJECT / "configs" / "image_classification.yaml")
+    config = parse(["--config", path, "--runs_folder", str(tmp_path), "--batches.workers", "1"])
+    config = change(config, epochs=None, steps=60, telemetry__trackers=[], recipe__width=8)
+    config = change(config, evaluation__every_steps=None)
+    whole = change(config, run_name="whole")
+    run_world(2, train, whole)
+    run_world(2, train, change(config, steps=60, checkpoints__every_steps=30, checkpoints__keep=9))
+    import shutil
+
+    shutil.rmtree(config.folder / "checkpoints" / "step_00000060")
+    (config.folder / "status.json").unlink()
+    run_world(2, train, config)
+    assert [r["loss"] for r in records(config)] == [r["loss"] for r in records(whole)]
+
+    pixels = (load_digits().images[4] / 16 * 255).astype("uint8")
+    Image.fromarray(pixels).save(tmp_path / "digit.png")
+    recipe_config, info, model = predict.load(config.folder / "export")
+    answer = recipe_config.recipe.predict(model, info, str(tmp_path / "digit.png"))
+    assert answer.split()[0] in info["classes"]
+
+
+@pytest.mark.slow
+def test_the_default_config_reaches_the_accuracy_on_its_card(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch",
+         "--config_file", str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"),
+         "-m", "my_project.train",
+         "--config", str(PROJECT / "configs/image_classification.yaml"),
+         "--runs_folder", str(tmp_path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    status = json.loads((tmp_path / "image_classification/status.json").read_text())
+    assert status["result"]["validation/accuracy"] >= 0.97
+
+
+def test_a_wrong_data_path_is_one_sentence(tmp_path):
+    config = make_config(tmp_path, ImageClassification(data="parquet", data_path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"holds no train\*.parquet \(.*image_class.*line \d+"):
+        train(config)
