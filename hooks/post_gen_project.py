@@ -1,1 +1,180 @@
-"""Replace the default answers, which the template carries as literal text, by the user's."""
+"""Make the template's own project, which cookiecutter has just copied, the user's.
+
+The template holds no template syntax: it is a project that runs, with the default answers as its
+text. Here its files get their place, and the answers replace the defaults. Only TEMPLATE_FILES are
+ever touched, since with -f the folder may hold anything. Cookiecutter renders this file with Jinja;
+the last line is the only template syntax in it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# What git tracks in template/, one path per line, sorted. A new file of the template goes here.
+TEMPLATE_FILES = (
+    ".github/workflows/ci.yaml",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "LICENSE.Apache-2.0",
+    "LICENSE.BSD-3-Clause",
+    "LICENSE.MIT",
+    "Makefile",
+    "README.md",
+    "accelerate_configs/cpu.yaml",
+    "accelerate_configs/cpu_2_processes.yaml",
+    "accelerate_configs/gpu.yaml",
+    "accelerate_configs/multi_gpu.yaml",
+    "accelerate_configs/multi_node.yaml",
+    "configs/image_classification.yaml",
+    "pyproject.toml",
+    "src/my_project/__init__.py",
+    "src/my_project/batches.py",
+    "src/my_project/checkpoint.py",
+    "src/my_project/config.py",
+    "src/my_project/evaluate.py",
+    "src/my_project/optim.py",
+    "src/my_project/predict.py",
+    "src/my_project/recipe.py",
+    "src/my_project/recipes/__init__.py",
+    "src/my_project/recipes/image_classification.py",
+    "src/my_project/run.py",
+    "src/my_project/runtime.py",
+    "src/my_project/telemetry.py",
+    "src/my_project/train.py",
+    "tests/conftest.py",
+    "tests/ragged.py",
+    "tests/runs.py",
+    "tests/test_batches.py",
+    "tests/test_config.py",
+    "tests/test_export.py",
+    "tests/test_gpu.py",
+    "tests/test_image_classification.py",
+    "tests/test_launch.py",
+    "tests/test_metrics.py",
+    "tests/test_optim.py",
+    "tests/test_readme.py",
+    "tests/test_resume.py",
+    "tests/test_same_curve.py",
+    "tests/world.py",
+    "tests/world_imports.py",
+)
+# The first is the one that README.md and Makefile name. Each has the files of recipe_files.
+RECIPES = ("image_classification",)
+# The answers that the template carries.
+DEFAULTS = {
+    "project_name": "My Project",
+    "project_slug": "my-project",
+    "package_name": "my_project",
+    "description": "Training with PyTorch and Accelerate.",
+    "author": "The Author",
+}
+PACKAGE = DEFAULTS["package_name"]
+
+
+def recipe_files(recipe: str) -> tuple[str, ...]:
+    """Name the template's files that belong to one recipe and go with it."""
+    return (
+        f"configs/{recipe}.yaml",
+        f"src/{PACKAGE}/recipes/{recipe}.py",
+        f"tests/test_{recipe}.py",
+    )
+
+
+def destination(file: str, answers: dict[str, Any]) -> str | None:
+    """Say where a file of the template goes; None if the answers do not choose it."""
+    if file.startswith("LICENSE."):
+        return "LICENSE" if file == f"LICENSE.{answers['license']}" else None
+    if answers["recipe"] != "all":
+        others = (recipe for recipe in RECIPES if recipe != answers["recipe"])
+        if any(file in recipe_files(recipe) for recipe in others):
+            return None
+    if file.startswith(f"src/{PACKAGE}/"):
+        return f"src/{answers['package_name']}/{file.removeprefix(f'src/{PACKAGE}/')}"
+    return file
+
+
+def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
+    """Map the template's words in a file to the user's.
+
+    Free text has no place in code, where it would need the quoting of each language.
+    """
+    free_text = file in ("README.md", "LICENSE", "pyproject.toml")
+    questions = DEFAULTS if free_text else ("project_slug", "package_name")
+    words = {DEFAULTS[question]: answers[question] for question in questions}
+    if file.endswith(".toml"):
+        # What JSON escapes within a string, and how, TOML's basic strings understand.
+        words = {
+            default: json.dumps(answer, ensure_ascii=False)[1:-1]
+            for default, answer in words.items()
+        }
+    if file == "pyproject.toml":
+        license = answers["license"]
+        words['license = "MIT"\n'] = "" if license == "none" else f'license = "{license}"\n'
+    if file in ("README.md", "Makefile") and answers["recipe"] != "all":
+        words[RECIPES[0]] = answers["recipe"]
+    return words
+
+
+def replace(text: str, words: dict[str, str]) -> str:
+    """Replace whole words in one pass, so that no answer is taken for a default of another."""
+    pattern = "|".join(
+        # A hyphen is part of a name, `my-project-2`, and a dot or a slash is not.
+        (r"(?<![\w-])" if word[0].isalnum() else "")
+        + re.escape(word)
+        + (r"(?![\w-])" if word[-1].isalnum() else "")
+        for word in sorted(words, key=len, reverse=True)
+    )
+    return re.sub(pattern, lambda found: words[found[0]], text)
+
+
+def next_commands(answers: dict[str, Any], folder: Path) -> str:
+    """Spell out how to go on in the project."""
+    started_here = Path(os.environ.get("PWD", "")) == folder.parent
+    recipes = RECIPES if answers["recipe"] == "all" else (answers["recipe"],)
+    return (
+        f"cd {shlex.quote(folder.name if started_here else str(folder))}\n"
+        f'pip install -e ".[{",".join(recipes)},dev]"\n'
+        "make train"
+    )
+
+
+def main(answers: dict[str, Any], project: Path) -> None:
+    """Move, remove and fill in what cookiecutter has written into the project's folder."""
+    for file in TEMPLATE_FILES:
+        source, place = project / file, destination(file, answers)
+        if place is None:
+            source.unlink()
+            continue
+        # One by one: a folder cannot be moved onto one that exists.
+        (project / place).parent.mkdir(parents=True, exist_ok=True)
+        source.replace(project / place)
+        # In bytes, so that line ends stay as they are.
+        content = (project / place).read_bytes()
+        with contextlib.suppress(UnicodeDecodeError):  # not text
+            filled = replace(content.decode(), replacements(place, answers)).encode()
+            if filled != content:
+                (project / place).write_bytes(filled)
+
+    folders = {parent for file in TEMPLATE_FILES for parent in (project / file).parents}
+    for folder in sorted(folders, reverse=True):  # the inner ones first
+        if folder.is_relative_to(project / "src" / PACKAGE):
+            with contextlib.suppress(OSError):  # not empty: it holds files of the user's
+                folder.rmdir()
+
+    # cruft update and diff generate in temporary folders, where nobody goes on.
+    temporary = project.is_relative_to(Path(tempfile.gettempdir()).resolve())
+    if "_output_dir" in answers or not temporary:
+        # Not on standard output: that of cruft diff is a patch.
+        print(next_commands(answers, project), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    # Whatever was typed: tojson writes ' and all that is not ASCII as \u escapes, and the string is
+    # raw, so that nothing can end it or be read twice.
+    main(json.loads(r'''{{ cookiecutter | tojson }}'''), Path.cwd().resolve())  # fmt: skip

@@ -1,1 +1,129 @@
-"""Refuse answers that would make a project which cannot work."""
+"""Refuse, in one sentence, answers that would make a project which cannot work.
+
+Cookiecutter renders this file with Jinja and runs it in the project's folder before it writes
+there. The last line is the only template syntax in it.
+"""
+
+import json
+import keyword
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "my_project"  # as the template calls it
+LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause")
+RECIPES = ("image_classification",)
+
+# By name of distribution and of import, - and . written as _. A package of that name hides the
+# library; a distribution of that name is one that depends on itself.
+LIBRARIES = frozenset(
+    """
+    absl accelerate anyio certifi click cloudpickle cuda dateutil datasets deepspeed dill filelock
+    fsspec functorch google grpc h11 hf_xet httpcore httpx huggingface_hub idna iniconfig jinja2
+    joblib jsonargparse lightning_utilities markdown markdown_it markupsafe matplotlib mdurl
+    ml_dtypes mpmath multiprocess networkx nodeenv numpy nvidia onnx onnx_ir onnxruntime onnxscript
+    packaging pandas peft pil pillow pip pkg_resources pluggy pre_commit protobuf psutil pyarrow
+    pygments pyright pytest pytest_timeout python_dateutil pyyaml regex requests rich ruff
+    safetensors scikit_learn scipy setuptools six sklearn sympy tensorboard
+    tensorboard_data_server threadpoolctl tokenizers torch torchgen torchmetrics torchvision tqdm
+    transformers triton typing_extensions tzdata urllib3 uv wandb werkzeug wheel xxhash yaml
+    """.split()  # noqa: SIM905 - a list would have a name per line
+)
+# What the project calls so itself: its folders, those it makes and git ignores, its test modules.
+OWN_NAMES = frozenset(
+    """
+    accelerate_configs benchmarks build configs conftest data dist docs launch ragged recipes runs
+    src tests world world_imports
+    """.split()  # noqa: SIM905 - a list would have a name per line
+)
+
+
+def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Say what is wrong with the answers, and with generating into the folder as it is."""
+    slug, package = answers["project_slug"], answers["package_name"]
+
+    for question in ("project_name", "description", "author"):
+        answer = answers[question]
+        if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in answer):
+            yield f"{question} {answer!r} is not one line of text: leave out control characters."
+        # Cruft renders the answers again at each update.
+        if found := re.search(r"[{][#%{]", answer):
+            yield f"{question} {answer!r} holds {found[0]!r}, which Jinja reads: put a space in."
+
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", slug) or ".." in slug:
+        yield (
+            f"project_slug {slug!r} is no name for a folder and a distribution: use the letters "
+            "a-z, digits and single '.', '_', '-', with a letter or digit first and last."
+        )
+    if plain(slug) in LIBRARIES:
+        yield (
+            f"project_slug {slug!r} is the name of a library that projects depend on: "
+            f"choose another, such as '{slug}-project'."
+        )
+
+    another = f"choose another, such as '{package}_project'."
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package):
+        yield (
+            f"package_name {package!r} is no name for a Python package: use the letters a-z, "
+            "digits and '_', with a letter first."
+        )
+    if keyword.iskeyword(package):
+        yield f"package_name {package!r} is a keyword of Python: {another}"
+    # In any case of the letters, since some file systems do not tell them apart.
+    if package.lower() in {name.lower() for name in sys.stdlib_module_names}:
+        yield f"package_name {package!r} would hide Python's own module of that name: {another}"
+    if plain(package) in LIBRARIES:
+        yield f"package_name {package!r} would hide the library of that name: {another}"
+    if plain(package) in OWN_NAMES:
+        yield f"package_name {package!r} is a folder or a test module of the project: {another}"
+
+    # Cookiecutter does not check these in a replay.
+    for question, known in (("license", (*LICENSES, "none")), ("recipe", (*RECIPES, "all"))):
+        if answers[question] not in known:
+            yield f"{question} {answers[question]!r} is not known: choose {' or '.join(known)}."
+
+    # With -f the folder may hold anything. What the answers choose is overwritten, as -f says; what
+    # only passes through, under the template's names, must not take the user's files with it.
+    for file in passing(answers):
+        path = folder / file
+        if path.is_dir() and not any(
+            found.is_file() and found.suffix != ".pyc" for found in path.rglob("*")
+        ):
+            continue
+        if path.exists() or path.is_symlink():
+            yield (
+                f"{file} exists in {folder} and generating with these answers would remove or "
+                "overwrite it, though they do not choose it: move it away, or answer otherwise."
+            )
+
+
+def plain(name: str) -> str:
+    """Write a name as LIBRARIES does."""
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def passing(answers: dict[str, Any]) -> Iterator[str]:
+    """Name what cookiecutter writes and post_gen_project.py takes away again."""
+    yield from (f"LICENSE.{license}" for license in LICENSES)
+    if answers["package_name"] != PACKAGE:
+        yield f"src/{PACKAGE}"
+    for recipe in RECIPES:
+        if answers["recipe"] not in (recipe, "all"):
+            yield f"configs/{recipe}.yaml"
+            yield f"src/{PACKAGE}/recipes/{recipe}.py"
+            yield f"tests/test_{recipe}.py"
+
+
+def main(answers: dict[str, Any]) -> None:
+    """End with the first problem, if there is one."""
+    for problem in problems(answers, Path.cwd()):
+        sys.exit(problem)
+
+
+if __name__ == "__main__":
+    # Whatever was typed: tojson writes ' and all that is not ASCII as \u escapes, and the string is
+    # raw, so that nothing can end it or be read twice.
+    main(json.loads(r'''{{ cookiecutter | tojson }}'''))  # fmt: skip

@@ -66,7 +66,9 @@ class Ragged:
             metric.update(score, batch["label"])
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
-        x = torch.full((1, 1, data_info["features"]), float(argument), dtype=next(model.parameters()).dtype)
+        x = torch.full(
+            (1, 1, data_info["features"]), float(argument), dtype=next(model.parameters()).dtype
+        )
         return f"{model(x).item():.6f}"
 
     def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from my_project.config import BatchesConfig, Config, OptimConfig, TelemetryConfig
 from ragged import Ragged
+
+from my_project.config import BatchesConfig, Config, OptimConfig, TelemetryConfig
 
 
 def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> Config:

@@ -70,7 +70,7 @@ def test_a_mistake_is_named_in_one_sentence(config_file, arguments, sentence):
 
 
 def test_a_missing_config_names_the_remedy():
-    with pytest.raises(ConfigError, match="--config configs/<name>.yaml"):
+    with pytest.raises(ConfigError, match=r"--config configs/<name>\.yaml"):
         parse([])
 
 
@@ -143,7 +143,8 @@ def test_help_and_print_config_import_no_torch(config_file):
     for setting in ("--batches.global_batch_size", "Samples per optimizer step", "--optim.lr"):
         assert setting in shown
     printed = subprocess.run(
-        [sys.executable, "-m", "my_project.train", "--config", str(config_file), "--print_config"],
+        [sys.executable, "-m", "my_project.train",
+         "--config", str(config_file), "--print_config"],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert "schedule: cosine" in printed

@@ -48,7 +48,7 @@ def run_predict(*arguments: str) -> subprocess.CompletedProcess:
         "def refuse(*a, **k): raise OSError('no network')\n"
         "socket.socket.connect = refuse\n"
         "from ragged import Ragged\n"
-        "def gone(self, data_info=None, /): raise AssertionError('predict needs no training data')\n"
+        "def gone(self, data_info=None, /): raise AssertionError('needs no training data')\n"
         "def prepare(self): gone(self)\n"
         "Ragged.build_datasets, Ragged.prepare_data = gone, prepare\n"
         "sys.argv = ['predict', *sys.argv[1:]]\n"
@@ -65,7 +65,7 @@ def test_predict_answers_without_accelerate_data_or_network(export):
     assert answer.returncode == 0, answer.stderr
     model = Ragged().build_model({"features": 6}).eval()
     model.load_state_dict(weights(export))
-    assert float(answer.stdout) == pytest.approx(float(model(torch.full((1, 1, 6), 0.5))), abs=1e-6)
+    assert float(answer.stdout) == pytest.approx(model(torch.full((1, 1, 6), 0.5)).item(), abs=1e-6)
 
 
 def test_predict_refuses_a_wrong_folder_and_weights_that_do_not_fit(tmp_path, export):

@@ -71,9 +71,7 @@ def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
     recipe = Ragged(batch_norm=True)
     one = make_config(tmp_path, recipe, run_name="one", batches__micro_batch_size=16, tf32=False)
     run_world(1, train, one)
-    two = change(
-        one, run_name="two", batches__micro_batch_size=8, distributed__sync_batchnorm=True
-    )
+    two = change(one, run_name="two", batches__micro_batch_size=8, distributed__sync_batchnorm=True)
     run_world(2, train, two)
     assert [r["loss"] for r in records(one)] == pytest.approx(
         [r["loss"] for r in records(two)], rel=1e-3

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 from runs import change, make_config, records, train
+from test_launch import PROJECT
 from world import run_world
 
 from my_project import predict
 from my_project.config import ConfigError, parse
 from my_project.recipes.image_classification import ImageClassification
-from test_launch import PROJECT
 
 NO_NETWORK = {"model": "mini_resnet", "width": 4}
 
@@ -141,14 +141,14 @@ def test_a_small_run_resumes_and_its_export_predicts(tmp_path):
 
     path = str(PROJECT / "configs" / "image_classification.yaml")
     config = parse(["--config", path, "--runs_folder", str(tmp_path), "--batches.workers", "1"])
-    config = change(config, epochs=None, steps=60, telemetry__trackers=[], recipe__width=8)
+    config = change(config, epochs=None, steps=24, telemetry__trackers=[], recipe__width=8)
     config = change(config, evaluation__every_steps=None)
     whole = change(config, run_name="whole")
     run_world(2, train, whole)
-    run_world(2, train, change(config, steps=60, checkpoints__every_steps=30, checkpoints__keep=9))
+    run_world(2, train, change(config, checkpoints__every_steps=12, checkpoints__keep=9))
     import shutil
 
-    shutil.rmtree(config.folder / "checkpoints" / "step_00000060")
+    shutil.rmtree(config.folder / "checkpoints" / "step_00000024")
     (config.folder / "status.json").unlink()
     run_world(2, train, config)
     assert [r["loss"] for r in records(config)] == [r["loss"] for r in records(whole)]

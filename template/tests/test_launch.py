@@ -21,7 +21,9 @@ telemetry: {every_steps: 2}
 
 
 @contextmanager
-def launch(folder: Path, *arguments: str, where: str = "cpu_2_processes") -> Iterator[subprocess.Popen]:
+def launch(
+    folder: Path, *arguments: str, where: str = "cpu_2_processes"
+) -> Iterator[subprocess.Popen]:
     """Start a run; at the end, every process of it must be gone."""
     (folder / "tiny.yaml").write_text(CONFIG)
     mark = uuid.uuid4().hex
@@ -98,7 +100,8 @@ def test_a_bad_setting_is_one_sentence_and_starts_nothing(tmp_path):
     assert shown.count("error: unrecognized arguments: --optim.lrr") == 1, shown
     assert not (tmp_path / "runs").exists()
     alone = subprocess.run(
-        [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml", "--optim.lrr", "3"],
+        [sys.executable, "-m", "my_project.train",
+         "--config", "tiny.yaml", "--optim.lrr", "3"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert alone.returncode == 2

@@ -15,7 +15,6 @@ from my_project.config import Config
 from my_project.evaluate import evaluate
 
 
-
 def evaluate_sizes(configs: list[Config]) -> list[dict[str, float]]:
     """Evaluate fixed weights on several data sets in one world."""
     results = []
@@ -45,7 +44,11 @@ def expected(recipe: Ragged) -> dict[str, float]:
         scores = model(torch.stack([s["x"] for s in samples]))[:, 0, 0].sigmoid()
     labels = torch.stack([s["label"] for s in samples])
     positive, negative = scores[labels == 1], scores[labels == 0]
-    wins = (positive[:, None] > negative[None]).double().mean() if len(positive) and len(negative) else 0.0
+    wins = (
+        (positive[:, None] > negative[None]).double().mean()
+        if len(positive) and len(negative)
+        else 0.0
+    )
     return {
         "validation/accuracy": float(((scores > 0.5).long() == labels).double().mean()),
         "validation/auroc": float(wins),
@@ -83,5 +86,7 @@ def test_without_metrics_the_loss_per_item_is_exact(tmp_path):
     model: nn.Module = recipe.build_model({"features": 6})
     data = recipe.build_datasets({"features": 6})[1]["validation"]
     pairs = [recipe.loss(model, {k: v[None] for k, v in data[i].items()}, 0) for i in range(7)]
-    mean = sum(float(total.detach()) for total, _ in pairs) / sum(float(weight) for _, weight in pairs)
+    mean = sum(float(total.detach()) for total, _ in pairs) / sum(
+        float(weight) for _, weight in pairs
+    )
     assert results[0] == {"validation/loss": pytest.approx(mean, rel=1e-6)}

@@ -88,7 +88,7 @@ def test_too_many_nonfinite_steps_end_the_run(tmp_path):
 
 def test_an_unused_parameter_is_named_with_the_key_that_allows_it(tmp_path):
     config = make_config(tmp_path, Ragged(unused_parameter=True), steps=2)
-    with pytest.raises(RuntimeError, match="forgotten.*distributed.ddp.find_unused_parameters"):
+    with pytest.raises(RuntimeError, match=r"forgotten.*distributed\.ddp\.find_unused_parameters"):
         run_world(2, train, config)
     run_world(2, train, change(config, distributed__ddp={"find_unused_parameters": True}))
     assert status(config)["outcome"] == "finished"

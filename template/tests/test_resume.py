@@ -92,6 +92,17 @@ def test_a_finished_run_shows_its_result_and_a_longer_one_goes_on(tmp_path, caps
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_run_killed_after_its_last_save_is_finished_by_the_same_command(tmp_path, uninterrupted):
+    config = change(uninterrupted, runs_folder=str(tmp_path))
+    shutil.copytree(uninterrupted.folder, config.folder)
+    shutil.rmtree(config.folder / "export")
+    (config.folder / "status.json").write_text('{"outcome": "running", "step": 6, "steps": 10}')
+    run_world(2, train, config)
+    assert_same(config, uninterrupted, 0.0)
+    results = status(config)["result"], status(uninterrupted)["result"]
+    assert results[0]["validation/auroc"] == results[1]["validation/auroc"]
+
+
 def test_a_changed_config_is_refused_with_the_keys_and_two_remedies(tmp_path):
     config = make_config(tmp_path, steps=2)
     run_world(1, train, config)
@@ -111,9 +122,10 @@ def test_resume_never_moves_the_old_run_aside(tmp_path):
     run_world(1, train, config)
     run_world(1, train, change(config, resume="never", optim__lr=0.01))
     assert (tmp_path / "run.old-1" / "export" / "model.safetensors").is_file()
-    assert records(config)[0]["learning_rate"] != records(
-        change(config, run_name="run.old-1")
-    )[0]["learning_rate"]
+    assert (
+        records(config)[0]["learning_rate"]
+        != records(change(config, run_name="run.old-1"))[0]["learning_rate"]
+    )
 
 
 def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path):
@@ -133,7 +145,10 @@ def train_while_another_does(config: Config) -> str:
         "Run(runs.make_config(pathlib.Path(sys.argv[1])), 2, rank=0)"
     )
     other = subprocess.run(
-        [sys.executable, "-c", code, config.runs_folder], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, config.runs_folder],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.lock
     return other.stderr

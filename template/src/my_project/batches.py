@@ -1,11 +1,11 @@
 """Which samples form global batch k, on which process, in which micro-batch.
 
-Step k is global batch k, always: one seeded permutation per epoch, cut into global batches, the tail
-dropped. Micro-batch j of process r is slice j * processes + r of it, so the samples of a step are the
-same for any split, and so are the samples of each micro-batch. A start at any step costs nothing.
+Step k is global batch k, always: one seeded permutation per epoch, cut into global batches, the
+tail dropped. Micro-batch j of process r is slice j * processes + r of it, so the samples of a step
+are the same for any split, and so are those of each micro-batch. A start at any step costs nothing.
 
-Where torch's generators draw (augmentation, collate, dropout) they are seeded from the sample or the
-micro-batch, so what is drawn depends neither on the process nor on where a run was resumed.
+Where torch's generators draw (augmentation, collate, dropout) they are seeded from the sample or
+the micro-batch, so what is drawn depends neither on the process nor on where a run was resumed.
 """
 
 import hashlib
@@ -44,9 +44,9 @@ def split(config: BatchesConfig, processes: int) -> Split:
     if accumulation * micro * processes != total:
         raise ConfigError(
             f"batches.global_batch_size {total} does not split into micro-batches of"
-            f" {max(micro, 1)} on {processes} process(es): {total} / ({max(micro, 1)} x {processes})"
-            f" = {total / (max(micro, 1) * processes):g}. Choose a global batch size that is a"
-            " multiple of micro_batch_size x processes."
+            f" {max(micro, 1)} on {processes} process(es): {total} / ({max(micro, 1)} x"
+            f" {processes}) = {total / (max(micro, 1) * processes):g}. Choose a global batch size"
+            " that is a multiple of micro_batch_size x processes."
         )
     return Split(
         global_batch_size=total,
@@ -163,12 +163,17 @@ def cpus_per_process() -> float:
     return cpus / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def make_loader(config: BatchesConfig, fetch: Fetch, sampler: Any, device: torch.device) -> DataLoader:
+def make_loader(
+    config: BatchesConfig, fetch: Fetch, sampler: Any, device: torch.device
+) -> DataLoader:
     """Build the DataLoader over a sampler that yields lists of (epoch, index)."""
     workers = config.workers
     if workers is None:
         workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
-    options = {"pin_memory": device.type == "cuda", "persistent_workers": workers > 0}
+    options: dict[str, Any] = {
+        "pin_memory": device.type == "cuda",
+        "persistent_workers": workers > 0,
+    }
     try:
         return DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a batched fetch calls
@@ -193,5 +198,7 @@ def train_batches(
 ) -> Iterator[Any]:
     """Iterate over the micro-batches of one process for these steps, already on the device."""
     sampler = SliceSampler(len(data), split, rank, config.seed, steps.start, steps.stop)
-    fetch = Fetch(data, optional(config.recipe, "collate"), config.seed, config.batches.seed_samples)
+    fetch = Fetch(
+        data, optional(config.recipe, "collate"), config.seed, config.batches.seed_samples
+    )
     return on_device(make_loader(config.batches, fetch, sampler, device), device)

@@ -40,7 +40,8 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Gather the weights on the CPU by the plain module's keys. Called by every process."""
-    return dict(get_model_state_dict(model, options=FULL))
+    weights: dict[str, Any] = get_model_state_dict(model, options=FULL)
+    return weights
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -74,25 +75,24 @@ def checkpoints(run_folder: Path) -> list[Path]:
 
 
 def save(
-    run_folder: Path,
+    config: Config,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: Any,
     average: Average | None,
     state: dict[str, Any],
-    keep: int,
     is_main: bool,
 ) -> None:
-    """Save the state after state["step"] steps. Called by every process, written by the main one."""
+    """Save the state after state["step"] steps. Called by every process; the main one writes."""
     weights = full_weights(model)
-    slots = get_optimizer_state_dict(model, optimizer, options=FULL)
+    slots: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=FULL))
     if not is_main:
         return
     tensors: dict[str, Tensor] = {}  # "<parameter>.<slot>"
     numbers: dict[str, Any] = {"groups": slots["param_groups"], "state": {}}
     for parameter, state_of in slots["state"].items():
         for name, value in state_of.items():
-            kind = tensors if isinstance(value, Tensor) else numbers["state"]
+            kind: dict[str, Any] = tensors if isinstance(value, Tensor) else numbers["state"]
             kind[f"{parameter}.{name}"] = value
 
     def fill(folder: Path) -> None:
@@ -106,8 +106,8 @@ def save(
             json.dumps(state | {"optimizer": numbers, "scaler": scale})
         )
 
-    write_folder(run_folder / "checkpoints" / f"step_{state['step']:08d}", fill)
-    for old in checkpoints(run_folder)[:-keep]:
+    write_folder(config.folder / "checkpoints" / f"step_{state['step']:08d}", fill)
+    for old in checkpoints(config.folder)[: -config.checkpoints.keep]:
         shutil.rmtree(old)
 
 
@@ -119,8 +119,10 @@ def find(config: Config) -> Path | None:
         return next(iter(reversed(checkpoints(config.folder))), None)
     path = Path(config.resume)
     if not (path / "state.json").is_file():
-        raise ConfigError(f"resume {path} is no checkpoint: it has no state.json; give a folder"
-                          " such as runs/<run_name>/checkpoints/step_00000100, or auto.")  # fmt: skip
+        raise ConfigError(
+            f"resume {path} is no checkpoint: it has no state.json; give a folder such as"
+            " runs/<run_name>/checkpoints/step_00000100, or auto."
+        )
     return path
 
 
@@ -135,13 +137,12 @@ def load(
     state = json.loads((folder / "state.json").read_text())
     load_weights(folder, model)
     numbers = state.pop("optimizer")
-    slots: dict[str, dict[str, Any]] = {}
+    slots: dict[str, Any] = {}
     for key, value in (load_file(folder / "optimizer.safetensors") | numbers["state"]).items():
         parameter, _, name = key.rpartition(".")
         slots.setdefault(parameter, {})[name] = value
-    set_optimizer_state_dict(
-        model, optimizer, {"state": slots, "param_groups": numbers["groups"]}, options=FULL
-    )
+    whole: dict[str, Any] = {"state": slots, "param_groups": numbers["groups"]}
+    set_optimizer_state_dict(model, optimizer, whole, options=FULL)
     if average:
         saved = load_file(folder / "average.safetensors")
         for name, tensor in zip(average.names, average.average, strict=True):

@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from .recipe import Recipe, missing_methods
 
@@ -292,18 +292,18 @@ def parse(arguments: list[str], description: str = "", prog: str | None = None) 
 
 
 def parse_command_line(description: str) -> Config:
-    """Read the command line of `python -m my_project.train`; a mistake ends the process with 2."""
+    """Read the command line of the train module; a mistake ends the process with 2."""
     try:
         return parse(sys.argv[1:], description)
     except ConfigError as error:
         exit_with_sentence(error)
 
 
-def exit_with_sentence(error: Exception) -> Any:
+def exit_with_sentence(error: Exception) -> NoReturn:
     """Print one sentence and exit with 2.
 
     Every process of a launch meets the same mistake. The first of each node says it; the others
-    wait a little, since the launcher ends them as soon as one is gone, and speak only if it did not.
+    wait a little, since the launcher ends them once one is gone, and speak only if it did not.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         import time

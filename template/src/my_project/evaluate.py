@@ -1,7 +1,9 @@
 """Exact metrics for any data set size and number of processes; also a command.
 
-python -m my_project.evaluate runs/image_classification          the export, or the newest checkpoint
+python -m my_project.evaluate runs/image_classification
 python -m my_project.evaluate runs/image_classification/checkpoints/step_00000100
+
+A run folder means its export or, where there is none yet, its newest checkpoint.
 """
 
 import argparse
@@ -70,7 +72,7 @@ def _evaluate_one(
     fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
     loader = make_loader(config.batches, fetch, index_lists, accelerator.device)
 
-    build_metrics = optional(recipe, "build_metrics") or (lambda: {"loss": _LossPerItem()})
+    build_metrics = optional(recipe, "build_metrics") or _loss_metric
     update = optional(recipe, "update_metrics") or recipe_loss(config)
     metrics, thrown_away = (_on(build_metrics(), accelerator.device) for _ in range(2))
     for k, batch in enumerate(on_device(loader, accelerator.device)):
@@ -88,13 +90,11 @@ def _on(metrics: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: metric.to(device) for name, metric in metrics.items()}
 
 
-class _LossPerItem(nn.Module):
-    """The metric of a recipe that has none: the sum of the losses over the sum of the weights."""
+def _loss_metric() -> dict[str, Any]:
+    """Build the metric of a recipe that has none: the sum of losses over the sum of weights."""
+    from torchmetrics import MeanMetric
 
-    def __new__(cls) -> Any:  # torchmetrics takes 1 s to import
-        from torchmetrics import MeanMetric
-
-        return MeanMetric()
+    return {"loss": MeanMetric()}
 
 
 def recipe_loss(config: Config) -> Any:
@@ -127,6 +127,7 @@ def merge(accelerator: Accelerator, metrics: dict[str, Any]) -> None:
         for part in parts
     ]
     everywhere = gather_object([mine])
+    reduce: Any
     for i, part in enumerate(parts):
         part._to_sync = False  # compute() is to take this state as it is
         updated = [rank[i] for rank in everywhere if rank[i][0]]
@@ -161,7 +162,9 @@ def check_best_metric(config: Config, data_sets: dict[str, Any]) -> None:
     if wanted is None:
         return
     metrics = optional(config.recipe, "build_metrics")
-    names = [f"{data}/{metric}" for data in data_sets for metric in (metrics() if metrics else ["loss"])]
+    names = [
+        f"{data}/{metric}" for data in data_sets for metric in (metrics() if metrics else ["loss"])
+    ]
     if not any(wanted == name or wanted.startswith(f"{name}/") for name in names):
         raise ConfigError(
             f"evaluation.best_metric {wanted} is none of {', '.join(names) or 'no metrics at all'}."
@@ -170,6 +173,7 @@ def check_best_metric(config: Config, data_sets: dict[str, Any]) -> None:
 
 def note_best(config: Config, state: dict[str, Any], results: dict[str, float]) -> bool:
     """Tell whether these results are the best so far, and count those that were not."""
+    state["results"] = results
     name = config.evaluation.best_metric
     if name is None:
         return False
@@ -178,6 +182,16 @@ def note_best(config: Config, state: dict[str, Any], results: dict[str, float]) 
     state["best"] = results[name] if better else state["best"]
     state["evaluations_since_best"] = 0 if better else state["evaluations_since_best"] + 1
     return better
+
+
+def end_of(config: Config, state: dict[str, Any], total_steps: int) -> str:
+    """Say why the run is at its end, or nothing."""
+    if state["step"] >= total_steps:
+        return "all steps done"
+    patience = config.evaluation.patience
+    if patience is not None and state["evaluations_since_best"] >= patience:
+        return f"{config.evaluation.best_metric} has not got better in {patience} evaluations"
+    return ""
 
 
 def weights_folder(folder: Path) -> Path:
@@ -218,6 +232,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
     runtime.command(main, parser.parse_args())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from .config import ConfigError, OptimConfig
@@ -113,12 +114,12 @@ def normalise_and_clip_(
         The norm after scaling and before clipping, a scalar; not finite where the gradient is not.
     """
     norm = get_total_norm(gradients)
-    if hasattr(norm, "full_tensor"):  # sharded gradients
+    if isinstance(norm, DTensor):  # of sharded gradients
         norm = norm.full_tensor()
     norm = norm * scale
     if clip_norm is not None:
         scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale)
+    torch._foreach_mul_(gradients, scale)  # type: ignore[attr-defined]
     return norm
 
 
@@ -146,14 +147,14 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.average = [p.detach().clone() for p in self.weights]
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the weights by 1 - decay."""
-        torch._foreach_lerp_(self.average, self.weights, 1.0 - self.decay)
+        torch._foreach_lerp_(self.average, self.weights, 1.0 - self.decay)  # type: ignore
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -1,7 +1,9 @@
 """From an export to an answer, without accelerate, the network or the training data.
 
 python -m my_project.predict runs/image_classification/export digit.png
-python -m my_project.predict runs/image_classification/export --onnx     writes model.onnx beside it
+python -m my_project.predict runs/image_classification/export --onnx
+
+The second writes model.onnx beside the weights.
 """
 
 import argparse
@@ -65,7 +67,9 @@ def main(arguments: argparse.Namespace) -> None:
         raise ConfigError("give an argument to answer for, such as an image file, or --onnx.")
     predict = optional(config.recipe, "predict")
     if predict is None:
-        raise ConfigError(f"{type(config.recipe).__name__} has no predict(model, data_info, argument).")
+        raise ConfigError(
+            f"{type(config.recipe).__name__} has no predict(model, data_info, argument)."
+        )
     with torch.no_grad():
         print(predict(model, data_info, arguments.argument))
 

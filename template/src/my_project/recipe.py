@@ -21,11 +21,11 @@ imports nothing from here, so one file can be copied anywhere. The loop calls, i
 A recipe may also have:
 
     collate(samples) -> batch                     torch's default_collate otherwise
-    parameter_groups(model) -> list of dicts      as torch.optim takes them; "lr_scale" multiplies lr
+    parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
     build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; the loss otherwise
     update_metrics(model, batch, metrics) -> None
     predict(model, data_info, argument) -> str    the answer of predict.py
-    example_inputs(data_info) -> tuple of tensors     batch first; what predict.py --onnx traces with
+    example_inputs(data_info) -> tuple of tensors     batch first; for predict.py --onnx
     export(model, data_info, folder) -> None      in place of model.safetensors
 """
 
@@ -33,12 +33,19 @@ from typing import Any, Protocol
 
 
 class Recipe(Protocol):
-    """What every recipe has. Unannotated and positional-only, so that any ordinary class fits."""
+    """What every recipe has; unannotated and positional-only, so that any ordinary class fits."""
 
-    def prepare_data(self): ...
-    def build_datasets(self, data_info, /): ...
-    def build_model(self, data_info, /): ...
-    def loss(self, model, batch, step, /): ...
+    def prepare_data(self):  # noqa: D102
+        raise NotImplementedError
+
+    def build_datasets(self, data_info, /):  # noqa: D102
+        raise NotImplementedError
+
+    def build_model(self, data_info, /):  # noqa: D102
+        raise NotImplementedError
+
+    def loss(self, model, batch, step, /):  # noqa: D102
+        raise NotImplementedError
 
 
 REQUIRED = ("prepare_data", "build_datasets", "build_model", "loss")

@@ -1,12 +1,12 @@
 """The run folder: one for any number of processes, the same after every restart.
 
-    runs/<run_name>/
-      config.yaml      the resolved config
-      run.json         the command, versions, git commit, chosen environment variables
-      status.json      running, finished, preempted or failed; step; reason
-      metrics.jsonl    one record per interval and per evaluation
-      checkpoints/     step_00000100/ ...
-      export/  best/   the weights for use: model.safetensors, config.yaml, data_info.json
+runs/<run_name>/
+  config.yaml      the resolved config
+  run.json         the command, versions, git commit, chosen environment variables
+  status.json      running, finished, preempted or failed; step; reason
+  metrics.jsonl    one record per interval and per evaluation
+  checkpoints/     step_00000100/ ...
+  export/  best/   the weights for use: model.safetensors, config.yaml, data_info.json
 """
 
 import fcntl
@@ -33,7 +33,14 @@ from .config import Config, ConfigError, curve, parse, to_yaml
 RECORDED_ENVIRONMENT = re.compile(
     r"(NCCL|GLOO|OMP|TORCH|MASTER|ACCELERATE|FSDP)_\w+|CUDA_VISIBLE_DEVICES|WORLD_SIZE|SLURM_JOB_ID"
 )
-RECORDED_PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "safetensors", "torchmetrics")
+RECORDED_PACKAGES = (
+    "torch",
+    "torchvision",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "torchmetrics",
+)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -66,7 +73,12 @@ class Run:
 
     def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
         """Record the outcome; the main process's word, or that of one that fails."""
-        record = {"outcome": outcome, "step": self.step, "steps": self.total_steps, "reason": reason}
+        record = {
+            "outcome": outcome,
+            "step": self.step,
+            "steps": self.total_steps,
+            "reason": reason,
+        }
         record |= more
         write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
 
@@ -101,8 +113,8 @@ class Run:
 
     def __del__(self) -> None:
         """Let go of the lock, for a process that trains again."""
-        if getattr(self, "lock", None):
-            self.lock.close()
+        if lock := getattr(self, "lock", None):
+            lock.close()
 
     def _lock(self) -> None:
         """Let one launch at a time use the folder; the lock ends with the process."""
@@ -160,10 +172,14 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     except TypeError as error:
         if "JSON serializable" not in str(error):
             raise
-        raise ConfigError(f"the recipe's prepare_data() must return plain JSON: {error}.") from error
+        raise ConfigError(
+            f"the recipe's prepare_data() must return plain JSON: {error}."
+        ) from error
     except (ValueError, FileNotFoundError) as error:  # what a user can cause (a wrong path)
         frames = traceback.extract_tb(error.__traceback__)
-        at = [f for f in frames if f.filename == inspect.getsourcefile(type(config.recipe))] or frames
+        at = [
+            f for f in frames if f.filename == inspect.getsourcefile(type(config.recipe))
+        ] or frames
         raise ConfigError(f"{error} ({at[-1].filename}, line {at[-1].lineno})") from error
 
 

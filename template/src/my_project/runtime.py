@@ -131,7 +131,7 @@ def start(config: Config) -> Iterator[Accelerator]:
         cpu=use_cpu(),
         mixed_precision=config.precision,
         gradient_accumulation_steps=1,  # the loop accumulates: backward() would divide by it
-        log_with=config.telemetry.trackers or None,
+        log_with=[*config.telemetry.trackers] or None,
         project_config=ProjectConfiguration(
             project_dir=str(config.folder), logging_dir=str(config.folder / "tensorboard")
         ),
@@ -271,7 +271,8 @@ def log_start(
         accelerator.mixed_precision,
     )
     logger.info(
-        "global batch %d = micro-batch %d x processes %d x accumulation %d; %d steps; %d parameters",
+        "global batch %d = micro-batch %d x processes %d x accumulation %d; %d steps;"
+        " %d parameters",
         split.global_batch_size,
         split.micro_batch_size,
         split.processes,
@@ -283,11 +284,15 @@ def log_start(
 
 
 class Reduction:
-    """A sum over processes that is under way."""
+    """A sum over processes that is under way while the loop goes on."""
 
-    def __init__(self, accelerator: Accelerator, tensor: Tensor) -> None:
-        self.work = None
-        if accelerator.num_processes > 1:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.processes = accelerator.num_processes
+        self.work: Any = None
+
+    def start(self, tensor: Tensor) -> None:
+        """Begin to sum the tensor over the processes, in place."""
+        if self.processes > 1:
             self.work = torch.distributed.all_reduce(tensor, async_op=True)
 
     def wait(self) -> None:
@@ -348,16 +353,18 @@ def set_up_logging() -> None:
     warnings.filterwarnings("ignore", message="No device id is provided")
 
 
-def command(main: Callable[[Config], Any], config: Config) -> None:
-    """Run main and exit: 0, 2 with a sentence for what a user can mend, 1 with rank and traceback."""
+def command(main: Callable[[Any], int], argument: Any) -> None:
+    """Run main and exit: 2 with a sentence for what a user can mend, 1 with rank and traceback."""
     set_up_logging()
     try:
-        raise SystemExit(main(config))
+        raise SystemExit(main(argument))
     except ConfigError as error:
         exit_with_sentence(error)
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
         raise SystemExit(130) from None
     except Exception:
-        logger.exception("process %d of %d failed on %s", world()[1], world()[0], socket.gethostname())
+        logger.exception(
+            "process %d of %d failed on %s", world()[1], world()[0], socket.gethostname()
+        )
         raise SystemExit(1) from None

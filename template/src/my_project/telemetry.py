@@ -55,15 +55,21 @@ class Telemetry:
     """Count what the steps did, and write it down every so often."""
 
     def __init__(
-        self, accelerator: Accelerator, config: Config, run: Run, split: Split, state: dict[str, Any]
+        self,
+        accelerator: Accelerator,
+        config: Config,
+        run: Run,
+        split: Split,
+        state: dict[str, Any],
     ) -> None:
-        """Continue the record of a run at state["step"]; later records of a lost past are dropped."""
+        """Continue the record of a run at state["step"]; what a kill has undone is dropped."""
         self.accelerator, self.config, self.run, self.split = accelerator, config, run, split
         self.state = state  # its counters are part of the checkpoint
         self.is_main = accelerator.is_main_process
         self.path = run.folder / "metrics.jsonl"
         self.late = LateNumbers()
         self.stop_requested = False
+        self.weight_unknown = state["step"] == 0  # which keeps what goes backward near a mean
         self.data_seconds = self.paused_seconds = self.run_seconds = 0.0
         self.run_steps = self.interval_steps = 0
         self.loss_sum = self.weight = 0.0
@@ -77,7 +83,8 @@ class Telemetry:
             kept = [r for r in read_records(self.run) if r["step"] <= self.state["step"]]
             write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self.accelerator.init_trackers(
-            self.config.run_name, init_kwargs={"tensorboard": {"purge_step": self.state["step"] + 1}}
+            self.config.run_name,
+            init_kwargs={"tensorboard": {"purge_step": self.state["step"] + 1}},
         )
         if sys.stdout.isatty():
             from rich import progress
@@ -86,7 +93,9 @@ class Telemetry:
                 "step", progress.MofNCompleteColumn(), progress.BarColumn(),
                 progress.TimeRemainingColumn(), progress.TextColumn("{task.description}"),
             )  # fmt: skip
-            self.task = self.bar.add_task("", total=self.run.total_steps, completed=self.state["step"])
+            self.task = self.bar.add_task(
+                "", total=self.run.total_steps, completed=self.state["step"]
+            )
             self.bar.start()
         return self
 
@@ -128,6 +137,10 @@ class Telemetry:
         step, (loss_sum, weight, stop, norm) = seen
         self.stop_requested |= stop > 0
         self.interval_steps += 1
+        if self.weight_unknown and weight > 0:
+            micro_batches = self.split.processes * self.split.accumulation
+            self.state["weight_per_micro_batch"] = weight / micro_batches
+            self.weight_unknown = False
         if math.isfinite(norm) and weight > 0:
             self.state["nonfinite_in_a_row"] = 0
             self.loss_sum += loss_sum

@@ -1,20 +1,20 @@
 """Train a recipe. The whole step is read here, top to bottom.
 
-accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml -m my_project.train \
-    --config configs/image_classification.yaml --optim.lr 3e-3
+accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
+    -m my_project.train --config configs/image_classification.yaml --optim.lr 3e-3
 """
 
 from .config import Config, parse_command_line
 
-if __name__ == "__main__":  # before torch is imported: --help and a wrong config answer at once
-    CONFIG = parse_command_line(__doc__ or "")
+# Before torch is imported, so that --help and a wrong config answer at once.
+CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 from contextlib import nullcontext
 
 import torch
 
 from . import batches, checkpoint, optim, runtime, telemetry
-from .evaluate import check_best_metric, evaluate, note_best
+from .evaluate import check_best_metric, end_of, evaluate, note_best
 from .run import Run, prepare_data
 
 
@@ -57,7 +57,8 @@ def main(config: Config) -> int:
         average_applied = average.applied if average else nullcontext
         state = {
             "step": 0,  # optimizer steps done; data, schedule and draws follow from it
-            "backward_scale": 1 / optim.power_of_two(split.micro_batch_size),
+            "weight_per_micro_batch": split.micro_batch_size,  # until the first step tells
+            "results": {},  # of the last evaluation
             "best": None,  # best value of evaluation.best_metric
             "evaluations_since_best": 0,
             "skipped_steps": 0,
@@ -75,8 +76,7 @@ def main(config: Config) -> int:
         samples = batches.train_batches(config, train_set, split, rank, steps, device)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         every_gradient = runtime.needs_every_gradient(call)
-        results: dict[str, float] = {}
-        ended = ""
+        ended = end_of(config, state, total_steps)  # a run killed between its last save and here
         call.train()
         with (
             runtime.StopRequest() as stop,
@@ -87,8 +87,9 @@ def main(config: Config) -> int:
                 optim.set_learning_rate(
                     optimizer, optim.learning_rate(step, total_steps, config.optim)
                 )
+                backward_scale = 1 / optim.power_of_two(state["weight_per_micro_batch"])
                 sums = torch.zeros(3, dtype=runtime.sum_dtype(device), device=device)
-                reduction = None
+                reduction = runtime.Reduction(accelerator)
                 for j in range(split.accumulation):
                     batch = next(samples)
                     runtime.seed_draws(config.seed, step, j * processes + rank, device)
@@ -99,15 +100,15 @@ def main(config: Config) -> int:
                         sums[1] += weight
                         if is_last:  # one small sum over processes, under way beside the backward
                             sums[2] = bool(stop.name)
-                            reduction = runtime.Reduction(accelerator, sums)
-                        accelerator.backward(total * state["backward_scale"])
+                            reduction.start(sums)
+                        accelerator.backward(total * backward_scale)
                 reduction.wait()
                 accelerator.unscale_gradients()
 
                 # Wrappers average over processes; the gradient wanted is that of the sum of all
                 # losses over the sum of all weights.
                 gradients = optim.gradients(trained, every_gradient)
-                scale = processes / (state["backward_scale"] * sums[1])
+                scale = processes / (backward_scale * sums[1])
                 norm = optim.normalise_and_clip_(gradients, scale, config.optim.clip_norm)
                 optim.step_if_finite(optimizer, norm)
                 if accelerator.scaler:
@@ -119,45 +120,39 @@ def main(config: Config) -> int:
                 log.push(step, sums, norm)  # the host reads the numbers of the step before
 
                 # ---- every so often: evaluate, keep the best, save -------------------------------
-                at_end = run.step == total_steps
-                if at_end or runtime.is_due(config.evaluation.every_steps, run.step):
+                if runtime.is_due(config.evaluation.every_steps, run.step) or step == steps[-1]:
                     log.flush()
                     with log.paused(), average_applied():
                         results = evaluate(accelerator, config, evaluation_call, validation_sets)
                         if note_best(config, state, results):
-                            checkpoint.export(run.folder / "best", config, data_info, model, is_main)
+                            checkpoint.export(
+                                run.folder / "best", config, data_info, model, is_main
+                            )
                     log.write({"step": run.step} | results)
-                    if at_end:
-                        ended = "all steps done"
-                    elif config.evaluation.patience and (
-                        state["evaluations_since_best"] >= config.evaluation.patience
-                    ):
-                        ended = f"no better {config.evaluation.best_metric}"
-                if ended or log.stop_requested or runtime.is_due(
-                    config.checkpoints.every_steps, run.step
-                ):
+                ended = end_of(config, state, total_steps)
+                leaving = ended or log.stop_requested
+                if leaving or runtime.is_due(config.checkpoints.every_steps, run.step):
                     log.flush()
                     with log.paused():
                         checkpoint.save(
-                            run.folder, model, optimizer, accelerator.scaler, average, state,
-                            config.checkpoints.keep, is_main,
-                        )  # fmt: skip
-                if ended or log.stop_requested:
+                            config, model, optimizer, accelerator.scaler, average, state, is_main
+                        )
+                if leaving or log.stop_requested:
                     break
 
         # ---- finish, or leave to be continued ----------------------------------------------------
         if not ended:
             if is_main:
-                run.write_status("preempted", f"stopped by a signal at step {run.step}")
+                run.write_status("preempted", f"a signal at step {run.step}")
             return 75
         with average_applied():
             checkpoint.export(run.folder / "export", config, data_info, model, is_main)
         if is_main:
-            result = results | {"samples per second": log.samples_per_second}
+            result = state["results"] | {"samples per second": log.samples_per_second}
             run.write_status("finished", ended, result=result)
             telemetry.print_result(run)
     return 0
 
 
-if __name__ == "__main__":
+if CONFIG:
     runtime.command(main, CONFIG)

@@ -1,0 +1,105 @@
+"""Every command in the README is run, as it stands there but for what makes it short."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+SHORT = " --epochs null --steps 4 --evaluation.every_steps null"
+BIN = Path(sys.executable).parent
+
+
+def commands() -> list[str]:
+    text = (PROJECT / "README.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    return [line for block in blocks for line in block.strip().splitlines()]
+
+
+def run(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    search = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT / "src")}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
+        timeout=280, env=dict(os.environ) | search | environment,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project, so that runs land elsewhere."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in (
+        "configs",
+        "accelerate_configs",
+        "src",
+        "tests",
+        "Makefile",
+        "pyproject.toml",
+        "README.md",
+    ):
+        (folder / name).symlink_to(PROJECT / name)
+    return folder
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_does_what_it_says(project):
+    done = []
+    for command in commands():
+        if command.startswith(("python3 -m venv", "pip install")):
+            continue  # how this environment came to be
+        if command in ("make test", "make lint", "tensorboard --logdir runs"):
+            continue  # these tests; below
+        if command == "make train":
+            result = run(f'make train ARGS="{SHORT}"', project)
+        elif "multi_node.yaml" in command:
+            result = run(two_nodes(command), project, CUDA_VISIBLE_DEVICES="-1")
+        elif "gpu.yaml" in command:
+            result = run(command, project, CUDA_VISIBLE_DEVICES="")
+            assert result.returncode != 0
+            assert "the accelerate config asks for a GPU, but torch finds none" in (
+                result.stdout + result.stderr
+            )
+            done.append(command)
+            continue
+        else:
+            trains = "train --config" in command and "--print_config" not in command
+            result = run(command + SHORT if trains else command, project)
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+        done.append(command)
+    assert len(done) >= 10
+    assert (project / "runs/lower_lr/export/model.safetensors").is_file()
+    nodes = json.loads((project / "runs/two_nodes/run.json").read_text())
+    assert nodes["environment"]["WORLD_SIZE"] == "2"
+
+
+def two_nodes(command: str) -> str:
+    """Start the command once per node, here both on this machine, with a process each."""
+    for there, here in {
+        "--num_processes 16": "--num_processes 2",
+        "10.0.0.1": "127.0.0.1",
+        "29500": "29517",
+    }.items():
+        assert there in command
+        command = command.replace(there, here)
+    command += SHORT + " --run_name two_nodes"
+    second = command.replace("--machine_rank 0", "--machine_rank 1")
+    return f"{second} & {command} && wait $!"
+
+
+def test_the_make_targets_are_the_commands_of_the_readme(project):
+    shown = run("make -n train; make -n test; make -n lint", project).stdout
+    train = next(c for c in commands() if "--run_name lower_lr" in c)
+    assert train.split(" --optim.lr")[0] in shown
+    assert "pytest" in shown
+    assert "pyright" in shown
+
+
+def test_the_map_of_the_files_is_whole():
+    text = (PROJECT / "README.md").read_text().split("## Files")[1]
+    for path in (PROJECT / "src").glob("*/*.py"):
+        if path.name != "__init__.py":
+            assert f"  {path.name} " in text

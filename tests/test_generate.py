@@ -1,0 +1,686 @@
+"""Generating a project: every way that cookiecutter and cruft offer, every kind of answer."""
+
+import fnmatch
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause")
+DEFAULTS = {
+    "project_name": "My Project",
+    "project_slug": "my-project",
+    "package_name": "my_project",
+    "description": "Training with PyTorch and Accelerate.",
+    "author": "The Author",
+    "license": "MIT",
+    "recipe": "image_classification",
+}
+RENAMED = {
+    "project_name": "Leaf Scanner",
+    "project_slug": "leaf-scanner",
+    "package_name": "leafscan",
+    "description": "Names a plant by its leaf.",
+    "author": "Ada Lovelace",
+}
+# The import names of those dependencies whose distribution has another.
+IMPORT_NAMES = {"scikit_learn": "sklearn", "pyyaml": "yaml"}
+
+
+def hook(name: str) -> ModuleType:
+    """Import a hook as it stands: what is rendered is under its `__main__`."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "hooks" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PRE_GEN, POST_GEN = hook("pre_gen_project"), hook("post_gen_project")
+
+
+class Desk:
+    """A user's folder, with a home and a temporary folder that nobody else has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "desk"
+        self.home = folder / "home"
+        self.temporary = folder / "tmp"
+        for made in (self.folder, self.home, self.temporary):
+            made.mkdir()
+        # Within a git hook git's own variables would lead every git here to that repository.
+        outside = {key: value for key, value in os.environ.items() if key[:4] != "GIT_"}
+        self.environment = {
+            **outside,
+            "HOME": str(self.home),
+            "TMPDIR": str(self.temporary),
+            "PWD": str(self.folder),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_CONFIG_SYSTEM": os.devnull,
+            **{f"GIT_{who}_NAME": "A User" for who in ("AUTHOR", "COMMITTER")},
+            **{f"GIT_{who}_EMAIL": "user@example.org" for who in ("AUTHOR", "COMMITTER")},
+        }
+
+    def run(
+        self, *command: str | Path, cwd: Path | None = None, typed: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, whatever that is."""
+        return subprocess.run(
+            [str(word) for word in command],
+            cwd=cwd or self.folder,
+            env={**self.environment, "PWD": str(cwd or self.folder)},
+            input=typed,
+            stdin=None if typed is not None else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def succeed(self, *command: str | Path, **options: Any) -> str:
+        """Run a command that must succeed, and return what it prints."""
+        done = self.run(*command, **options)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def cookiecutter(
+        self, source: str | Path, *options: str, **answers: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run cookiecutter without questions."""
+        given = (f"{question}={answer}" for question, answer in answers.items())
+        return self.run(
+            sys.executable, "-m", "cookiecutter", "--no-input", *options, source, *given
+        )
+
+    def generate(self, source: str | Path, *options: str, **answers: str) -> Path:
+        """Generate a project that must come about, and return its folder."""
+        done = self.cookiecutter(source, *options, **answers)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self.folder / answers.get("project_slug", DEFAULTS["project_slug"])
+
+    def commit(self, folder: Path) -> None:
+        """Commit all of a folder, which becomes a git repository if it is none."""
+        self.succeed("git", "init", "--quiet", "--initial-branch=main", cwd=folder)
+        self.succeed("git", "add", "--all", "--force", cwd=folder)
+        self.succeed("git", "commit", "--quiet", "--message=All", cwd=folder)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+@pytest.fixture
+def repository(template: Path, tmp_path: Path, desk: Desk) -> Path:
+    """The template as a git repository of its own, to clone and to change."""
+    folder = tmp_path / "upstream" / "cookiecutter-accelerate"
+    shutil.copytree(template, folder, symlinks=True)
+    desk.commit(folder)
+    return folder
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, bool]]:
+    """Map every file below a folder to its content and whether it can be run; `.git` apart."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), os.access(path, os.X_OK))
+        for path in folder.rglob("*")
+        if path.is_file() and ".git" not in path.relative_to(folder).parts
+    }
+
+
+def default_tree(template: Path) -> dict[str, tuple[bytes, bool]]:
+    """Say what the default answers must give: template/, less what they do not choose."""
+    files = tree(template / "template")
+    files["LICENSE"] = files["LICENSE.MIT"]
+    for license in LICENSES:
+        del files[f"LICENSE.{license}"]
+    return files
+
+
+# The ways to the template
+
+
+def test_default_answers_give_the_template_byte_for_byte(template: Path, desk: Desk):
+    assert tree(desk.generate(template)) == default_tree(template)
+
+
+def test_a_relative_path_gives_the_same_project(template: Path, desk: Desk):
+    project = desk.generate(os.path.relpath(template, desk.folder))
+    assert tree(project) == default_tree(template)
+
+
+def test_a_git_url_gives_the_same_project(template: Path, repository: Path, desk: Desk):
+    assert tree(desk.generate(f"git+file://{repository}")) == default_tree(template)
+
+
+def test_a_zip_archive_gives_the_same_project(template: Path, repository: Path, desk: Desk):
+    archive = repository.parent / "main.zip"
+    desk.succeed(
+        "git", "archive", "--prefix=accelerate-main/", f"--output={archive}", "HEAD", cwd=repository
+    )
+    assert tree(desk.generate(archive)) == default_tree(template)
+
+
+def test_a_checkout_without_links_gives_the_same_project(
+    template: Path, repository: Path, desk: Desk
+):
+    checkout = desk.home / "checkout"
+    desk.succeed("git", "clone", "--quiet", "-c", "core.symlinks=false", repository, checkout)
+    assert (checkout / "{{cookiecutter.project_slug}}").is_file()
+    assert tree(desk.generate(checkout)) == default_tree(template)
+    assert desk.succeed("git", "status", "--porcelain", cwd=checkout) == ""
+
+
+def test_links_of_folders_alone_do_not_hide_flattened_files(template: Path, tmp_path: Path):
+    flat = shutil.copytree(template, tmp_path / "flat", symlinks=True)
+    for path in (flat / "template").rglob("*"):
+        if path.is_symlink():
+            target = os.readlink(path)
+            path.unlink()
+            path.write_text(target)
+    copied = shutil.copytree(flat, tmp_path / "copied")  # as cookiecutter copies: links followed
+    subprocess.run([sys.executable, copied / "hooks/pre_prompt.py"], cwd=copied, check=True)
+    assert tree(copied / "{{cookiecutter.project_slug}}") == tree(template / "template")
+
+
+def test_pre_prompt_changes_nothing_where_all_is_well(template: Path, tmp_path: Path):
+    copied = shutil.copytree(template, tmp_path / "copied")
+    before = {path: path.lstat().st_mtime_ns for path in copied.rglob("*")}
+    subprocess.run([sys.executable, copied / "hooks/pre_prompt.py"], cwd=copied, check=True)
+    assert {path: path.lstat().st_mtime_ns for path in copied.rglob("*")} == before
+
+
+def test_what_git_ignores_in_a_used_clone_does_not_get_into_the_project(
+    template: Path, tmp_path: Path, desk: Desk
+):
+    used = shutil.copytree(template, tmp_path / "used", symlinks=True)
+    for file in (
+        ".ruff_cache/0.17/1",
+        "src/my_project/__pycache__/train.cpython-311.pyc",
+        "runs/first/events.out",
+        ".venv/bin/python",
+    ):
+        (used / "template" / file).parent.mkdir(parents=True)
+        (used / "template" / file).write_bytes(b"a line\nanother\x89")
+    before = tree(used)
+    assert tree(desk.generate(used)) == default_tree(template)
+    assert tree(used) == before
+
+
+def test_pre_prompt_run_by_hand_removes_nothing(template: Path, tmp_path: Path):
+    used = shutil.copytree(template, tmp_path / "used", symlinks=True)
+    (used / "template/runs").mkdir()
+    (used / "template/runs/first").write_text("weights")
+    subprocess.run([sys.executable, used / "hooks/pre_prompt.py"], cwd=used, check=True)
+    assert (used / "template/runs/first").read_text() == "weights"
+
+
+def test_replay_gives_the_same_project_again(template: Path, desk: Desk):
+    project = desk.generate(template, **RENAMED, license="none")
+    first = tree(project)
+    shutil.rmtree(project)
+    desk.succeed(sys.executable, "-m", "cookiecutter", "--replay", template)
+    assert tree(project) == first
+
+
+def test_cruft_gives_the_same_project(template: Path, repository: Path, desk: Desk):
+    desk.succeed("cruft", "create", "--no-input", repository)
+    project = desk.folder / DEFAULTS["project_slug"]
+    (project / ".cruft.json").unlink()
+    assert tree(project) == default_tree(template)
+
+
+@pytest.mark.slow
+def test_cruft_update_keeps_the_edited_recipe_and_brings_the_new_loop(repository: Path, desk: Desk):
+    desk.succeed(
+        "cruft", "create", "--no-input", repository, "--extra-context", json.dumps(RENAMED)
+    )
+    project = desk.folder / RENAMED["project_slug"]
+    desk.commit(project)
+    assert desk.succeed("cruft", "diff", "--exit-code", cwd=project) == ""
+
+    recipe = project / "src/leafscan/recipes/image_classification.py"
+    edited = recipe.read_text() + "\nLEAVES = 7\n"
+    recipe.write_text(edited)
+    config = project / "configs/image_classification.yaml"
+    config.write_text(config.read_text().replace("epochs: 15", "epochs: 16"))
+    desk.commit(project)
+    # Of a project that differs, cruft diff prints a patch and nothing else.
+    assert desk.succeed("cruft", "diff", cwd=project).startswith("diff --git")
+
+    loop = repository / "template/src/my_project/train.py"
+    loop.write_text(loop.read_text() + "\n# my_project.train has learnt something.\n")
+    desk.commit(repository)
+    assert desk.run("cruft", "check", cwd=project).returncode == 1
+
+    desk.succeed("cruft", "update", "--skip-apply-ask", cwd=project)
+    assert (
+        (project / "src/leafscan/train.py")
+        .read_text()
+        .endswith("\n# leafscan.train has learnt something.\n")
+    )
+    assert recipe.read_text() == edited
+    assert "epochs: 16" in config.read_text()
+    assert not list(project.rglob("*.rej"))
+    assert not (project / "src/my_project").exists()
+    desk.succeed("cruft", "check", cwd=project)
+
+
+# The answers
+
+
+def test_nothing_of_the_template_is_left_in_a_renamed_project(template: Path, desk: Desk):
+    project = desk.generate(template, **RENAMED)
+    left = [
+        f"{path}: {word}"
+        for path, (content, _) in tree(project).items()
+        for word in [*list(DEFAULTS.values())[:5], "cookiecutter.", "{{", "{%", "{#"]
+        # GitHub's own expressions look like Jinja's.
+        if word in path
+        or word in content.decode().replace("${{", "" if ".github" in path else "${{")
+    ]
+    assert left == []
+    assert not [path for path in project.rglob("*") if path.is_symlink()]
+    expected = {path.replace("my_project", "leafscan") for path in default_tree(template)}
+    assert set(tree(project)) == expected
+
+
+AWKWARD = {
+    "project_name": """Bob's "net" & \\sons\\ 'R' us""",
+    "description": r"""It's "5 < 6" & C:\new\table, naïve Ωmega 東京 🌱 '''""" + '"""' + "\\",
+    "author": 'Zoë "Z" O\'Brien \\1 \\g<0> & The Author of My Project',
+}
+
+
+def awkward_project_is_exact(project: Path) -> None:
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    assert metadata["description"] == AWKWARD["description"]
+    assert metadata["authors"] == [{"name": AWKWARD["author"]}]
+    assert metadata["name"] == "bobs-net"
+    assert f"Copyright (c) {AWKWARD['author']}\n" in (project / "LICENSE").read_text()
+
+
+def test_quotes_backslashes_and_letters_of_all_kinds_come_through_exactly(
+    template: Path, desk: Desk
+):
+    names = {"project_slug": "bobs-net", "package_name": "bobs_net"}
+    project = desk.generate(template, **AWKWARD, **names)
+    awkward_project_is_exact(project)
+    # What stands in code is the names alone.
+    plain = desk.generate(template, "--output-dir=plain", **names).parent / "plain/bobs-net"
+    free_text = {"README.md", "LICENSE", "pyproject.toml"}
+    for file, content in tree(plain).items():
+        assert file in free_text or tree(project)[file] == content, file
+
+
+def test_typed_answers_come_through_exactly(template: Path, desk: Desk):
+    typed = [*(AWKWARD[key] for key in ("project_name",)), "bobs-net", "bobs_net"]
+    typed += [AWKWARD["description"], AWKWARD["author"], "1", "1"]
+    desk.succeed(sys.executable, "-m", "cookiecutter", template, typed="\n".join(typed) + "\n")
+    awkward_project_is_exact(desk.folder / "bobs-net")
+
+
+@pytest.mark.parametrize("package", ["my_project_two", "not_my_project"])
+def test_a_package_name_may_contain_the_templates(template: Path, desk: Desk, package: str):
+    project = desk.generate(template, package_name=package)
+    assert not (project / "src/my_project").exists()
+    generated = tree(project)
+    for file, (content, _) in default_tree(template).items():
+        renamed = file.replace("my_project", package)
+        assert generated[renamed][0] == content.replace(b"my_project", package.encode()), file
+
+
+def test_words_are_replaced_whole_and_once():
+    words = {"my_project": "my_project_2", "my-project": "The Author", "The Author": "my-project"}
+    for text in ("{}.train", "src/{}/train.py", "_build/{}", "'{}'", "`{}`,", "({})", "{}"):
+        replaced = POST_GEN.replace(text.format("my_project"), words)
+        assert replaced == text.format("my_project_2")
+    for other in ("my_project2", "my_projects", "not_my_project", "my-project-x", "x-my-project"):
+        assert POST_GEN.replace(other, words) == other
+    assert POST_GEN.replace("my-project: The Author.", words) == "The Author: my-project."
+
+
+def test_free_text_gets_into_no_code():
+    names = {"my-project": "leaf-scanner", "my_project": "leafscan"}
+    answers = {**DEFAULTS, **RENAMED}
+    for file in ("src/leafscan/train.py", "launch/ssh.sh", "configs/image_classification.yaml"):
+        assert POST_GEN.replacements(file, answers) == names
+
+
+@pytest.mark.parametrize("license", LICENSES)
+def test_the_chosen_license_is_the_only_one(template: Path, desk: Desk, license: str):
+    project = desk.generate(template, license=license, author="Ada Lovelace")
+    text = (template / f"template/LICENSE.{license}").read_text()
+    assert (project / "LICENSE").read_text() == text.replace("The Author", "Ada Lovelace")
+    assert not list(project.glob("LICENSE.*"))
+    pyproject = (project / "pyproject.toml").read_text()
+    assert tomllib.loads(pyproject)["project"]["license"] == license
+
+
+def test_without_a_license_none_is_claimed(template: Path, desk: Desk):
+    project = desk.generate(template, license="none")
+    assert not list(project.glob("LICENSE*"))
+    default = (template / "template/pyproject.toml").read_text()
+    assert (project / "pyproject.toml").read_text() == default.replace('license = "MIT"\n', "")
+    assert "license" not in tomllib.loads((project / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture
+def two_recipes(template: Path, tmp_path: Path) -> Path:
+    """The template with a second recipe, `leaves`, made as a new one would be."""
+    folder = shutil.copytree(template, tmp_path / "two-recipes", symlinks=True)
+    added = {
+        "configs/leaves.yaml": "class_path: my_project.recipes.leaves.Leaves\n",
+        "src/my_project/recipes/leaves.py": '"""Leaves."""\n',
+        "tests/test_image_classification.py": '"""Of the first recipe alone."""\n',
+        "tests/test_leaves.py": '"""Of the second recipe alone."""\n',
+    }
+    for file, content in added.items():
+        (folder / "template" / file).write_text(content)
+    readme = folder / "template/README.md"
+    readme.write_text(readme.read_text() + "configs/image_classification.yaml\n")
+    post_gen, pre_gen = folder / "hooks/post_gen_project.py", folder / "hooks/pre_gen_project.py"
+    one, two = '("image_classification",)', '("image_classification", "leaves")'
+    files = tuple(sorted({*POST_GEN.TEMPLATE_FILES, *added}))
+    post_gen.write_text(
+        re.sub(
+            r"(?ms)^TEMPLATE_FILES = \(.*?^\)$", f"TEMPLATE_FILES = {files}", post_gen.read_text()
+        )
+    )
+    for file in (post_gen, pre_gen):
+        assert file.read_text().count(one) == 1
+        file.write_text(file.read_text().replace(one, two))
+    settings = json.loads((folder / "cookiecutter.json").read_text())
+    settings["recipe"] = ["image_classification", "leaves", "all"]
+    (folder / "cookiecutter.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("chosen", "other"), [("leaves", "image_classification"), ("image_classification", "leaves")]
+)
+def test_the_chosen_recipe_is_the_only_one(two_recipes: Path, desk: Desk, chosen: str, other: str):
+    project = desk.generate(two_recipes, **RENAMED, recipe=chosen)
+    files = {"configs/{}.yaml", "src/leafscan/recipes/{}.py", "tests/test_{}.py"}
+    generated = set(tree(project))
+    assert {file.format(chosen) for file in files} <= generated
+    assert not {file.format(other) for file in files} & generated
+    for file in ("README.md", "Makefile"):
+        text = (project / file).read_text()
+        assert chosen in text
+        assert other not in text
+
+
+def test_all_keeps_every_recipe(two_recipes: Path, desk: Desk):
+    project = desk.generate(two_recipes, recipe="all")
+    expected = default_tree(two_recipes)
+    assert tree(project) == expected
+
+
+def test_the_next_three_commands_are_printed(template: Path, desk: Desk):
+    printed = desk.cookiecutter(template, **RENAMED).stderr
+    assert printed == 'cd leaf-scanner\npip install -e ".[image_classification,dev]"\nmake train\n'
+    assert (desk.folder / "leaf-scanner/Makefile").is_file()
+    elsewhere = desk.cookiecutter(template, "--output-dir=else where", **RENAMED).stderr
+    assert elsewhere.startswith(f"cd '{desk.folder}/else where/leaf-scanner'\n")
+
+
+# Refusals
+
+BAD_SLUGS = ["", ".", "..", "a/b", "../a", "/tmp/a", "a\\b", "a b", ".a", "-a", "a.", "a-", "a..b"]
+BAD_SLUGS += ["{{a}}", "né", "a\n", "torch", "Scikit_Learn", "pytest-timeout"]
+BAD_PACKAGES = {
+    "is no name for a Python package": [
+        "",
+        "9lives",
+        "a-b",
+        "a.b",
+        "a b",
+        "_a",
+        "né",
+        "a/b",
+        "a\n",
+    ],
+    "is a keyword of Python": ["class", "None", "async"],
+    "would hide Python's own module": ["json", "JSON", "Random", "this", "types"],
+    "would hide the library": ["torch", "Torch", "TORCHVISION", "yaml", "PIL", "sklearn"],
+    "is a folder or a test module of the project": ["tests", "configs", "Data", "runs", "launch"],
+}
+
+
+def refusals(folder: Path, **answers: str) -> list[str]:
+    return list(PRE_GEN.problems({**DEFAULTS, **answers}, folder))
+
+
+def test_the_default_answers_are_not_refused(tmp_path: Path):
+    assert refusals(tmp_path) == []
+    assert refusals(tmp_path, **RENAMED, license="none", recipe="all") == []
+    assert refusals(tmp_path, **AWKWARD) == []
+
+
+@pytest.mark.parametrize("slug", BAD_SLUGS)
+def test_a_bad_slug_is_refused(tmp_path: Path, slug: str):
+    (problem,) = refusals(tmp_path, project_slug=slug)
+    assert problem.startswith(f"project_slug {slug!r} is ")
+
+
+@pytest.mark.parametrize("slug", ["a", "a-b", "A.b_c-9", "torch-leaves", "9lives"])
+def test_a_good_slug_is_accepted(tmp_path: Path, slug: str):
+    assert refusals(tmp_path, project_slug=slug) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "reason"), [(name, why) for why, names in BAD_PACKAGES.items() for name in names]
+)
+def test_a_bad_package_name_is_refused(tmp_path: Path, package: str, reason: str):
+    (problem,) = refusals(tmp_path, package_name=package)
+    assert problem.startswith(f"package_name {package!r} {reason}")
+
+
+@pytest.mark.parametrize("question", ["project_name", "description", "author"])
+@pytest.mark.parametrize("answer", ["a\nb", "a\x00", "\udcff", "{{ a }}", "{% a", "{# a"])
+def test_text_that_no_file_can_hold_is_refused(tmp_path: Path, question: str, answer: str):
+    (problem,) = refusals(tmp_path, **{question: answer})
+    assert problem.startswith(f"{question} {answer!r} ")
+
+
+@pytest.mark.parametrize(("question", "known"), [("license", "MIT"), ("recipe", "all")])
+def test_a_choice_that_is_none_is_refused(tmp_path: Path, question: str, known: str):
+    (problem,) = refusals(tmp_path, **{question: "other"})
+    assert problem.startswith(f"{question} 'other' is not known: choose ")
+    assert known in problem
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"package_name": "torch"},
+        {"package_name": "a'b\"c\\"},
+        {"project_slug": "my project"},
+        {"project_slug": ".hidden"},
+        {"project_slug": "../outside", "package_name": "outside"},
+        {"description": "two\nlines"},
+    ],
+)
+def test_a_refusal_is_one_sentence_and_leaves_nothing(
+    template: Path, desk: Desk, answers: dict[str, str]
+):
+    (desk.folder / "mine.txt").write_text("mine")
+    around = sorted(desk.folder.parent.iterdir())
+    done = desk.cookiecutter(template, **answers)
+    assert done.returncode != 0
+    (question, *_) = answers
+    (sentence,) = done.stderr.splitlines()  # cookiecutter's own traceback goes to standard output
+    assert sentence.startswith(f"{question} {answers[question]!r} ")
+    assert [path.name for path in desk.folder.iterdir()] == ["mine.txt"]
+    assert sorted(desk.folder.parent.iterdir()) == around
+
+
+def test_the_lists_of_a_refusal_hold_every_dependency():
+    pyproject = tomllib.loads((REPOSITORY / "template/pyproject.toml").read_text())
+    project = pyproject["project"]
+    extras = project["optional-dependencies"].values()
+    requirements = [
+        *pyproject["build-system"]["requires"],
+        *project["dependencies"],
+        *(requirement for extra in extras for requirement in extra),
+    ]
+    names = {PRE_GEN.plain(re.split(r"[^\w.-]", text)[0]) for text in requirements}
+    names |= {IMPORT_NAMES.get(name, name) for name in names}
+    assert len(names) > 15
+    assert sorted(names - PRE_GEN.LIBRARIES) == []
+
+
+def test_the_lists_of_a_refusal_hold_the_projects_own_names():
+    paths = [Path(file) for file in POST_GEN.TEMPLATE_FILES]
+    folders = {path.parts[0] for path in paths if len(path.parts) > 1 and path.parts[0][0] != "."}
+    modules = {path.stem for path in paths if path.parent.name == "tests" and path.suffix == ".py"}
+    ignored = (REPOSITORY / "template/.gitignore").read_text().split()
+    ignored = {name.rstrip("/") for name in ignored if re.fullmatch(r"[a-z_]*[a-z]/", name)}
+    modules = {module for module in modules if not module.startswith("test_")}
+    assert sorted((folders | modules | ignored) - PRE_GEN.OWN_NAMES) == []
+
+
+# Generating over a folder that exists
+
+
+def test_a_folder_that_exists_is_not_touched_without_f(template: Path, desk: Desk):
+    project = desk.generate(template)
+    (project / "Makefile").write_text("mine")
+    before = tree(project)
+    assert desk.cookiecutter(template).returncode != 0
+    assert tree(project) == before
+
+
+@pytest.mark.parametrize("package", ["my_project", "leafscan"])
+def test_f_deletes_and_alters_nothing_of_the_users(template: Path, desk: Desk, package: str):
+    answers = {"package_name": package, "license": "none"}
+    project = desk.generate(template, **answers)
+    own = {
+        "notes.txt": "mine",
+        "LICENSE": "mine",
+        "configs/own.yaml": "mine",
+        "accelerate_configs/own.yaml": "mine",
+        f"src/{package}/own.py": "mine",
+        f"src/{package}/recipes/own.py": "mine = 'my_project, my-project, My Project'",
+        "src/other/train.py": "import my_project",
+        "tests/test_own.py": "import my_project",
+        "runs/first/metrics.jsonl": "{}",
+    }
+    for file, content in own.items():
+        (project / file).parent.mkdir(parents=True, exist_ok=True)
+        (project / file).write_text(content)
+    (project / "empty").mkdir()
+    (project / f"src/{package}/train.py").write_text("to be overwritten, as -f says")
+    with_theirs = {
+        **tree(desk.generate(template, "--output-dir=fresh", **answers)),
+        **tree(project),
+    }
+    fresh = tree(desk.folder / "fresh" / project.name)
+    desk.generate(template, "-f", **answers)
+    assert tree(project) == {**with_theirs, **fresh}
+    assert (project / "empty").is_dir()
+
+
+def test_f_leaves_the_bytecode_of_a_package_that_was_renamed(template: Path, desk: Desk):
+    compiled = desk.folder / "my-project/src/my_project/__pycache__/train.cpython-311.pyc"
+    compiled.parent.mkdir(parents=True)
+    compiled.write_bytes(b"\x00")
+    project = desk.generate(template, "-f", package_name="leafscan")
+    assert [path for path in (project / "src/my_project").rglob("*") if path.is_file()] == [
+        compiled
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "answers"),
+    [
+        ("src/my_project/train.py", {"package_name": "leafscan"}),
+        ("src/my_project/data.json", {"package_name": "leafscan"}),
+        ("LICENSE.MIT", {}),
+        ("LICENSE.Apache-2.0", {"license": "none"}),
+        ("configs/leaves.yaml", {}),
+        ("src/my_project/recipes/leaves.py", {}),
+        ("tests/test_image_classification.py", {"recipe": "leaves"}),
+    ],
+)
+def test_f_is_refused_where_a_file_of_the_users_would_be_lost(
+    two_recipes: Path, desk: Desk, file: str, answers: dict[str, str]
+):
+    project = desk.folder / "my-project"
+    (project / file).parent.mkdir(parents=True)
+    (project / file).write_text("mine")
+    before = tree(project)
+    done = desk.cookiecutter(two_recipes, "-f", **answers)
+    assert done.returncode != 0
+    named = "src/my_project" if "package_name" in answers else file
+    assert done.stderr.startswith(f"{named} exists in {project} and ")
+    assert tree(project) == before
+
+
+# The lists that must be kept
+
+
+def test_template_files_are_what_git_tracks(tracked: list[str]):
+    folder = "template/"
+    files = [file.removeprefix(folder) for file in tracked if file.startswith(folder)]
+    assert list(POST_GEN.TEMPLATE_FILES) == files, "add or remove it in hooks/post_gen_project.py"
+
+
+def test_every_template_file_is_copied_and_no_folder_is():
+    patterns = json.loads((REPOSITORY / "cookiecutter.json").read_text())["_copy_without_render"]
+
+    def copied(path: str) -> bool:
+        return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
+
+    files = POST_GEN.TEMPLATE_FILES
+    assert [file for file in files if not copied(file)] == []
+    folders = {str(parent) for file in files for parent in Path(file).parents} - {"."}
+    # One that matches is deleted by -f, with what the user keeps there.
+    assert [folder for folder in folders if copied(folder)] == []
+
+
+def test_the_hooks_and_the_questions_agree():
+    questions = json.loads((REPOSITORY / "cookiecutter.json").read_text())
+    first = {key: value for key, value in questions.items() if key in POST_GEN.DEFAULTS}
+    rendered = {"project_slug": "my-project", "package_name": "my_project"}
+    assert {**first, **rendered} == POST_GEN.DEFAULTS
+    assert PRE_GEN.RECIPES == POST_GEN.RECIPES
+    assert PRE_GEN.PACKAGE == POST_GEN.PACKAGE
+    assert questions["recipe"] == [*POST_GEN.RECIPES, "all"]
+    assert questions["license"] == [*PRE_GEN.LICENSES, "none"]
+    recipes = [file for file in POST_GEN.TEMPLATE_FILES if "/recipes/" in file]
+    assert {Path(file).stem for file in recipes} - {"__init__"} == set(POST_GEN.RECIPES)
+    # What passes through is what pre_gen protects.
+    for recipe in POST_GEN.RECIPES:
+        answers = {**DEFAULTS, "recipe": "none of them"}
+        assert set(POST_GEN.recipe_files(recipe)) <= set(PRE_GEN.passing(answers))
+
+
+# The checks of the generated project itself
+
+
+@pytest.mark.parametrize("package", ["a", "zz_top", "protein_localization"])
+def test_formatting_and_lint_hold_under_any_name(template: Path, desk: Desk, package: str):
+    project = desk.generate(template, package_name=package)
+    desk.succeed("ruff", "format", "--check", "--diff", ".", cwd=project)
+    desk.succeed("ruff", "check", ".", cwd=project)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_renamed_project_passes_its_own_lint_and_tests(template: Path, desk: Desk):
+    project = desk.generate(template, **RENAMED)
+    desk.succeed("make", "lint", cwd=project)
+    desk.succeed("python", "-m", "pytest", "-q", "-m", "not slow and not gpu", cwd=project)
