@@ -1,0 +1,74 @@
+"""The two commands of the README, and what keeps the repository in one piece."""
+
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (REPOSITORY / ".venv/installed").exists(), reason="needs the .venv that make makes"
+)
+def test_make_train_reaches_its_accuracy_and_shows_it_again():
+    """The first call trains; the second neither installs, generates nor trains."""
+    shown = make("train")
+    accuracy = float(shown.split("validation/accuracy │")[1].split()[0])
+    assert accuracy >= 0.97
+    assert "exported weights" in shown
+    again = make("train")
+    assert "validation/accuracy" in again
+    for trace in ("uv pip install", "cookiecutter", "step 10 of"):
+        assert trace not in again
+
+
+def make(target: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(
+        ["make", target],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_root_folders_are_linked_file_by_file():
+    """One truth: each linked file exists in the root folder, and each root file is linked."""
+    for folder, place, suffix in [
+        ("accelerate_configs", "accelerate_configs", "*.yaml"),
+        ("recipes", "configs", "*.yaml"),
+        ("recipes", "src/my_project/recipes", "*.py"),
+    ]:
+        there = {path.name for path in (REPOSITORY / folder).glob(suffix)}
+        linked = {
+            path.name
+            for path in (REPOSITORY / "template" / place).glob(suffix)
+            if path.is_symlink()
+        }
+        assert linked == there
+        for path in (REPOSITORY / "template" / place).glob(suffix):
+            assert not path.is_symlink() or path.resolve().parent == REPOSITORY / folder
+
+
+def test_train_is_one_page_and_modules_import_each_other_relatively():
+    loop = REPOSITORY / "template/src/my_project"
+    assert len((loop / "train.py").read_text().splitlines()) <= 250
+    for path in loop.glob("*.py"):
+        for line in path.read_text().splitlines():
+            assert not line.lstrip().startswith(("import my_project", "from my_project")), path
+    for path in (REPOSITORY / "recipes").glob("*.py"):
+        assert "my_project" not in path.read_text().split('"""', 2)[2], "a recipe is self-contained"
+
+
+def test_dependencies_have_lower_bounds():
+    project = tomllib.loads((REPOSITORY / "template/pyproject.toml").read_text())["project"]
+    for group in (project["dependencies"], *project["optional-dependencies"].values()):
+        assert all(">=" in requirement for requirement in group)
