@@ -6,7 +6,7 @@ import sys
 import pytest
 from ragged import Ragged
 from runs import change, make_config, train
-from world import TESTS
+from world import TESTS, run_world
 
 from my_project.batches import split
 from my_project.config import Config, ConfigError, parse, to_dict, to_yaml
@@ -106,6 +106,7 @@ def test_an_impossible_run_is_refused(tmp_path, settings, sentence):
     with pytest.raises(ConfigError) as refusal:
         train(config)
     assert sentence in str(refusal.value)
+    assert not config.folder.exists(), "refused before anything is written or started"
 
 
 def test_tasks_that_nobody_gave_a_rank_are_refused(tmp_path, monkeypatch):
@@ -126,6 +127,20 @@ def test_a_gpu_config_without_a_gpu_is_refused(tmp_path, monkeypatch):
         check_launch(make_config(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     check_launch(make_config(tmp_path))
+
+
+def train_blindly(config: Config) -> int:
+    """Train with an Accelerator that is told to look for GPUs, of which there are none."""
+    import my_project.runtime
+
+    my_project.runtime.use_cpu = lambda: False
+    return train(config)
+
+
+def test_processes_that_do_not_see_each_other_end_at_once(tmp_path):
+    """Without the choice of the CPU, accelerate would make two runs that think they are alone."""
+    with pytest.raises(RuntimeError, match="started 2 processes, but process 0 sees 1"):
+        run_world(2, train_blindly, make_config(tmp_path))
 
 
 def test_help_and_print_config_import_no_torch(config_file):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from runs import change, make_config, records, train
+from runs import change, make_config, records, train, weights
 from test_launch import PROJECT
 from world import run_world
 
@@ -158,6 +158,17 @@ def test_a_small_run_resumes_and_its_export_predicts(tmp_path):
     recipe_config, info, model = predict.load(config.folder / "export")
     answer = recipe_config.recipe.predict(model, info, str(tmp_path / "digit.png"))
     assert answer.split()[0] in info["classes"]
+
+
+def test_channels_last_is_a_matter_of_layout_only(tmp_path):
+    config = make_config(tmp_path, ImageClassification(width=8), steps=2)  # type: ignore
+    exports = []
+    for channels_last in (False, True):
+        config = change(config, channels_last=channels_last, run_name=str(channels_last))
+        run_world(1, train, config)
+        exports.append(weights(config.folder / "export"))
+    for name, value in exports[0].items():
+        torch.testing.assert_close(value, exports[1][name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -26,13 +26,22 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer by its class path, fused where the device has it."""
+def optimizer_class(config: OptimConfig) -> Any:
+    """Import the optimizer's class; refuse arguments that it does not take."""
     module, _, name = config.class_path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"optim.class_path {config.class_path}: {error}.") from error
+        inspect.signature(kind).bind([], lr=config.lr, **config.init_args)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"optim.class_path {config.class_path} with init_args {config.init_args}: {error}."
+        ) from error
+    return kind
+
+
+def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer by its class path, fused where the device has it."""
+    kind = optimizer_class(config)
     groups_of = optional(recipe, "parameter_groups")
     groups = groups_of(model) if groups_of else parameter_groups(model, config.weight_decay)
     if not groups:

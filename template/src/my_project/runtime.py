@@ -1,5 +1,6 @@
 """The Accelerator, the check that all processes see each other, seeds, signals, teardown."""
 
+import inspect
 import logging
 import os
 import signal
@@ -28,9 +29,11 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from .batches import Split, seed_of
 from .config import Config, ConfigError, exit_with_sentence
+from .optim import optimizer_class
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -93,6 +96,12 @@ def check_options(config: Config, accumulation: int) -> None:
         raise ConfigError(
             f"distributed.ddp.static_graph crashes with accumulation {accumulation}: set it"
             " to false, or raise batches.micro_batch_size until accumulation is 1."
+        )
+    optimizer_class(config.optim)
+    accepted = inspect.signature(DataLoader).parameters
+    if unknown := set(config.batches.loader) - set(accepted):
+        raise ConfigError(
+            f"batches.loader has no option {', '.join(sorted(unknown))}; it has {list(accepted)}."
         )
     trackers = [str(tracker) for tracker in get_available_trackers()]
     if unknown := set(config.telemetry.trackers) - set(trackers):

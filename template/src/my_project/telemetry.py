@@ -184,7 +184,7 @@ class Telemetry:
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record everywhere."""
-        if not self.is_main:
+        if not self.is_main or len(record) == 1:  # there may be no validation set
             return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
