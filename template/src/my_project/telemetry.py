@@ -195,10 +195,14 @@ class Telemetry:
             for name, value in values.items()
             if name not in ("peak_memory_bytes", "data_seconds")
         )
-        if self.bar:
-            self.bar.update(self.task, completed=record["step"], description=shown)
+        line = f"step {record['step']} of {self.run.total_steps}: {shown}"
+        if not self.bar:
+            logger.info(line)
+        elif "samples_per_second" in record:
+            brief = f"{record['samples_per_second']:.0f} samples/s, loss {record['loss'] or 0:.4g}"
+            self.bar.update(self.task, completed=record["step"], description=brief)
         else:
-            logger.info("step %d of %d: %s", record["step"], self.run.total_steps, shown)
+            self.bar.console.print(line)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
