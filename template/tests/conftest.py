@@ -1,8 +1,14 @@
-"""Tests run on the CPU, also where there are GPUs, unless they are asked for: pytest -m gpu."""
+"""The environment of every process that a test starts, through the launcher or by forking."""
 
 import os
+from pathlib import Path
+
+TESTS = Path(__file__).parent
 
 
 def pytest_configure(config):
-    if config.option.markexpr == "gpu":
-        os.environ["TEST_ON_GPU"] = "1"
+    """Use the CPU, also where there are GPUs, unless they are asked for: pytest -m gpu."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"

@@ -11,11 +11,6 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
-# The fork server reads it, and so do the processes that tests start through the launcher.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
-os.environ["OMP_NUM_THREADS"] = "1"
-if not os.environ.get("TEST_ON_GPU"):  # pytest -m gpu sets it (conftest.py)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["world_imports"])
 

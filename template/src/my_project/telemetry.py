@@ -72,7 +72,6 @@ class Telemetry:
         self.weight_unknown = state["step"] == 0  # which keeps what goes backward near a mean
         self.data_seconds = self.paused_seconds = self.run_seconds = 0.0
         self.run_steps = self.interval_steps = 0
-        self.loss_sum = self.weight = 0.0
         self.started = time.perf_counter()
         self.bar: Any = None
 
@@ -143,8 +142,8 @@ class Telemetry:
             self.weight_unknown = False
         if math.isfinite(norm) and weight > 0:
             self.state["nonfinite_in_a_row"] = 0
-            self.loss_sum += loss_sum
-            self.weight += weight
+            self.state["interval_loss"] += loss_sum
+            self.state["interval_weight"] += weight
         else:
             self.state["skipped_steps"] += 1
             self.state["nonfinite_in_a_row"] += weight != 0
@@ -158,6 +157,7 @@ class Telemetry:
             self._record(step, norm)
 
     def _record(self, step: int, norm: float) -> None:
+        weight = self.state["interval_weight"]
         seconds = time.perf_counter() - self.started - self.paused_seconds
         samples = self.interval_steps * self.split.global_batch_size
         self.run_steps += self.interval_steps
@@ -165,7 +165,7 @@ class Telemetry:
         self.write(
             {
                 "step": step + 1,
-                "loss": self.loss_sum / self.weight if self.weight else None,
+                "loss": self.state["interval_loss"] / weight if weight else None,
                 "learning_rate": learning_rate(step, self.run.total_steps, self.config.optim),
                 "gradient_norm": norm if math.isfinite(norm) else None,
                 "samples_per_second": samples / seconds,
@@ -175,7 +175,8 @@ class Telemetry:
             }
         )
         self.started, self.paused_seconds, self.data_seconds = time.perf_counter(), 0.0, 0.0
-        self.interval_steps, self.loss_sum, self.weight = 0, 0.0, 0.0
+        self.interval_steps = 0
+        self.state["interval_loss"] = self.state["interval_weight"] = 0.0
 
     @property
     def samples_per_second(self) -> float:

@@ -61,6 +61,8 @@ def main(config: Config) -> int:
             "results": {},  # of the last evaluation
             "best": None,  # best value of evaluation.best_metric
             "evaluations_since_best": 0,
+            "interval_loss": 0.0,  # since the last record
+            "interval_weight": 0.0,
             "skipped_steps": 0,
             "nonfinite_in_a_row": 0,
         }
