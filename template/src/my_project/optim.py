@@ -128,6 +128,8 @@ def normalise_and_clip_(
     norm = norm * scale
     if clip_norm is not None:
         scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    if isinstance(scale, Tensor) and gradients[0].dtype == torch.float32:
+        scale = scale.float()  # of another type it would cost a kernel per gradient
     torch._foreach_mul_(gradients, scale)  # type: ignore[attr-defined]
     return norm
 

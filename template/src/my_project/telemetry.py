@@ -122,9 +122,9 @@ class Telemetry:
         yield
         self.paused_seconds += time.perf_counter() - start
 
-    def push(self, step: int, sums: Tensor, norm: Tensor) -> None:
-        """Note a step; the host looks at the step before."""
-        self._observe(self.late.push(step, torch.cat((sums, norm.to(sums.dtype).reshape(1)))))
+    def push(self, step: int, sums: Tensor) -> None:
+        """Note loss, weight, stop request and norm of a step; look at those of the one before."""
+        self._observe(self.late.push(step, sums))
 
     def flush(self) -> None:
         """Look at the newest step now."""

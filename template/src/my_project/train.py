@@ -90,7 +90,8 @@ def main(config: Config) -> int:
                     optimizer, optim.learning_rate(step, total_steps, config.optim)
                 )
                 backward_scale = 1 / optim.power_of_two(state["weight_per_micro_batch"])
-                sums = torch.zeros(3, dtype=runtime.sum_dtype(device), device=device)
+                # loss, weight, whether to stop; then the norm of the gradient
+                sums = torch.zeros(4, dtype=runtime.sum_dtype(device), device=device)
                 reduction = runtime.Reduction(accelerator)
                 for j in range(split.accumulation):
                     batch = next(samples)
@@ -98,20 +99,21 @@ def main(config: Config) -> int:
                     is_last = j == split.accumulation - 1
                     with nullcontext() if is_last else accelerator.no_sync(call):
                         total, weight = call(recipe.loss, batch, step)
-                        sums[0] += total.detach()
-                        sums[1] += weight
+                        sums[0].add_(total.detach())
+                        sums[1].add_(weight)
                         if is_last:  # one small sum over processes, under way beside the backward
-                            sums[2] = bool(stop.name)
+                            sums[2].fill_(bool(stop.name))
                             reduction.start(sums)
-                        accelerator.backward(total * backward_scale)
+                        accelerator.backward(total, gradient=total.new_full((), backward_scale))
                 reduction.wait()
                 accelerator.unscale_gradients()
 
                 # Wrappers average over processes; the gradient wanted is that of the sum of all
                 # losses over the sum of all weights.
                 gradients = optim.gradients(trained, every_gradient)
-                scale = processes / (backward_scale * sums[1])
+                scale = (processes / backward_scale) / sums[1]
                 norm = optim.normalise_and_clip_(gradients, scale, config.optim.clip_norm)
+                sums[3].copy_(norm)
                 optim.step_if_finite(optimizer, norm)
                 if accelerator.scaler:
                     accelerator.scaler.update()
@@ -119,7 +121,7 @@ def main(config: Config) -> int:
                 if average:
                     average.update()
                 state["step"] = run.step = step + 1
-                log.push(step, sums, norm)  # the host reads the numbers of the step before
+                log.push(step, sums)  # the host reads the numbers of the step before
 
                 # ---- every so often: evaluate, keep the best, save -------------------------------
                 if runtime.is_due(config.evaluation.every_steps, run.step) or step == steps[-1]:
