@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from .config import ConfigError, OptimConfig
 from .recipe import Recipe, optional
@@ -122,7 +121,8 @@ def normalise_and_clip_(
     Returns:
         The norm after scaling and before clipping, a scalar; not finite where the gradient is not.
     """
-    norm = get_total_norm(gradients)
+    # torch.nn.utils.get_total_norm, without its sorting of the gradients by device
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
     if isinstance(norm, DTensor):  # of sharded gradients
         norm = norm.full_tensor()
     norm = norm * scale

@@ -104,7 +104,10 @@ def main(config: Config) -> int:
                         if is_last:  # one small sum over processes, under way beside the backward
                             sums[2].fill_(bool(stop.name))
                             reduction.start(sums)
-                        accelerator.backward(total, gradient=total.new_full((), backward_scale))
+                        # accelerator.backward also divides by its own accumulation, which is 1:
+                        # two operations that a small model feels.
+                        scaled = accelerator.scaler.scale(total) if accelerator.scaler else total
+                        scaled.backward(torch.full_like(scaled, backward_scale))
                 reduction.wait()
                 accelerator.unscale_gradients()
 
