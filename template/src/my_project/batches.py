@@ -45,8 +45,9 @@ def split(config: BatchesConfig, processes: int) -> Split:
         raise ConfigError(
             f"batches.global_batch_size {total} does not split into micro-batches of"
             f" {max(micro, 1)} on {processes} process(es): {total} / ({max(micro, 1)} x"
-            f" {processes}) = {total / (max(micro, 1) * processes):g}. Choose a global batch size"
-            " that is a multiple of micro_batch_size x processes."
+            f" {processes}) = {total / (max(micro, 1) * processes):g}. Lower"
+            " batches.micro_batch_size, or choose a global batch size that is a multiple of"
+            " micro_batch_size x processes."
         )
     return Split(
         global_batch_size=total,
