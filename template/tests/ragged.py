@@ -1,5 +1,8 @@
 """A recipe for tests: samples of unequal length, so a mean of means would be wrong."""
 
+import os
+import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +21,10 @@ class Ragged:
     noise: float = 0.0  # drawn when a sample is read
     explode_at: tuple[int, ...] = ()  # steps whose loss is not finite
     empty_at: tuple[int, ...] = ()  # steps in which nothing counts
-    raise_at: int = -1
-    raise_on_rank: int = 1
+    fault: str = ""  # raise, hang, leave, out_of_memory or nan: at one step, on one rank
+    fault_at: int = -1
+    fault_on_rank: int = 1
+    bad_sample: int = -1  # reading it raises
     unused_parameter: bool = False
     batch_norm: bool = False
     metrics: str = "auroc"
@@ -29,6 +34,7 @@ class Ragged:
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         train = Samples(self.samples, data_info["features"], self.dtype, 1, self.noise)
+        train.bad_sample = self.bad_sample
         if self.validation_samples == 0:
             return train, {}
         validation = Samples(self.validation_samples, data_info["features"], self.dtype, 2, 0.0)
@@ -44,16 +50,19 @@ class Ragged:
         return model.to(getattr(torch, self.dtype))
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        import os
-
-        if step == self.raise_at and int(os.environ.get("RANK", "0")) == self.raise_on_rank:
-            raise ValueError("this rank was told to fail")
+        struck = step == self.fault_at and os.environ.get("RANK", "0") == str(self.fault_on_rank)
+        if struck:
+            strike(self.fault)
         counts = batch["counts"]  # (B, T)
         if step in self.empty_at:
             counts = torch.zeros_like(counts)
         error = (model(batch["x"])[..., 0] - batch["y"]) ** 2 * counts
         total = error.sum()
-        return total * float("inf") if step in self.explode_at else total, counts.sum()
+        if step in self.explode_at:
+            total = total * float("inf")
+        if struck and self.fault == "nan":
+            total = total * float("nan")
+        return total, counts.sum()
 
     def build_metrics(self) -> dict[str, Any]:
         from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
@@ -75,6 +84,17 @@ class Ragged:
         return (torch.zeros(2, 9, data_info["features"], dtype=getattr(torch, self.dtype)),)
 
 
+def strike(fault: str) -> None:
+    if fault == "raise":
+        raise ValueError("this rank was told to fail")
+    if fault == "out_of_memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    if fault == "leave":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while fault == "hang":
+        time.sleep(1)
+
+
 class Norm(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(0, -2)).view_as(x)
@@ -88,11 +108,14 @@ class Samples(torch.utils.data.Dataset):
         lengths = torch.randint(1, 10, (length, 1), generator=draw)
         self.counts = (torch.arange(9)[None] < lengths).to(torch.float64)
         self.dtype, self.noise = getattr(torch, dtype), noise
+        self.bad_sample = -1
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == self.bad_sample:
+            raise ValueError(f"sample {index} cannot be read")
         x = self.x[index]
         if self.noise:
             x = x + self.noise * torch.randn(x.shape, dtype=torch.float64)

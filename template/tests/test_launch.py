@@ -109,7 +109,9 @@ def test_a_bad_setting_is_one_sentence_and_starts_nothing(tmp_path):
 
 
 def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
-    with launch(tmp_path, "--recipe.init_args.raise_at", "3") as run:
+    with launch(
+        tmp_path, "--recipe.init_args.fault", "raise", "--recipe.init_args.fault_at", "3"
+    ) as run:
         shown, _ = run.communicate(timeout=60)
     assert run.returncode != 0
     assert "[rank 1 on " in shown

@@ -21,49 +21,65 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 120) -> list:
-    """Run function(*arguments) on each process of a world of its own; return the results by rank.
+class World:
+    """Processes that run function(*arguments), each with its rank."""
 
-    A process that raises makes this raise, with the rank and the traceback; an exit code that is
-    not 0 stands in the result's place.
-    """
-    port = free_port()
-    pipes, workers = [], []
-    for rank in range(processes):
-        ours, theirs = PROCESSES.Pipe()
-        environment = {
-            "RANK": rank,
-            "WORLD_SIZE": processes,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": processes,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        if processes == 1:
-            environment = {}
-        worker = PROCESSES.Process(target=_work, args=(theirs, environment, function, arguments))
-        worker.start()
-        theirs.close()
-        pipes.append(ours)
-        workers.append(worker)
-    results: list = []
-    try:
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(seconds):
-                raise TimeoutError(f"rank {rank} of {processes} gave no result in {seconds} s")
-            try:
-                outcome, value = pipe.recv()
-            except EOFError:
-                outcome, value = "failed", "the process died"
-            if outcome == "failed":
-                raise RuntimeError(f"rank {rank} of {processes}: {value}")
-            results.append(value)
-    finally:
-        for worker in workers:
-            worker.join(10)
-            if worker.is_alive():
-                worker.kill()
-    return results
+    def __init__(self, processes: int, function: Callable, *arguments: Any) -> None:
+        port = free_port()
+        self.pipes, self.workers = [], []
+        for rank in range(processes):
+            ours, theirs = PROCESSES.Pipe()
+            environment = {
+                "RANK": rank,
+                "WORLD_SIZE": processes,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": processes,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            if processes == 1:
+                environment = {}
+            work = (theirs, environment, function, arguments)
+            worker = PROCESSES.Process(target=_work, args=work)
+            worker.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.workers.append(worker)
+
+    def results(self, seconds: float = 120) -> list:
+        """Wait; return by rank what was returned, or the exit code that is not 0.
+
+        A process that raises makes this raise, with the rank and the traceback.
+        """
+        results: list = []
+        try:
+            for rank, pipe in enumerate(self.pipes):
+                if not pipe.poll(seconds):
+                    raise TimeoutError(f"rank {rank} gave no result in {seconds} s")
+                try:
+                    outcome, value = pipe.recv()
+                except EOFError:
+                    outcome, value = "failed", "the process died"
+                if outcome == "failed":
+                    raise RuntimeError(f"rank {rank} of {len(self.pipes)}: {value}")
+                results.append(value)
+        finally:
+            for worker in self.workers:
+                worker.join(10)
+            self.kill()
+        return results
+
+    def kill(self) -> None:
+        """Kill what is left, as the kernel does."""
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.join()
+
+
+def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 120) -> list:
+    """Run function(*arguments) on each process of a world of its own; return its results."""
+    return World(processes, function, *arguments).results(seconds)
 
 
 def _work(pipe: Any, environment: dict[str, Any], function: Callable, arguments: tuple) -> None:

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, default_collate
 
 from .config import BatchesConfig, Config, ConfigError
+from .faults import ignore_stop_signals
 from .recipe import optional
 
 
@@ -153,6 +155,12 @@ def _unchanged(batch: Any) -> Any:
     return batch  # Fetch has collated it; a lambda could not be sent to a worker
 
 
+def _start_worker(also: Callable | None, worker: int) -> None:
+    ignore_stop_signals()
+    if also:
+        also(worker)
+
+
 def cpus_per_process() -> float:
     """Count the CPUs that this process may use, by affinity and by the container's quota."""
     cpus: float = os.cpu_count() or 1
@@ -175,6 +183,8 @@ def make_loader(
         "pin_memory": device.type == "cuda",
         "persistent_workers": workers > 0,
     }
+    options |= config.loader
+    options["worker_init_fn"] = partial(_start_worker, config.loader.get("worker_init_fn"))
     try:
         return DataLoader(
             fetch,  # type: ignore[arg-type]  # it has what a batched fetch calls
@@ -182,7 +192,7 @@ def make_loader(
             num_workers=workers,
             collate_fn=_unchanged,
             generator=torch.Generator().manual_seed(fetch.seed),  # else it draws from dropout's
-            **(options | config.loader),
+            **options,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error

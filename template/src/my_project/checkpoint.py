@@ -1,174 +1,644 @@
-"""Save, rotate and resume the state of a run; export its weights.
+"""Save, rotate and resume the state of a run; export its weights. Also a command, which merges.
 
     checkpoints/step_00000100/
       model.safetensors        the plain module's keys, whatever wrapped it
-      optimizer.safetensors    tensors by parameter name, so any number of processes reads them
+      optimizer.safetensors    "<parameter>/<slot>", so any number of processes reads them
       average.safetensors      with optim.ema_decay
       state.json               the step, the optimizer's numbers, the best value, the fp16 scale
+      manifest.json            size and SHA-256 of each file; written last
 
-Tensors and JSON only: nothing here runs code when it is loaded. A folder is written under a
-temporary name and renamed when it is whole. Random generators are not saved: what is drawn at a
-step follows from (seed, step), see batches.py and runtime.seed_draws.
+    python -m my_project.checkpoint runs/my_run/checkpoints/step_00000100 weights.safetensors
+
+A folder is written under a temporary name, flushed to disk, and renamed when it is whole. Tensors
+and JSON only: nothing here runs code when it is loaded. Sharded tensors (FSDP) are written by the
+processes that hold them, into model.rank_00002.safetensors and so on, and read by any number of
+processes. Random generators are not saved: what is drawn at a step follows from (seed, step), see
+batches.py and runtime.seed_draws.
 """
 
+import argparse
+import hashlib
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .config import Config, ConfigError, to_yaml
 from .optim import Average
 from .recipe import optional
+from .run import Run, unused_name, write_atomically
 
 logger = logging.getLogger(__name__)
 
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FORMAT = 1
+STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
-def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the weights on the CPU by the plain module's keys. Called by every process."""
-    weights: dict[str, Any] = get_model_state_dict(model, options=FULL)
-    return weights
+# ---- folders that appear whole -------------------------------------------------------------------
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors; those which share memory (tied weights) are written under each name."""
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-    save_file(separate, path)
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Return size in bytes and SHA-256 of a file."""
+    with path.open("rb") as file:
+        return {
+            "size": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+def manifest_text(content: dict[str, Any]) -> str:
+    """Write a manifest, with a hash of itself, in the one form that is valid."""
+    plain = json.dumps(content, sort_keys=True)
+    return json.dumps(
+        {"manifest": content, "sha256": hashlib.sha256(plain.encode()).hexdigest()},
+        sort_keys=True,
+        indent=1,
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read a manifest.
+
+    Raises:
+        ValueError: it is missing or damaged; says which.
+    """
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise ValueError("it has no manifest.json, so it was never completed")
+    content: dict[str, Any] = {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)["manifest"]
+        intact = text == manifest_text(content)
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise ValueError("manifest.json is damaged")
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']}, this code reads {FORMAT}")
+    return content
+
+
+def damage(folder: Path, *, hashes: bool = True) -> str:
+    """Say what is wrong with a checkpoint; nothing if it is whole.
+
+    Args:
+        folder: of the checkpoint.
+        hashes: read every file, which takes about a second per GB, or look at the sizes only.
+    """
+    try:
+        files = read_manifest(folder)["files"]
+        for name, wanted in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != wanted["size"]:
+                return f"{name} has {path.stat().st_size} bytes in place of {wanted['size']}"
+            if hashes and fingerprint(path) != wanted:
+                return f"{name} is damaged: its hash is not the one in manifest.json"
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a folder whose files are on the disk, and give it its name."""
+    write_atomically(temporary / "manifest.json", manifest_text(manifest))
+    flush_to_disk(temporary / "manifest.json")
+    flush_to_disk(temporary)
+    os.replace(temporary, folder)
+    flush_to_disk(folder.parent)
+
+
+def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make a folder appear whole, in place of the one before."""
-    temporary = folder.with_name(f".{folder.name}.partial")
+    temporary, before = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "before"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    fill(temporary)
-    before = folder.with_name(f".{folder.name}.before")
+    try:
+        fill(temporary)
+        for path in temporary.iterdir():
+            flush_to_disk(path)
+        flush_to_disk(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     shutil.rmtree(before, ignore_errors=True)
     if folder.exists():
         os.replace(folder, before)
     os.replace(temporary, folder)
+    flush_to_disk(folder.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 
-def checkpoints(run_folder: Path) -> list[Path]:
-    """List the whole checkpoints of a run, oldest first."""
-    return sorted(p.parent for p in run_folder.glob("checkpoints/step_*/state.json"))
+def tidy(run_folder: Path) -> None:
+    """Remove what a kill during a save has left. Main process only, before anything is saved."""
+    for name in ("export", "best"):
+        before = run_folder / f".{name}.before"
+        if before.is_dir() and not (run_folder / name).exists():
+            os.replace(before, run_folder / name)
+    for path in (run_folder / "checkpoints").glob(".step_*"):
+        if re.fullmatch(r"\.step_\d+\.(partial|removed)", path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def save(
-    config: Config,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: Any,
-    average: Average | None,
-    state: dict[str, Any],
-    is_main: bool,
-) -> None:
-    """Save the state after state["step"] steps. Called by every process; the main one writes."""
-    weights = full_weights(model)
-    slots: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=FULL))
-    if not is_main:
-        return
-    tensors: dict[str, Tensor] = {}  # "<parameter>.<slot>"
-    numbers: dict[str, Any] = {"groups": slots["param_groups"], "state": {}}
-    for parameter, state_of in slots["state"].items():
-        for name, value in state_of.items():
-            kind: dict[str, Any] = tensors if isinstance(value, Tensor) else numbers["state"]
-            kind[f"{parameter}.{name}"] = value
+# ---- tensors in files, whole or in pieces --------------------------------------------------------
+@dataclass(frozen=True)
+class Piece:
+    """The part of a tensor that one process holds."""
 
-    def fill(folder: Path) -> None:
-        save_tensors(weights, folder / "model.safetensors")
-        save_tensors(tensors, folder / "optimizer.safetensors")
-        if average:
-            named = dict(zip(average.names, average.average, strict=True))
-            save_tensors(named, folder / "average.safetensors")
-        scale = scaler.state_dict() if scaler else None
-        (folder / "state.json").write_text(
-            json.dumps(state | {"optimizer": numbers, "scaler": scale})
+    tensor: Tensor
+    offset: tuple[int, ...]  # of its first element in the whole tensor
+    shape: tuple[int, ...]  # of the whole tensor
+
+
+def own_piece(tensor: Tensor, is_main: bool) -> Piece | None:
+    """Find what this process writes of a tensor: each element is written by one process."""
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape)) if is_main else None
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    if any(c for c, placed in zip(coordinate, placements, strict=True) if placed.is_replicate()):
+        return None  # a copy; the first of them writes
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    local = tensor.to_local().detach()
+    return Piece(local, tuple(offset), tuple(tensor.shape)) if local.numel() else None
+
+
+def save_pieces(pieces: dict[str, Piece], path: Path) -> None:
+    """Write tensors; those which share memory (tied weights) are written under each name."""
+    seen: set[int] = set()
+    separate = {}
+    for name, piece in pieces.items():
+        tensor = piece.tensor.contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    places = {n: [p.offset, p.shape] for n, p in pieces.items() if p.tensor.shape != p.shape}
+    save_file(separate, path, metadata={"places": json.dumps(places)} if places else None)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write whole tensors."""
+    whole = {n: Piece(t.detach(), (0,) * t.ndim, tuple(t.shape)) for n, t in tensors.items()}
+    save_pieces(whole, path)
+
+
+class Tensors:
+    """The tensors of one kind in a checkpoint or an export, however many files hold them."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        """Open the files.
+
+        Raises:
+            ConfigError: there are none, or they are not safetensors.
+        """
+        self.folder, self.kind = folder, kind
+        self.pieces: dict[str, list[tuple[Any, list[int], list[int]]]] = {}  # file, offset, shape
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        paths = [
+            p for p in sorted(folder.glob(f"{kind}.*"))
+            if re.fullmatch(rf"{kind}(\.rank_\d+)?\.safetensors", p.name)
+        ]  # fmt: skip
+        if (folder / "manifest.json").is_file():
+            paths = [p for p in paths if p.name in read_manifest(folder)["files"]]
+        if not paths:
+            raise ConfigError(f"{folder} holds no {kind}.safetensors.")
+        for path in paths:
+            try:
+                file = safe_open(path, "pt")
+                places = json.loads((file.metadata() or {}).get("places", "{}"))
+                for name in file.keys():  # noqa: SIM118
+                    shape = file.get_slice(name).get_shape()
+                    offset, whole = places.get(name, [[0] * len(shape), shape])
+                    self.pieces.setdefault(name, []).append((file, offset, shape))
+                    self.shapes[name] = tuple(whole)
+            except (SafetensorError, ValueError) as error:
+                raise ConfigError(f"{path} is damaged: {error}.") from error
+
+    def read(self, name: str, offset: Iterable[int] = (), shape: Iterable[int] = ()) -> Tensor:
+        """Read a tensor, or the part of this shape that starts at this offset."""
+        whole = self.shapes[name]
+        start, wanted = list(offset) or [0] * len(whole), list(shape) or list(whole)
+        if len(self.pieces[name]) == 1 and list(whole) == wanted == self.pieces[name][0][2]:
+            return self.pieces[name][0][0].get_tensor(name)
+        result, filled = None, 0
+        for file, at, size in self.pieces[name]:
+            first = [max(a, s) for a, s in zip(at, start, strict=True)]
+            last = [min(a + n, s + w) for a, n, s, w in zip(at, size, start, wanted, strict=True)]
+            if any(b <= a for a, b in zip(first, last, strict=True)):
+                continue
+            there = tuple(slice(f - a, b - a) for f, b, a in zip(first, last, at, strict=True))
+            here = tuple(slice(f - s, b - s) for f, b, s in zip(first, last, start, strict=True))
+            part = file.get_slice(name)[there]
+            result = part.new_empty(wanted) if result is None else result
+            result[here] = part
+            filled += part.numel()
+        if result is None or filled != result.numel():
+            raise ConfigError(f"{self.folder} holds only a part of {self.kind} {name}.")
+        return result
+
+    def read_like(self, name: str, tensor: Tensor) -> Tensor:
+        """Read what this process holds of a tensor: all of it, or its shard."""
+        if self.shapes[name] != tuple(tensor.shape):
+            raise ConfigError(
+                f"{self.folder}: {self.kind} {name} has shape {self.shapes[name]}, the model needs"
+                f" {tuple(tensor.shape)}."
+            )
+        if not isinstance(tensor, DTensor):
+            return self.read(name)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        local = tensor.to_local()
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        part = self.read(name, offset, local.shape) if local.numel() else torch.empty_like(local)
+        return DTensor.from_local(
+            part.to(local.device), mesh, placements, run_check=False,
+            shape=tensor.shape, stride=tensor.stride(),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Read into these tensors; every name must fit."""
+        missing, unknown = tensors.keys() - self.pieces.keys(), self.pieces.keys() - tensors.keys()
+        if missing or unknown:
+            raise ConfigError(
+                f"{self.folder}/{self.kind}.safetensors does not fit the model: missing there"
+                f" {sorted(missing)}, unknown here {sorted(unknown)}."
+            )
+        for name, tensor in tensors.items():
+            tensor.copy_(self.read_like(name, tensor))
+
+
+def plain_name(name: str) -> str:
+    """Drop what activation checkpointing and torch.compile put into parameter names."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+# ---- the checkpoints of a run --------------------------------------------------------------------
+class Checkpoints:
+    """Save and load the whole state of a run; one save at a time, beside training if wanted."""
+
+    def __init__(
+        self,
+        run: Run,
+        is_main: bool,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any,
+        average: Average | None,
+    ) -> None:
+        self.run, self.config, self.folder = run, run.config, run.folder / "checkpoints"
+        self.is_main, self.model, self.optimizer = is_main, model, optimizer
+        self.scaler, self.average = scaler, average
+        self.names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+        self.failure: Exception | None = None  # of the last save
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """Wait for the save that is under way, also when the run has failed."""
+        if self._thread:
+            self._thread.join(None if kind is None else 60)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Save the state after state["step"] steps. Called by every process."""
+        self.wait()
+        state = dict(state)  # the loop goes on with its own
+        groups, numbers, slots = self._optimizer_state()
+        kinds: dict[str, dict[str, Tensor]] = {
+            "model": self._weights(),
+            "optimizer": slots,
+        }
+        if self.average:
+            kinds["average"] = dict(zip(self.average.names, self.average.average, strict=True))
+        sharded = any(
+            isinstance(t, DTensor) for tensors in kinds.values() for t in tensors.values()
         )
+        if not (self.is_main or sharded):
+            return
+        pieces = {
+            kind: {
+                name: piece
+                for name, tensor in tensors.items()
+                if (piece := own_piece(tensor, self.is_main))
+            }
+            for kind, tensors in kinds.items()
+        }
+        background = self.config.checkpoints.background
+        if background or any(t.is_cuda for t in kinds["model"].values()):
+            pieces = self._copied(pieces)
+        text = json.dumps(
+            state
+            | {
+                "optimizer": {"groups": groups, "numbers": numbers},
+                "scaler": self.scaler.state_dict() if self.scaler else None,
+            }
+        )
+        writers = len(self.run.hosts) if sharded else 1
+        self._thread = threading.Thread(
+            target=self._write, args=(state, pieces, text, writers), name="checkpoint"
+        )
+        self._thread.start()
+        if not background:
+            self.wait()
 
-    write_folder(config.folder / "checkpoints" / f"step_{state['step']:08d}", fill)
-    for old in checkpoints(config.folder)[: -config.checkpoints.keep]:
-        shutil.rmtree(old)
+    def wait(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            OSError: it failed, and checkpoints.on_failure is "end".
+            Exception: a mistake in what is saved, not a trouble of the disk.
+        """
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+            may_go_on = self.config.checkpoints.on_failure == "continue"
+            if self.failure and not (may_go_on and isinstance(self.failure, OSError)):
+                raise self.failure
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore weights, optimizer, fp16 scale and average in place; return the other state."""
+        try:
+            state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            saved, scale = state.pop("optimizer"), state.pop("scaler")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{folder}/state.json is damaged: {error!r}.") from error
+        Tensors(folder, "model").fill(self._weights())
+        self._load_optimizer(folder, saved)
+        if self.average:
+            named = dict(zip(self.average.names, self.average.average, strict=True))
+            Tensors(folder, "average").fill(named)
+        if self.scaler and scale:
+            self.scaler.load_state_dict(scale)
+        elif self.scaler or scale:
+            logger.warning(
+                "the precision is not that of %s: the fp16 loss scale starts anew", folder
+            )
+        return state
+
+    def _weights(self) -> dict[str, Tensor]:
+        tensors: dict[str, Any] = get_model_state_dict(self.model)
+        return tensors
+
+    def _copied(self, pieces: dict[str, dict[str, Piece]]) -> dict[str, dict[str, Piece]]:
+        """Copy into host memory that is kept, pinned where there is a GPU."""
+        copies: dict[str, dict[str, Piece]] = {}
+        for kind, named in pieces.items():
+            copies[kind] = {}
+            for name, piece in named.items():
+                tensor, key = piece.tensor, f"{kind} {name}"
+                kept = self._buffers.get(key)
+                if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    self._buffers[key] = kept
+                kept.copy_(tensor, non_blocking=True)
+                copies[kind][name] = Piece(kept, piece.offset, piece.shape)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    # ---- the optimizer's state, by parameter name ------------------------------------------------
+    def _optimizer_state(self) -> tuple[list[dict], dict[str, Any], dict[str, Tensor]]:
+        """Take the state apart: the groups, what is plain JSON, and the tensors."""
+        groups = [
+            group | {"params": [self.names[id(p)] for p in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        numbers: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        for parameter, slots in self.optimizer.state.items():
+            for slot, value in slots.items():
+                kind: dict[str, Any] = tensors if isinstance(value, Tensor) else numbers
+                kind[f"{self.names[id(parameter)]}/{slot}"] = value
+        return groups, numbers, tensors
+
+    def _load_optimizer(self, folder: Path, saved: dict[str, Any]) -> None:
+        groups = self.optimizer.param_groups
+        names = [[self.names[id(p)] for p in group["params"]] for group in groups]
+        if names != [group["params"] for group in saved["groups"]]:
+            raise ConfigError(f"{folder}: the optimizer's parameter groups are not the model's.")
+        # torch's own form: parameters by their place in the list of all groups' parameters
+        order = [name for group in names for name in group]
+        parameters = [p for group in groups for p in group["params"]]
+        place = {name: i for i, name in enumerate(order)}
+        values = dict(saved["numbers"])
+        if any(folder.glob("optimizer.*")):  # plain SGD has no tensors
+            tensors = Tensors(folder, "optimizer")
+            for key, shape in tensors.shapes.items():
+                parameter = parameters[place[key.rpartition("/")[0]]]
+                is_like_it = shape == tuple(parameter.shape)
+                values[key] = tensors.read_like(key, parameter) if is_like_it else tensors.read(key)
+        state: dict[int, dict[str, Any]] = {}
+        for key, value in values.items():
+            name, _, slot = key.rpartition("/")
+            state.setdefault(place[name], {})[slot] = value
+        param_groups = [
+            group | {"params": [place[name] for name in group["params"]]}
+            for group in saved["groups"]
+        ]
+        self.optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+    # ---- writing, in a thread of its own ---------------------------------------------------------
+    def _write(
+        self, state: dict[str, Any], pieces: dict[str, dict[str, Piece]], text: str, writers: int
+    ) -> None:
+        """Write this process's files; the main one waits for those of all, and completes."""
+        folder = self.folder / f"step_{state['step']:08d}"
+        temporary = folder.with_name(f".{folder.name}.partial")
+        part = f".rank_{self.run.rank:05d}" if writers > 1 else ""
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            names = []
+            for kind, named in pieces.items():
+                if named:
+                    names.append(f"{kind}{part}.safetensors")
+                    save_pieces(named, temporary / names[-1])
+            if self.is_main:
+                names.append("state.json")
+                (temporary / "state.json").write_text(text, encoding="utf-8")
+            files = {}
+            for name in names:
+                flush_to_disk(temporary / name)
+                files[name] = fingerprint(temporary / name)
+            if not self.is_main:
+                write_atomically(temporary / f"written{part}", json.dumps(files))
+                return
+            files |= self._files_of_others(temporary, writers)
+            content = {"format": FORMAT, "step": state["step"], "files": files}
+            if state.get("evaluated_step") == state["step"]:
+                content["results"] = state["results"]
+            complete(temporary, folder, content)
+            self.failure = None
+            self._rotate()
+        except Exception as error:
+            # safetensors has an exception of its own for what the disk refuses
+            self.failure = OSError(str(error)) if isinstance(error, SafetensorError) else error
+            if self.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                (temporary / f"failed{part}").touch()
+            logger.error(
+                "%s could not be saved: %s. The checkpoints before it are as they were; the next"
+                " save tries again.", folder, error,
+            )  # fmt: skip
+
+    def _files_of_others(self, temporary: Path, writers: int) -> dict[str, Any]:
+        """Wait until every process has written its shards: a file says so, no message is needed."""
+        files: dict[str, Any] = {}
+        deadline = time.monotonic() + self.config.distributed.startup_timeout_seconds
+        waiting = set(range(1, writers))
+        while waiting:
+            for rank in sorted(waiting):
+                if (temporary / f"failed.rank_{rank:05d}").exists():
+                    raise OSError(f"rank {rank} on {self.run.hosts[rank]} could not write")
+                path = temporary / f"written.rank_{rank:05d}"
+                if path.exists():
+                    files |= json.loads(path.read_text())
+                    path.unlink()
+                    waiting.remove(rank)
+            if time.monotonic() > deadline:
+                raise OSError(f"rank(s) {sorted(waiting)} have not written in time")
+            time.sleep(0.05 if waiting else 0)
+        return files
+
+    def _rotate(self) -> None:
+        """Remove what need not be kept; only files that a manifest lists."""
+        settings = self.config.checkpoints
+        every = settings.keep_every_steps
+        found = checkpoints(self.run.folder)
+        keep = set(found[-settings.keep :])
+        keep |= {folder for folder in found if every and step_of(folder) % every == 0}
+        if settings.keep_best and (best := best_of(found, self.config)):
+            keep.add(best)
+        for folder in found:
+            if folder not in keep:
+                remove(folder)
 
 
-def find(config: Config) -> Path | None:
-    """Choose the checkpoint to continue from; None to start anew."""
-    if config.resume == "never":
-        return None
-    if config.resume == "auto":
-        return next(iter(reversed(checkpoints(config.folder))), None)
-    path = Path(config.resume)
-    if not (path / "state.json").is_file():
+def step_of(folder: Path) -> int:
+    """Read the step off a checkpoint's name."""
+    match = STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """List the complete checkpoints of a run, oldest first, whether they are damaged or not."""
+    found = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
+    return sorted((p for p in found if step_of(p) >= 0), key=step_of)
+
+
+def best_of(folders: list[Path], config: Config) -> Path | None:
+    """Find the best checkpoint by evaluation.best_metric."""
+    values = {}
+    for folder in folders:
+        try:
+            results = read_manifest(folder).get("results", {})
+        except ValueError:
+            continue
+        if config.evaluation.best_metric in results:
+            values[folder] = results[config.evaluation.best_metric]
+    choose = max if config.evaluation.best_mode == "max" else min
+    return choose(values, key=values.__getitem__) if values else None
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; a folder that holds anything of somebody else stays."""
+    try:
+        own = read_manifest(folder)["files"].keys() | {"manifest.json"}
+    except ValueError:
+        return
+    if {path.name for path in folder.iterdir()} <= own:
+        removed = folder.with_name(f".{folder.name}.removed")  # so that a kill leaves no half
+        os.replace(folder, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+# ---- where to continue ---------------------------------------------------------------------------
+def check_path(config: Config) -> None:
+    """Refuse a checkpoint given by hand that is none, before any process group starts."""
+    if config.resume in ("auto", "never"):
+        return
+    folder = Path(config.resume)
+    if problem := damage(folder, hashes=False):
         raise ConfigError(
-            f"resume {path} is no checkpoint: it has no state.json; give a folder such as"
+            f"resume {folder} cannot be used: {problem}; give a folder such as"
             " runs/<run_name>/checkpoints/step_00000100, or auto."
         )
-    return path
 
 
-def load(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: Any,
-    average: Average | None,
-) -> dict[str, Any]:
-    """Restore weights, optimizer, fp16 scale and average in place; return the rest of the state."""
-    state = json.loads((folder / "state.json").read_text())
-    load_weights(folder, model)
-    numbers = state.pop("optimizer")
-    slots: dict[str, Any] = {}
-    for key, value in (load_file(folder / "optimizer.safetensors") | numbers["state"]).items():
-        parameter, _, name = key.rpartition(".")
-        slots.setdefault(parameter, {})[name] = value
-    whole: dict[str, Any] = {"state": slots, "param_groups": numbers["groups"]}
-    set_optimizer_state_dict(model, optimizer, whole, options=FULL)
-    if average:
-        saved = load_file(folder / "average.safetensors")
-        for name, tensor in zip(average.names, average.average, strict=True):
-            tensor.copy_(saved[name])
-    scale = state.pop("scaler")
-    if scaler and scale:
-        scaler.load_state_dict(scale)
-    return state
+def choose(run: Run) -> Path | None:
+    """Choose the checkpoint to continue from; None to start anew. Main process only.
+
+    Newer ones, which are damaged or of another course of the run, are moved aside, never removed.
+    """
+    tidy(run.folder)
+    given = run.config.resume
+    if given not in ("auto", "never") and run.status().get("resumed_from") != given:
+        chosen: Path | None = Path(given)
+        if problem := damage(Path(given)):
+            raise ConfigError(f"resume {given} cannot be used: {problem}.")
+    else:  # a path given by hand is where this run once began: it goes on by itself
+        chosen = _newest_good(run)
+    for folder in (run.folder / "checkpoints").glob("step_*"):
+        if step_of(folder) > (step_of(chosen) if chosen else -1):
+            aside = unused_name(folder)
+            folder.rename(aside)
+            logger.warning(
+                "%s is newer than what is continued from: moved aside to %s", folder, aside.name
+            )
+    return chosen
 
 
+def _newest_good(run: Run) -> Path | None:
+    folder = run.folder / "checkpoints"
+    found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
+    for path in reversed(found):
+        problem = damage(path) if step_of(path) >= 0 else "it is no checkpoint of this run"
+        if not problem:
+            return path
+        logger.warning("%s is passed over: %s.", path, problem)
+    if found:
+        logger.warning("no checkpoint in %s can be used: training starts anew.", folder)
+    return None
+
+
+# ---- weights for use -----------------------------------------------------------------------------
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load model.safetensors into the plain module; every key must fit."""
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no model.safetensors.")
-    try:
-        model.load_state_dict(load_file(path), strict=True)
-    except RuntimeError as error:
-        raise ConfigError(f"{path} does not fit the model: {error}") from error
+    """Load an export's or a checkpoint's weights into the plain module; every key must fit."""
+    Tensors(folder, "model").fill(model.state_dict())
 
 
 def export(
     folder: Path, config: Config, data_info: dict[str, Any], model: nn.Module, is_main: bool
 ) -> None:
     """Write what predict.py needs. Called by every process, written by the main one."""
-    weights = full_weights(model)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
     if not is_main:
         return
 
@@ -180,4 +650,32 @@ def export(
         (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         (temporary / "data_info.json").write_text(json.dumps(data_info))
 
-    write_folder(folder, fill)
+    replace_folder(folder, fill)
+
+
+def merge(arguments: argparse.Namespace) -> int:
+    """Write the weights of a checkpoint, sharded or not, into one safetensors file."""
+    folder, path = Path(arguments.folder), Path(arguments.file)
+    if problem := damage(folder):
+        raise ConfigError(f"{folder} cannot be used: {problem}.")
+    if path.exists():
+        raise ConfigError(f"{path} exists; give the name of a new file.")
+    merged: dict[str, Tensor] = {}
+    for kind in ["model", "average"] if arguments.average else ["model"]:
+        tensors = Tensors(folder, kind)
+        merged |= {name: tensors.read(name) for name in tensors.shapes}
+    save_tensors(merged, path)
+    print(f"{path}: {len(merged)} tensors, {path.stat().st_size} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    from . import runtime
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", help="a checkpoint")
+    parser.add_argument("file", help="the safetensors file to write")
+    parser.add_argument("--average", action="store_true", help="the averaged weights (ema_decay)")
+    runtime.command(merge, parser.parse_args())

@@ -9,6 +9,7 @@ training curve, so a run that exists is continued only with the same value (run.
 
 import dataclasses
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,20 +92,32 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointsConfig:
-    """When to save the whole state of the run, and how many to keep."""
+    """When to save the whole state of the run, and what to keep."""
 
     every_steps: int | None = free(None)
     """Steps between checkpoints; null: at the end only."""
     keep: int = free(2)
     """The newest so many stay."""
+    keep_best: bool = free(False)
+    """The best by evaluation.best_metric stays too, of those saved at a step that is evaluated."""
+    keep_every_steps: int | None = free(None)
+    """Those of each so many steps stay for ever."""
+    background: bool = free(True)
+    """Write beside training: a step waits only for the copy into host memory, which stays in use
+    (the size of the state)."""
+    on_failure: Literal["continue", "end"] = free("continue")
+    """What a save that fails (a full disk) does: the run goes on and tries again at the next one,
+    or ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     """What accelerate's YAML files cannot say about the process group and DDP."""
 
+    startup_timeout_seconds: int = free(1800)
+    """How long a process may stand still in start-up, an evaluation, a save, or the step after."""
     timeout_seconds: int = free(600)
-    """How long a process waits for the others in one collective operation."""
+    """How long it may stand still in a step."""
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """Options of accelerate's DistributedDataParallelKwargs, by their own names."""
     sync_batchnorm: bool = False
@@ -146,6 +159,9 @@ class Config:
     resume: str = free("auto")
     """auto: continue this run if it exists; never: move it aside and start anew; or the path of a
     checkpoint to continue from."""
+    stop_after: str | None = free(None)
+    """Save and leave after this time, such as 3h55m, counted from the start of the process; the
+    same command continues."""
     seed: int = 0
     """Initial weights, data order, augmentation and dropout follow from it."""
     precision: Literal["no", "bf16", "fp16"] | None = free(None)
@@ -187,8 +203,13 @@ class Config:
             "evaluation.patience": (self.evaluation.patience, 1),
             "checkpoints.every_steps": (self.checkpoints.every_steps, 1),
             "checkpoints.keep": (self.checkpoints.keep, 1),
+            "checkpoints.keep_every_steps": (self.checkpoints.keep_every_steps, 1),
             "telemetry.every_steps": (self.telemetry.every_steps, 1),
             "distributed.timeout_seconds": (self.distributed.timeout_seconds, 1),
+            "distributed.startup_timeout_seconds": (
+                self.distributed.startup_timeout_seconds,
+                self.distributed.timeout_seconds,
+            ),
             "seed": (self.seed, 0),
         }
         for name, (value, least) in at_least.items():
@@ -200,6 +221,12 @@ class Config:
         }.items():
             if value is not None and not 0 <= value <= 1:
                 raise ConfigError(f"{name} is {value}, but must lie between 0 and 1.")
+        if self.stop_after is not None:
+            seconds_of(self.stop_after)
+        if self.checkpoints.keep_best and not self.evaluation.best_metric:
+            raise ConfigError(
+                "checkpoints.keep_best needs evaluation.best_metric, the metric to be best by."
+            )
         if self.evaluation.patience and not self.evaluation.best_metric:
             raise ConfigError(
                 "evaluation.patience needs evaluation.best_metric, the metric to be patient about."
@@ -209,6 +236,17 @@ class Config:
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.runs_folder) / self.run_name
+
+
+def seconds_of(duration: str) -> int:
+    """Read a duration such as 3h55m or 90s, in seconds."""
+    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", duration)
+    if not found or not duration:
+        raise ConfigError(
+            f"stop_after is {duration!r}; give days, hours, minutes and seconds such as 3h55m."
+        )
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def to_dict(config: Any) -> dict[str, Any]:

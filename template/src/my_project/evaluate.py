@@ -173,7 +173,7 @@ def check_best_metric(config: Config, data_sets: dict[str, Any]) -> None:
 
 def note_best(config: Config, state: dict[str, Any], results: dict[str, float]) -> bool:
     """Tell whether these results are the best so far, and count those that were not."""
-    state["results"] = results
+    state["results"], state["evaluated_step"] = results, state["step"]
     name = config.evaluation.best_metric
     if name is None:
         return False

@@ -4,6 +4,7 @@ runs/<run_name>/
   config.yaml      the resolved config
   run.json         the command, versions, git commit, chosen environment variables
   status.json      running, finished, preempted or failed; step; reason
+  errors/          a file for each process that failed: rank, host, step, traceback
   metrics.jsonl    one record per interval and per evaluation
   checkpoints/     step_00000100/ ...
   export/  best/   the weights for use: model.safetensors, config.yaml, data_info.json
@@ -12,15 +13,17 @@ runs/<run_name>/
 import fcntl
 import inspect
 import json
+import logging
 import os
 import platform
 import re
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +31,8 @@ from typing import Any, TextIO
 from filelock import FileLock
 
 from .config import Config, ConfigError, curve, parse, to_yaml
+
+logger = logging.getLogger(__name__)
 
 # The environment is never recorded whole: it holds tokens.
 RECORDED_ENVIRONMENT = re.compile(
@@ -62,6 +67,8 @@ class Run:
             config.folder, config, total_steps, rank
         )  # fmt: skip
         self.step = 0  # steps done, for whoever reports a failure
+        self.token = ""  # of this launch, once it has begun
+        self.hosts: list[str] = []  # by rank
         self.lock: TextIO | None = None
         self._lock()
         self._refuse_other_config()
@@ -79,13 +86,41 @@ class Run:
             "steps": self.total_steps,
             "reason": reason,
         }
-        record |= more
-        write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
+        record = {"resumed_from": self.status().get("resumed_from")} | record | more
+        try:
+            write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
+        except OSError as error:  # a full disk must not end a run
+            logger.error("%s/status.json cannot be written: %s", self.folder, error)
+
+    @property
+    def who(self) -> str:
+        """Name this process."""
+        return f"rank {self.rank} on {socket.gethostname()}, step {self.step}"
 
     def fail(self, reason: str) -> None:
         """Record the first failure of any process; what it causes elsewhere is not the reason."""
-        if self.folder.is_dir() and self.status().get("outcome") != "failed":
-            self.write_status("failed", f"rank {self.rank} on {socket.gethostname()}: {reason}")
+        if self.token and self.status().get("outcome") != "failed":
+            self.write_status("failed", f"{self.who}: {reason}")
+
+    def record_error(self, reason: str, details: str) -> None:
+        """Write a file about this process into errors/; their names sort by time."""
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+        path = self.folder / "errors" / f"{now}_rank_{self.rank:05d}_step_{self.step:08d}.txt"
+        if self.folder.is_dir():
+            try:
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, f"{self.who}\nlaunch {self.token}\n{reason}\n\n{details}")
+            except OSError as error:
+                logger.error("%s cannot be written: %s", path, error)
+
+    def ranks_with_errors(self) -> set[int]:
+        """Tell which processes of this launch have written into errors/."""
+        ranks = set()
+        for path in (self.folder / "errors").glob("*_rank_*.txt"):
+            first, second, *_ = path.read_text(encoding="utf-8").splitlines()
+            if second == f"launch {self.token}":
+                ranks.add(int(first.split()[1]))
+        return ranks
 
     @property
     def finished(self) -> bool:
@@ -94,22 +129,35 @@ class Run:
         done = status.get("outcome") == "finished" and self.config.resume == "auto"
         return done and self.total_steps <= status["steps"]
 
-    @contextmanager
-    def failures_recorded(self) -> Iterator[None]:
-        """Record what ends the run, and let it end it."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(f"{type(error).__name__}: {error}")
-            raise
-
     def begin(self) -> None:
         """Make the folder and record what the run is made of. Main process only."""
         if self.config.resume == "never" and self.folder.exists():
             self.folder.rename(unused_name(self.folder))
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.token = uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
-        write_atomically(self.folder / "run.json", json.dumps(provenance(), indent=1) + "\n")
+        self.write_status("running")
+        about = {"launch": self.token} | provenance()
+        write_atomically(self.folder / "run.json", json.dumps(about, indent=1) + "\n")
+
+    def sees(self, token: str, seconds: float = 20) -> bool:
+        """Tell whether the run folder is the one that the main process wrote into.
+
+        Args:
+            token: what the main process's run.json holds.
+            seconds: how long a network file system may take to show it.
+        """
+        self.token = token
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if json.loads((self.folder / "run.json").read_text())["launch"] == token:
+                    return True
+            except (OSError, ValueError, KeyError):
+                pass
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
 
     def __del__(self) -> None:
         """Let go of the lock, for a process that trains again."""

@@ -3,10 +3,9 @@
 import inspect
 import logging
 import os
-import signal
+import random
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,14 +24,17 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    broadcast_object_list,
     gather_object,
 )
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from .batches import Split, seed_of
 from .config import Config, ConfigError, exit_with_sentence
+from .faults import end_children, turn_on_flight_recorder
 from .optim import optimizer_class
 from .run import Run
 
@@ -72,6 +74,17 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
         raise ConfigError(f"precision {precision} needs a GPU; on a CPU choose no or bf16.")
     if use_cpu() and config.distributed.sync_batchnorm:
         raise ConfigError("distributed.sync_batchnorm needs GPUs; set it to false on a CPU.")
+    if wants_sharding():
+        if use_cpu():
+            raise ConfigError(
+                "the accelerate config asks for FSDP, which needs GPUs: on a CPU accelerate would"
+                " train DDP without a word; use a config without fsdp_config."
+            )
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            raise ConfigError(
+                "the accelerate config asks for FSDP 1, whose flat parameters have other gradients"
+                " and checkpoints; set fsdp_version: 2 in its fsdp_config."
+            )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ConfigError(
             "DeepSpeed reduces gradients inside backward, so the gradient of ragged batches would"
@@ -111,6 +124,11 @@ def check_options(config: Config, accumulation: int) -> None:
         )
 
 
+def wants_sharding() -> bool:
+    """Tell whether the accelerate config asks for FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def launched() -> bool:
     """Tell whether `accelerate launch` started this process."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -134,6 +152,7 @@ def use_cpu() -> bool:
 def start(config: Config) -> Iterator[Accelerator]:
     """Make the Accelerator; leave no process group behind on any path."""
     set_numerics(config)
+    turn_on_flight_recorder(config)
     AcceleratorState._reset_state(True)  # a run may follow another in one process
     GradientState._reset_state()
     accelerator = Accelerator(
@@ -146,14 +165,20 @@ def start(config: Config) -> Iterator[Accelerator]:
         ),
         kwargs_handlers=[
             ddp_options(config),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_seconds)),
+            # faults.Watch strikes before, and says where each process stands
+            InitProcessGroupKwargs(
+                timeout=timedelta(seconds=config.distributed.startup_timeout_seconds + 60)
+            ),
         ],
     )
+    finished = False
     try:
         check_world(accelerator)
         yield accelerator
+        finished = True
     finally:
-        if torch.distributed.is_initialized():
+        # NCCL's teardown would wait for collectives that nobody answers; the exit ends them.
+        if torch.distributed.is_initialized() and (finished or accelerator.device.type == "cpu"):
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
@@ -182,13 +207,53 @@ def check_world(accelerator: Accelerator) -> None:
             raise RuntimeError(f"an all-reduce reached {int(reached)} of {expected} processes")
 
 
-def check_same_everywhere(accelerator: Accelerator, what: dict[str, Any]) -> None:
-    """Refuse to train when processes disagree on what they train."""
-    everywhere = gather_object([{name: seed_of(value) for name, value in what.items()}])
+def from_main(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
+    """Call a function on the main process only, and return its result on every one.
+
+    Raises:
+        ConfigError: on every process, what the function raised on the main one.
+    """
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome = [function(), None]
+        except ConfigError as error:
+            outcome = [None, str(error)]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ConfigError(outcome[1])
+    return outcome[0]
+
+
+def begin(accelerator: Accelerator, run: Run, what: dict[str, Any]) -> None:
+    """Begin the run on all processes together.
+
+    Raises:
+        RuntimeError: processes disagree on what they train.
+        ConfigError: a node does not see the run folder of the main process.
+    """
+    mine = (socket.gethostname(), {name: seed_of(value) for name, value in what.items()})
+    everywhere = gather_object([mine])
+    run.hosts = [host for host, _ in everywhere]
     for name in what:
-        different = [r for r, seen in enumerate(everywhere) if seen[name] != everywhere[0][name]]
+        of_main = everywhere[0][1][name]
+        different = [rank for rank, (_, seen) in enumerate(everywhere) if seen[name] != of_main]
         if different:
             raise RuntimeError(f"{name} on rank(s) {different} differs from that on rank 0")
+
+    def begin_on_main() -> str:
+        run.begin()
+        return run.token
+
+    token = from_main(accelerator, begin_on_main)
+    seen = gather_object([run.sees(token)])
+    if blind := sorted({host for host, sees in zip(run.hosts, seen, strict=True) if not sees}):
+        raise ConfigError(
+            f"{run.folder.absolute()} on {', '.join(blind)} is not the folder that {run.hosts[0]}"
+            " wrote to, so nothing could be resumed or read there: set --runs_folder to storage"
+            " that all nodes share."
+        )
 
 
 def set_numerics(config: Config) -> None:
@@ -209,6 +274,9 @@ def seed_draws(seed: int, step: int, micro_batch: int, device: torch.device) -> 
     """
     draw = seed_of(seed, "model", step, micro_batch)
     torch.default_generator.manual_seed(draw)
+    random.seed(draw)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(draw % 2**32)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(draw)
 
@@ -238,6 +306,11 @@ def prepare(
         batches there are ragged, but with autocast and FSDP.
     """
     prepared, _ = accelerator.prepare(Call(model), optimizer)
+    if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ConfigError(
+            "the accelerate config asks for FSDP, but accelerate has sharded no parameter; check"
+            " its fsdp_config and the number of processes."
+        )
     return prepared, accelerator.unwrap_model(prepared, keep_torch_compile=False)
 
 
@@ -317,35 +390,6 @@ def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
             torch.distributed.broadcast(buffer, src=0)
 
 
-class StopRequest:
-    """Turn SIGTERM, SIGINT and SIGUSR1 into a flag, which travels with a step's reduction.
-
-    A second signal ends the process at once; it counts only 5 s after the first, since launchers
-    pass on to their workers what the terminal or the scheduler has sent them already.
-    """
-
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.name = ""
-        self._first = 0.0
-        self._before: dict[int, Any] = {}
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if not self.name:
-            self.name, self._first = signal.Signals(number).name, time.monotonic()
-        elif time.monotonic() - self._first > 5:
-            raise KeyboardInterrupt(f"second signal, {signal.Signals(number).name}")
-
-    def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._handle) for number in self.signals}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 def set_up_logging() -> None:
     """Log from the main process as it is, from the others warnings and errors with their rank."""
     size, rank = world()
@@ -365,15 +409,23 @@ def set_up_logging() -> None:
 def command(main: Callable[[Any], int], argument: Any) -> None:
     """Run main and exit: 2 with a sentence for what a user can mend, 1 with rank and traceback."""
     set_up_logging()
+    code = 1
     try:
-        raise SystemExit(main(argument))
+        code = main(argument)
     except ConfigError as error:
         exit_with_sentence(error)
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
-        raise SystemExit(130) from None
+        code = 130
     except Exception:
         logger.exception(
             "process %d of %d failed on %s", world()[1], world()[0], socket.gethostname()
         )
-        raise SystemExit(1) from None
+    if code == 75 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        code = 0  # else the launcher would start a preempted run again, in place
+    end_children()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code not in (0, 75):
+        os._exit(code)  # teardown could wait for processes that are gone
+    raise SystemExit(code)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import resource
 import sys
 import time
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from .batches import Split
 from .config import Config
+from .faults import Watch
 from .optim import learning_rate
 from .run import Run, write_atomically
 
@@ -61,9 +63,12 @@ class Telemetry:
         run: Run,
         split: Split,
         state: dict[str, Any],
+        watch: Watch,
     ) -> None:
         """Continue the record of a run at state["step"]; what a kill has undone is dropped."""
         self.accelerator, self.config, self.run, self.split = accelerator, config, run, split
+        self.watch = watch
+        self.unwritten = ""  # what a full disk did not take
         self.state = state  # its counters are part of the checkpoint
         self.is_main = accelerator.is_main_process
         self.path = run.folder / "metrics.jsonl"
@@ -101,8 +106,11 @@ class Telemetry:
     def __exit__(self, *_: object) -> None:
         if self.bar:
             self.bar.stop()
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+        try:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+        except OSError as error:
+            logger.error("a tracker could not finish: %s", error)
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Pass the batches on, adding up the seconds spent waiting for them."""
@@ -118,13 +126,20 @@ class Telemetry:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of an evaluation or a save out of the throughput."""
+        self.watch.pause()
         start = time.perf_counter()
         yield
         self.paused_seconds += time.perf_counter() - start
 
     def push(self, step: int, sums: Tensor) -> None:
-        """Note loss, weight, stop request and norm of a step; look at those of the one before."""
+        """Note the numbers of a step; look at those of the one before.
+
+        Args:
+            step: its number.
+            sums: loss, weight and stop requests over all processes; norm; this process's own loss.
+        """
         self._observe(self.late.push(step, sums))
+        self.watch.step_done()
 
     def flush(self) -> None:
         """Look at the newest step now."""
@@ -133,7 +148,7 @@ class Telemetry:
     def _observe(self, seen: tuple[int, list[float]] | None) -> None:
         if seen is None:
             return
-        step, (loss_sum, weight, stop, norm) = seen
+        step, (loss_sum, weight, stop, norm, own_loss) = seen
         self.stop_requested |= stop > 0
         self.interval_steps += 1
         if self.weight_unknown and weight > 0:
@@ -147,11 +162,13 @@ class Telemetry:
         else:
             self.state["skipped_steps"] += 1
             self.state["nonfinite_in_a_row"] += weight != 0
+            if not math.isfinite(own_loss):
+                logger.warning("step %d: the loss of this process is %s; skipped", step, own_loss)
             if self.state["nonfinite_in_a_row"] >= self.config.optim.max_nonfinite_steps:
                 raise RuntimeError(
                     f"the gradient was not finite in {self.state['nonfinite_in_a_row']} steps in a"
-                    f" row, up to step {step}: lower optim.lr, check the data, or raise"
-                    " optim.max_nonfinite_steps"
+                    f" row, up to step {step}, where the loss of this process is {own_loss}: lower"
+                    " optim.lr, check the data, or raise optim.max_nonfinite_steps"
                 )
         if (step + 1) % self.config.telemetry.every_steps == 0 or step + 1 == self.run.total_steps:
             self._record(step, norm)
@@ -187,10 +204,13 @@ class Telemetry:
         """Write one record everywhere."""
         if not self.is_main or len(record) == 1:  # there may be no validation set
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._append(json.dumps(record) + "\n")
         values = {name: value for name, value in record.items() if value is not None}
-        self.accelerator.log(values, step=values.pop("step"))
+        try:
+            self.accelerator.log(values, step=values.pop("step"))
+        except OSError as error:
+            logger.error("trackers get nothing from here on: %s", error)
+            self.accelerator.trackers = []
         shown = " ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in values.items()
@@ -204,6 +224,19 @@ class Telemetry:
             self.bar.update(self.task, completed=record["step"], description=brief)
         else:
             self.bar.console.print(line)
+
+    def _append(self, line: str) -> None:
+        """Append to metrics.jsonl; what a full disk does not take waits for the next time."""
+        self.unwritten += line
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(self.unwritten)
+            self.unwritten = ""
+        except OSError as error:
+            logger.error("%s cannot be written: %s", self.path, error)
+            if self.path.exists():
+                os.truncate(self.path, size)  # no half line
 
 
 def peak_memory_bytes(device: torch.device) -> int:

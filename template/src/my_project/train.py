@@ -13,7 +13,7 @@ from contextlib import nullcontext
 
 import torch
 
-from . import batches, checkpoint, optim, runtime, telemetry
+from . import batches, checkpoint, faults, optim, runtime, telemetry
 from .evaluate import check_best_metric, end_of, evaluate, note_best
 from .run import Run, prepare_data
 
@@ -22,7 +22,8 @@ def main(config: Config) -> int:
     """Train to the end, or until asked to stop.
 
     Returns:
-        The exit code: 0 finished, 75 stopped by a signal, to be continued by the same command.
+        The exit code: 0 finished; 75 stopped by a signal or by stop_after, to be continued by the
+        same command.
 
     Raises:
         ConfigError: what the user can mend, before any process group starts.
@@ -40,16 +41,18 @@ def main(config: Config) -> int:
         if rank == 0:
             telemetry.print_result(run)
         return 0
-    resume_from = checkpoint.find(config)
+    checkpoint.check_path(config)
 
-    with run.failures_recorded(), runtime.start(config) as accelerator:
+    with (
+        faults.failures_recorded(run),
+        faults.StopRequest(config) as stop,
+        faults.Watch(run) as watch,
+        runtime.start(config) as accelerator,
+    ):
         # ---- model, optimizer and state, new or resumed ------------------------------------------
         is_main, device = accelerator.is_main_process, accelerator.device
-        runtime.check_same_everywhere(
-            accelerator, {"config": config, "data_info": data_info, "checkpoint": resume_from}
-        )
-        if is_main:
-            run.begin()
+        runtime.begin(accelerator, run, {"config": config, "data_info": data_info})
+        resume_from = runtime.from_main(accelerator, lambda: checkpoint.choose(run))
         model = runtime.place(accelerator, config, recipe.build_model(data_info))
         optimizer = optim.build_optimizer(config.optim, recipe, model)
         call, evaluation_call = runtime.prepare(accelerator, model, optimizer)
@@ -59,6 +62,7 @@ def main(config: Config) -> int:
             "step": 0,  # optimizer steps done; data, schedule and draws follow from it
             "weight_per_micro_batch": split.micro_batch_size,  # until the first step tells
             "results": {},  # of the last evaluation
+            "evaluated_step": -1,
             "best": None,  # best value of evaluation.best_metric
             "evaluations_since_best": 0,
             "interval_loss": 0.0,  # since the last record
@@ -66,12 +70,15 @@ def main(config: Config) -> int:
             "skipped_steps": 0,
             "nonfinite_in_a_row": 0,
         }
+        checkpoints = checkpoint.Checkpoints(
+            run, is_main, model, optimizer, accelerator.scaler, average
+        )
         if resume_from:
-            state |= checkpoint.load(resume_from, model, optimizer, accelerator.scaler, average)
+            state |= checkpoints.load(resume_from)
         run.step = state["step"]
         runtime.log_start(accelerator, run, split, model, resume_from)
         if is_main:
-            run.write_status("running")
+            run.write_status("running", resumed_from=config.resume)
 
         # ---- the loop: step k is global batch k --------------------------------------------------
         steps = range(run.step, total_steps)
@@ -81,8 +88,8 @@ def main(config: Config) -> int:
         ended = end_of(config, state, total_steps)  # a run killed between its last save and here
         call.train()
         with (
-            runtime.StopRequest() as stop,
-            telemetry.Telemetry(accelerator, config, run, split, state) as log,
+            checkpoints,
+            telemetry.Telemetry(accelerator, config, run, split, state, watch) as log,
         ):
             samples = log.timed(samples)
             for step in steps:
@@ -90,8 +97,8 @@ def main(config: Config) -> int:
                     optimizer, optim.learning_rate(step, total_steps, config.optim)
                 )
                 backward_scale = 1 / optim.power_of_two(state["weight_per_micro_batch"])
-                # loss, weight, whether to stop; then the norm of the gradient
-                sums = torch.zeros(4, dtype=runtime.sum_dtype(device), device=device)
+                # over all processes: loss, weight, whether to stop; norm; this process's own loss
+                sums = torch.zeros(5, dtype=runtime.sum_dtype(device), device=device)
                 reduction = runtime.Reduction(accelerator)
                 for j in range(split.accumulation):
                     batch = next(samples)
@@ -102,8 +109,9 @@ def main(config: Config) -> int:
                         sums[0].add_(total.detach())
                         sums[1].add_(weight)
                         if is_last:  # one small sum over processes, under way beside the backward
-                            sums[2].fill_(bool(stop.name))
-                            reduction.start(sums)
+                            sums[2].fill_(stop.requested)
+                            sums[4].copy_(sums[0])
+                            reduction.start(sums[:3])
                         # accelerator.backward also divides by its own accumulation, which is 1:
                         # two operations that a small model feels.
                         scaled = accelerator.scaler.scale(total) if accelerator.scaler else total
@@ -141,16 +149,15 @@ def main(config: Config) -> int:
                 if leaving or runtime.is_due(config.checkpoints.every_steps, run.step):
                     log.flush()
                     with log.paused():
-                        checkpoint.save(
-                            config, model, optimizer, accelerator.scaler, average, state, is_main
-                        )
+                        checkpoints.save(state)
                 if leaving or log.stop_requested:
                     break
 
         # ---- finish, or leave to be continued ----------------------------------------------------
+        watch.pause()
         if not ended:
             if is_main:
-                run.write_status("preempted", f"a signal at step {run.step}")
+                run.write_status("preempted", stop.reason or "asked to stop on another process")
             return 75
         with average_applied():
             checkpoint.export(run.folder / "export", config, data_info, model, is_main)

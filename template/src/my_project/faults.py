@@ -1,0 +1,229 @@
+"""What to do when a run is told to stop, hangs or fails: agree, say where it stands, leave.
+
+runs/<run_name>/errors/ gathers, in one place for all nodes, a file for each process that failed.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+
+from .config import Config, ConfigError, seconds_of
+from .run import Run
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SECOND_COUNTS_AFTER = 5.0  # seconds
+OTHERS_REPORT_WITHIN = 3.0  # seconds
+
+
+# ---- told to stop --------------------------------------------------------------------------------
+class StopRequest:
+    """Turn a signal, or the end of config.stop_after, into a flag.
+
+    It travels with a step's reduction, so all processes leave after the same step. A second signal
+    ends the process at once; it counts only 5 s after the first, since launchers pass on to their
+    workers what the terminal or the scheduler has sent them already.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.reason = ""
+        self._first = 0.0
+        self._stop_after = config.stop_after
+        self._stop_at = float("inf")
+        if config.stop_after:
+            started = psutil.Process().create_time()  # before the imports, which take seconds
+            self._stop_at = started + seconds_of(config.stop_after)
+        self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Tell whether this process has been asked to stop."""
+        if not self.reason and time.time() > self._stop_at:
+            self.reason = f"stop_after {self._stop_after} is over"
+        return bool(self.reason)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if not self.reason:
+            self.reason, self._first = name, time.monotonic()
+            note = f"{name}: saving and leaving after this step; again in 5 s to leave at once\n"
+            os.write(2, note.encode())  # print may be under way in what was interrupted
+        elif time.monotonic() - self._first > SECOND_COUNTS_AFTER:
+            raise KeyboardInterrupt(f"second signal, {name}")
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def ignore_stop_signals() -> None:
+    """Leave stopping to the training process: for its loader workers, which get signals too."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+# ---- hangs ---------------------------------------------------------------------------------------
+class Watch:
+    """End this process, saying where it stands, when nothing has moved for too long.
+
+    The long limit holds for start-up, evaluations, saves and the end of a run; the short one for
+    steps, once one has been completed since. Time in which the process was stopped (Ctrl-Z) does
+    not count. Neither does the limit depend on the backend, so it also notices a loader that
+    hangs, or storage.
+    """
+
+    def __init__(self, run: Run) -> None:
+        options = run.config.distributed
+        self.run = run
+        self.long, self.short = options.startup_timeout_seconds, options.timeout_seconds
+        self.limit = self.long
+        self._moved = True
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def step_done(self) -> None:
+        """Note that a step has been completed."""
+        self._moved, self.limit = True, self.short
+
+    def pause(self) -> None:
+        """Allow the long limit until a step has been completed."""
+        self._moved, self.limit = True, self.long
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        waited, interval = 0.0, min(1.0, self.short / 4)
+        while not self._ended.wait(interval):
+            waited = 0.0 if self._moved else waited + interval
+            self._moved = False
+            # Where C code keeps Python from running, this thread cannot strike: the handler's does.
+            faulthandler.dump_traceback_later(self.limit + 30, exit=True, file=2)
+            if waited >= self.limit:
+                self._strike(waited)
+
+    def _strike(self, waited: float) -> None:
+        reason = f"nothing has moved for {waited:.0f} s; this process stands at"
+        stack = stacks()
+        print(f"{self.run.who}: {reason}\n{stack}", file=sys.__stderr__, flush=True)
+        self.run.record_error(f"nothing has moved for {waited:.0f} s", stack)
+        save_nccl_trace(self.run)
+        silent = silent_ranks(self.run)
+        print(silent, file=sys.__stderr__, flush=True)
+        self.run.fail(f"nothing has moved for {waited:.0f} s. {silent}")
+        os._exit(1)
+
+
+def stacks() -> str:
+    """Format the Python stack of every thread, that of the main thread first."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    own = threading.get_ident()
+    parts = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        if ident != own:
+            stack = "".join(traceback.format_stack(frames[ident]))
+            parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
+    return "\n".join(parts)
+
+
+def turn_on_flight_recorder(config: Config) -> None:
+    """Let NCCL remember its last collectives, and write them down when one takes too long."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    trace = config.folder.absolute() / "errors" / "nccl_trace_rank_"
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trace))
+
+
+def save_nccl_trace(run: Run) -> None:
+    """Write what the flight recorder holds, as JSON; nothing where there is no NCCL."""
+    distributed = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(distributed, "_dump_nccl_trace_json", None)
+    if dump is None or not torch.cuda.is_available():
+        return
+    try:
+        trace = dump(includeCollectives=True, onlyActive=False)
+        path = run.folder / "errors" / f"nccl_trace_rank_{run.rank:05d}.json"
+        path.write_bytes(trace if isinstance(trace, bytes) else str(trace).encode())
+    except (OSError, RuntimeError, TypeError) as error:
+        print(f"{run.who}: no NCCL trace: {error}", file=sys.__stderr__, flush=True)
+
+
+# ---- failures ------------------------------------------------------------------------------------
+LOST_CONTACT = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
+
+
+@contextmanager
+def failures_recorded(run: Run) -> Iterator[None]:
+    """Record what ends the run, with rank, host and step, and let it end it."""
+    try:
+        yield
+    except ConfigError as error:
+        run.fail(str(error))
+        raise
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "Lower batches.micro_batch_size: accumulation makes up for it, the curve stays."
+        )
+        _record(run, error)
+        raise
+    except BaseException as error:
+        if not isinstance(error, (SystemExit, GeneratorExit)):
+            _record(run, error)
+        raise
+
+
+def _record(run: Run, error: BaseException) -> None:
+    reason = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    lost = any(sign in str(error) for sign in LOST_CONTACT)
+    if lost:
+        reason = f"lost contact with another process ({str(error).splitlines()[0]})"
+    run.record_error(reason, "".join(traceback.format_exception(error)))
+    if lost and run.hosts:
+        error.add_note(silent_ranks(run))
+        reason += f". {silent_ranks(run)}"
+    run.fail(reason)
+
+
+def silent_ranks(run: Run) -> str:
+    """Say which processes have reported no error of their own: one of them is the cause."""
+    deadline = time.monotonic() + OTHERS_REPORT_WITHIN
+    while len(heard := run.ranks_with_errors()) < len(run.hosts) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    silent = [rank for rank in range(len(run.hosts)) if rank not in heard]
+    if not silent:
+        return f"Every process has reported: see {run.folder / 'errors'}."
+    named = ", ".join(f"rank {rank} on {run.hosts[rank]}" for rank in silent)
+    return f"No word from {named}: killed, stopped or cut off; look there first."
+
+
+def end_children() -> None:
+    """Kill the loader workers that are left: they do not heed SIGTERM."""
+    import multiprocessing
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

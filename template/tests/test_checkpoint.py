@@ -1,0 +1,375 @@
+"""Checkpoints survive a kill, a damaged file, a full disk; nothing in them runs code."""
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
+from world import World, run_world
+
+from my_project import checkpoint
+from my_project.config import Config, ConfigError
+from my_project.run import Run
+
+
+def folder_of(config: Config, step: int) -> Path:
+    return config.folder / "checkpoints" / f"step_{step:08d}"
+
+
+def names(config: Config) -> list[str]:
+    return sorted(path.name for path in (config.folder / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Config:
+    """A run with checkpoints of steps 4, 6, 8 and 10."""
+    recipe = Ragged(dtype="float64", dropout=0.2, noise=0.1)
+    config = make_config(tmp_path_factory.mktemp("runs"), recipe, optim__ema_decay=0.8)
+    config = change(config, checkpoints__every_steps=2, checkpoints__keep=4)
+    run_world(2, train, config)
+    return config
+
+
+@pytest.fixture
+def copied(trained, tmp_path) -> Config:
+    config = change(trained, runs_folder=str(tmp_path))
+    shutil.copytree(trained.folder, config.folder)
+    (config.folder / "status.json").write_text('{"outcome": "running", "step": 9, "steps": 10}')
+    return config
+
+
+def assert_same_weights(run: Config, reference: Config, tolerance: float = 0.0) -> None:
+    ours, theirs = weights(run.folder / "export"), weights(reference.folder / "export")
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
+
+
+# ---- damage --------------------------------------------------------------------------------------
+FILES = ["model.safetensors", "optimizer.safetensors", "average.safetensors", "state.json"]
+
+
+def flip_one_bit(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << random.Random(position).randrange(8)
+    path.write_bytes(content)
+
+
+def damages(path: Path):
+    """Damage a file in every way, one after the other; it is whole again in the end."""
+    whole = path.read_bytes()
+    for kept in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:kept])
+        yield f"cut off after {kept} bytes"
+    path.write_bytes(bytes(len(whole)))
+    yield "zeroed"
+    path.unlink()
+    yield "removed"
+    draw = random.Random(path.name)
+    for position in [0, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(30))]:
+        path.write_bytes(whole)
+        flip_one_bit(path, position)
+        yield f"one bit of byte {position} flipped"
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, caplog):
+    newest = folder_of(copied, 10)
+    assert checkpoint.damage(newest) == ""
+    run = Run(copied, 10, rank=0)
+    for how in damages(newest / name):
+        assert checkpoint.damage(newest), f"{name} {how}"
+        assert checkpoint._newest_good(run) == folder_of(copied, 8), how
+        assert str(newest) in caplog.text
+        caplog.clear()
+    assert checkpoint._newest_good(run) == newest
+
+
+def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(copied, trained):
+    flip_one_bit(folder_of(copied, 10) / "model.safetensors", 300)
+    (folder_of(copied, 8) / "state.json").unlink()
+    for foreign in ("step_00000012", "notes"):
+        (copied.folder / "checkpoints" / foreign).mkdir()
+    (copied.folder / "checkpoints" / "notes" / "mine.txt").write_text("mine")
+    run_world(2, train, copied)
+    assert_same_weights(copied, trained)
+    assert [r["step"] for r in records(copied)] == list(range(1, 11))
+    kept = names(copied)
+    for aside in ("step_00000008.old-1", "step_00000010.old-1", "step_00000012.old-1", "notes"):
+        assert aside in kept, "nothing of the user's is removed or overwritten"
+    assert (copied.folder / "checkpoints/notes/mine.txt").read_text() == "mine"
+
+
+def test_a_damaged_path_given_by_hand_is_an_error(copied):
+    given = change(copied, resume=str(folder_of(copied, 8)))
+    flip_one_bit(folder_of(copied, 8) / "optimizer.safetensors", 300)
+    with pytest.raises(RuntimeError, match=r"optimizer\.safetensors is damaged"):
+        run_world(2, train, given)
+    assert folder_of(copied, 10).is_dir(), "the newer one is left alone"
+    assert status(copied)["outcome"] == "failed"
+
+
+def test_a_path_given_by_hand_is_where_the_run_begins_not_where_each_launch_does(trained, tmp_path):
+    other = change(trained, runs_folder=str(tmp_path), resume=str(folder_of(trained, 4)), steps=8)
+    other = change(other, optim__schedule="cosine")
+    run_world(1, train, other)
+    assert [r["step"] for r in records(other)] == [5, 6, 7, 8]
+    run_world(1, train, change(other, steps=9))
+    assert [r["step"] for r in records(other)] == [5, 6, 7, 8, 9]
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["MALICIOUS_FOLDER"],)
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path, monkeypatch):
+    """Also by whoever can write a manifest that fits."""
+    monkeypatch.setenv("MALICIOUS_FOLDER", str(tmp_path / "made"))
+    newest = folder_of(copied, 10)
+    evil = pickle.dumps(Malicious())
+    (newest / name).write_bytes(evil)
+    assert checkpoint.damage(newest)
+    if name != "manifest.json":
+        files = {file: checkpoint.fingerprint(newest / file) for file in FILES}
+        text = checkpoint.manifest_text({"format": 1, "step": 10, "files": files})
+        (newest / "manifest.json").write_text(text)
+        assert checkpoint.damage(newest) == "", "hashes alone do not help here"
+    with pytest.raises(RuntimeError, match="ConfigError"):
+        run_world(1, train, change(copied, resume=str(newest), steps=12))
+    assert not (tmp_path / "made").exists()
+    pickle.loads(evil)
+    assert (tmp_path / "made").exists(), "the pickle would have run"
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
+    config = make_config(
+        tmp_path, steps=12, evaluation__every_steps=1,
+        evaluation__best_metric="validation/accuracy", checkpoints__every_steps=1,
+        checkpoints__keep=2, checkpoints__keep_best=True, checkpoints__keep_every_steps=4,
+    )  # fmt: skip
+    foreign = folder_of(config, 3)
+    foreign.mkdir(parents=True)
+    (foreign / "mine.txt").write_text("mine")
+    run_world(1, train, config)
+    values = {r["step"]: r["validation/accuracy"] for r in records(config, "validation/accuracy")}
+    best = max(values, key=lambda step: (values[step], -step))
+    wanted = {best, 4, 8, 11, 12}
+    assert {checkpoint.step_of(f) for f in checkpoint.checkpoints(config.folder)} == wanted
+    assert best not in {4, 8, 11, 12}, "else the best one's staying shows nothing"
+    assert (foreign.with_name("step_00000003.old-1") / "mine.txt").exists()
+
+
+def test_rotation_leaves_what_is_not_its_own(copied):
+    (folder_of(copied, 4) / "notes.txt").write_text("mine")
+    checkpoint.remove(folder_of(copied, 4))
+    checkpoint.remove(folder_of(copied, 6))
+    assert names(copied) == ["step_00000004", "step_00000008", "step_00000010"]
+    assert checkpoint.damage(folder_of(copied, 4)) == ""
+
+
+# ---- kills ---------------------------------------------------------------------------------------
+def train_on_a_slow_disk(config: Config) -> int:
+    """Make the time in which a save can be hit wide."""
+    flush = checkpoint.flush_to_disk
+
+    def slowly(path: Path) -> None:
+        time.sleep(0.05)
+        flush(path)
+
+    checkpoint.flush_to_disk = slowly
+    return train(config)
+
+
+def kill_and_resume(config: Config, kills: int, processes: int) -> int:
+    """Kill all processes at random instants; return how many kills hit a save."""
+    draw, in_saves = random.Random(0), 0
+    checkpoints_folder = config.folder / "checkpoints"
+    for kill in range(kills):
+        world = World(processes, train_on_a_slow_disk, config)
+        deadline = time.monotonic() + 60
+        before = len(checkpoint.checkpoints(config.folder))
+        saving = kill % 2
+        while time.monotonic() < deadline:
+            if saving:
+                reached = any(checkpoints_folder.glob(".step_*.partial"))
+            else:
+                reached = len(checkpoint.checkpoints(config.folder)) > before
+            if reached:
+                time.sleep(draw.uniform(0, 0.3))
+                break
+            if not any(worker.is_alive() for worker in world.workers):
+                break
+            time.sleep(0.005)
+        world.kill()
+        in_saves += any(checkpoints_folder.glob(".step_*.partial"))
+        if status(config)["outcome"] == "finished":
+            break
+    return in_saves
+
+
+def make_long_run(folder: Path, steps: int) -> Config:
+    recipe = Ragged(dtype="float64", dropout=0.2, noise=0.1)
+    return make_config(
+        folder, recipe, steps=steps, optim__ema_decay=0.8, checkpoints__every_steps=2,
+        evaluation__every_steps=5, evaluation__best_metric="validation/auroc",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(4, 40), pytest.param(20, 120, marks=pytest.mark.slow)]
+)
+def test_killed_at_any_instant_the_same_command_ends_with_the_same_weights(tmp_path, kills, steps):
+    reference = make_long_run(tmp_path / "reference", steps)
+    config = make_long_run(tmp_path / "killed", steps)
+    run_world(2, train, reference)
+    in_saves = kill_and_resume(config, kills, 2)
+    assert in_saves >= kills // 4, "some kills must hit a save"
+    assert status(config)["outcome"] == "running", "each kill hit a run that was under way"
+    half = tmp_path / "half"
+    shutil.copytree(tmp_path / "killed", half)
+    run_world(2, train, config)
+    assert_same_weights(config, reference)
+    assert [r["step"] for r in records(config)] == list(range(1, steps + 1))
+    assert (
+        status(config)["result"]["validation/auroc"]
+        == (status(reference)["result"]["validation/auroc"])
+    )
+    for processes in (1, 4):  # to float tolerance
+        again = change(config, runs_folder=str(tmp_path / f"on_{processes}"))
+        shutil.copytree(half, again.runs_folder)
+        run_world(processes, train, again)
+        assert_same_weights(again, reference, 1e-9)
+
+
+def stop_often(config: Config, cycles: int) -> list[int]:
+    """Stop and continue in the same processes: at each start, after a step or two."""
+    recipe_loss, codes = type(config.recipe).loss, []
+    for cycle in range(cycles):
+        seen: list[int] = []
+
+        def loss(self, model, batch, at, seen=seen, cycle=cycle):
+            seen.append(at)
+            if at == seen[0] + cycle % 2 and os.environ["RANK"] == str(cycle % 2):
+                os.kill(os.getpid(), 15)
+            return recipe_loss(self, model, batch, at)
+
+        type(config.recipe).loss = loss  # type: ignore[method-assign]
+        codes.append(train(config))
+    type(config.recipe).loss = recipe_loss  # type: ignore[method-assign]
+    return [*codes, train(config)]
+
+
+@pytest.mark.parametrize(
+    ("cycles", "steps"), [(5, 20), pytest.param(50, 160, marks=pytest.mark.slow)]
+)
+def test_stopping_often_changes_nothing(tmp_path, cycles, steps):
+    reference = make_long_run(tmp_path / "reference", steps)
+    config = make_long_run(tmp_path / "stopped", steps)
+    run_world(2, train, reference)
+    assert run_world(2, stop_often, config, cycles) == [[75] * cycles + [0]] * 2
+    assert_same_weights(config, reference)
+
+
+# ---- trouble with the disk -----------------------------------------------------------------------
+def train_with_file_limit(config: Config, limit: int) -> int:
+    """Let every write beyond so many bytes of a file fail, as a full disk does."""
+    write = checkpoint.save_pieces
+    calls = [0]
+
+    def limited(pieces, path):
+        calls[0] += path.name.startswith("model")
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        soft = limit if calls[0] == 2 else hard  # the second save
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        try:
+            write(pieces, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    checkpoint.save_pieces = limited
+    return train(config)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_failing_save_is_reported_and_the_run_goes_on(tmp_path, background, trained):
+    config = change(
+        trained, runs_folder=str(tmp_path), checkpoints__background=background,
+        checkpoints__keep=9,
+    )  # fmt: skip
+    run_world(2, train_with_file_limit, config, 200)
+    assert_same_weights(config, trained)
+    assert names(config) == [f"step_{k:08d}" for k in (2, 6, 8, 10)], "all but the failed one"
+    for folder in checkpoint.checkpoints(config.folder):
+        assert checkpoint.damage(folder) == ""
+
+
+def test_a_failing_save_ends_the_run_if_configured_so(tmp_path):
+    config = make_config(
+        tmp_path, checkpoints__every_steps=2, checkpoints__on_failure="end",
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"File too large|os error 27"):
+        run_world(1, train_with_file_limit, config, 200)
+    assert status(config)["outcome"] == "failed"
+    assert names(config) == ["step_00000002"]
+
+
+def test_a_save_in_the_background_holds_the_step_it_was_asked_for(tmp_path, trained):
+    """Writing goes on while later steps change the weights."""
+    config = change(trained, runs_folder=str(tmp_path), checkpoints__background=True)
+    run_world(2, train_on_a_slow_disk, config)
+    plain = change(trained, runs_folder=str(tmp_path / "plain"), checkpoints__background=False)
+    run_world(2, train, plain)
+    for step in (4, 6, 8, 10):
+        for name in FILES[:3]:
+            path, other = folder_of(config, step) / name, folder_of(plain, step) / name
+            assert path.read_bytes() == other.read_bytes(), f"{name} of step {step}"
+        ours, theirs = (json.loads((folder_of(c, step) / "state.json").read_text())
+                        for c in (config, plain))  # fmt: skip
+        assert ours == theirs
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(trained, tmp_path):
+    other = change(
+        trained, runs_folder=str(tmp_path), resume=str(folder_of(trained, 4)),
+        recipe__batch_norm=True,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"ConfigError.*does not fit the model.*running_mean"):
+        run_world(1, train, other)
+    without = make_config(tmp_path / "without", checkpoints__every_steps=2)
+    run_world(1, train, without)
+    asks = change(
+        without, run_name="asks", optim__ema_decay=0.9, resume=str(folder_of(without, 10)), steps=12
+    )
+    with pytest.raises(RuntimeError, match=r"holds no average\.safetensors"):
+        run_world(1, train, asks)
+
+
+def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
+    from argparse import Namespace
+
+    for average in (False, True):
+        path = tmp_path / f"{average}.safetensors"
+        folder = str(folder_of(trained, 10))
+        arguments = Namespace(folder=folder, file=str(path), average=average)
+        assert checkpoint.merge(arguments) == 0
+        model = trained.recipe.build_model({"features": 6})
+        from safetensors.torch import load_file
+
+        model.load_state_dict(load_file(path))
+        exported = weights(trained.folder / "export")
+        same = all(torch.equal(v, exported[k]) for k, v in model.state_dict().items())
+        assert same == average, "the export of a run with ema_decay is the average"
+        with pytest.raises(ConfigError, match="exists"):
+            checkpoint.merge(arguments)
