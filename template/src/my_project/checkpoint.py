@@ -26,6 +26,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -471,6 +472,7 @@ class Checkpoints:
         folder = self.folder / f"step_{state['step']:08d}"
         temporary = folder.with_name(f".{folder.name}.partial")
         part = f".rank_{self.run.rank:05d}" if writers > 1 else ""
+        self.failure = None
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             names = []
@@ -493,7 +495,6 @@ class Checkpoints:
             if state.get("evaluated_step") == state["step"]:
                 content["results"] = state["results"]
             complete(temporary, folder, content)
-            self.failure = None
             self._rotate()
         except Exception as error:
             # safetensors has an exception of its own for what the disk refuses
@@ -501,7 +502,8 @@ class Checkpoints:
             if self.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
-                (temporary / f"failed{part}").touch()
+                with suppress(OSError):
+                    (temporary / f"failed{part}").touch()
             logger.error(
                 "%s could not be saved: %s. The checkpoints before it are as they were; the next"
                 " save tries again.", folder, error,

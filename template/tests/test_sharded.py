@@ -1,0 +1,201 @@
+"""Sharded weights and optimizer state, by torch's own fully_shard on CPU processes.
+
+Accelerate shards on GPUs only, see test_gpu.py; what is saved and read is the same.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import make_config
+from world import run_world
+
+from my_project import checkpoint, optim
+from my_project.config import Config, ConfigError, OptimConfig
+from my_project.run import Run
+
+
+class Tied(torch.nn.Module):
+    """Odd sizes, which no number of processes divides; an output tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 5)
+        self.hidden = torch.nn.Linear(5, 5)
+        self.output = torch.nn.Linear(5, 11, bias=False)
+        self.output.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.output(torch.tanh(self.hidden(self.embedding(tokens))))
+
+
+def build(sharded: bool) -> tuple[Tied, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Tied().double()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    return model, optim.build_optimizer(OptimConfig(lr=0.01), None, model)
+
+
+def train_steps(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Take steps on the same tokens on every process, with the project's own parts."""
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        tokens = torch.randint(11, (6,), generator=draw)
+        loss = torch.nn.functional.cross_entropy(model(tokens), tokens.roll(1), reduction="sum")
+        loss.backward()
+        gradients = optim.gradients(dict(model.named_parameters()), True)
+        scale = torch.tensor(1 / 6, dtype=torch.float64)
+        norm = optim.normalise_and_clip_(gradients, scale, 0.5)
+        optim.step_if_finite(optimizer, norm)
+        optimizer.zero_grad()
+
+
+def checkpoints_of(config: Config, rank: int, world: int, model: Any, optimizer: Any) -> Any:
+    run = Run(config, 10, rank)
+    run.hosts = ["here"] * world
+    average = optim.Average(model, 0.9)
+    return checkpoint.Checkpoints(run, rank == 0, model, optimizer, None, average)
+
+
+def in_group(function, *arguments: Any) -> Any:
+    import os
+
+    import torch.distributed as dist
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return function(0, 1, *arguments)
+    dist.init_process_group("gloo")
+    try:
+        return function(rank, world, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def train_and_save(rank: int, world: int, config: Config) -> dict[str, Any]:
+    model, optimizer = build(sharded=world > 1)
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    train_steps(model, optimizer, range(3))
+    checkpoints.average.update()
+    checkpoints.save({"step": 3})
+    train_steps(model, optimizer, range(3, 6))
+    checkpoints.wait()
+    return whole(model)
+
+
+def load_and_train(rank: int, world: int, config: Config, folder: Path, shard: bool = True) -> Any:
+    model, optimizer = build(sharded=world > 1 and shard)
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    state = checkpoints.load(folder)
+    train_steps(model, optimizer, range(state["step"], 6))
+    return whole(model)
+
+
+def whole(model: torch.nn.Module) -> dict[str, Any]:
+    """Gather the weights, as arrays: those can be sent."""
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone().numpy()
+        for name, t in model.state_dict().items()
+    }
+
+
+def assert_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            torch.as_tensor(value), torch.as_tensor(theirs[name]), rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, background):
+    config = make_config(tmp_path, checkpoints__background=background)
+    # one process, nothing sharded: the reference
+    (reference,) = run_world(1, in_group, train_and_save, make_config(tmp_path / "one"))
+    results = run_world(2, in_group, train_and_save, config)
+    for result in results:
+        assert_close(result, reference)
+    folder = config.folder / "checkpoints" / "step_00000003"
+    assert checkpoint.damage(folder) == ""
+    kinds = ("average", "model", "optimizer")
+    shards = {f"{kind}.rank_{rank:05d}.safetensors" for kind in kinds for rank in (0, 1)}
+    assert {p.name for p in folder.iterdir()} == shards | {"manifest.json", "state.json"}
+    sizes = [(folder / f"model.rank_{rank:05d}.safetensors").stat().st_size for rank in (0, 1)]
+    assert max(sizes) < 0.8 * sum(sizes), "each process writes its part"
+    for processes, shard in ((1, True), (2, True), (3, True), (4, True), (2, False)):
+        for result in run_world(processes, in_group, load_and_train, config, folder, shard):
+            assert_close(result, reference)
+
+
+def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
+    one, two = make_config(tmp_path / "one"), make_config(tmp_path / "two")
+    (reference,) = run_world(1, in_group, train_and_save, one)
+    run_world(2, in_group, train_and_save, two)
+    whole_folder = one.folder / "checkpoints" / "step_00000003"
+    for result in run_world(2, in_group, load_and_train, two, whole_folder):
+        assert_close(result, reference)
+    from argparse import Namespace
+
+    from safetensors.torch import load_file
+
+    files = []
+    for folder in (whole_folder, two.folder / "checkpoints" / "step_00000003"):
+        path = tmp_path / f"{folder.parents[1].parent.name}.safetensors"
+        checkpoint.merge(Namespace(folder=str(folder), file=str(path), average=False))
+        files.append(load_file(path))
+    assert_close(files[0], files[1])
+    assert torch.equal(files[1]["output.weight"], files[1]["embedding.weight"])
+    Tied().double().load_state_dict(files[1])
+
+
+def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
+    config = make_config(tmp_path)
+    run_world(2, in_group, train_and_save, config)
+    folder = config.folder / "checkpoints" / "step_00000003"
+    shard = folder / "optimizer.rank_00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "optimizer.rank_00001.safetensors is damaged" in checkpoint.damage(folder)
+    shard.unlink()
+    assert "optimizer.rank_00001.safetensors is missing" in checkpoint.damage(folder)
+    # also where a manifest was made for what is left
+    manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
+    del manifest["files"][shard.name]
+    (folder / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+    model, optimizer = build(sharded=False)
+    with pytest.raises(ConfigError, match="holds only a part of optimizer"):
+        checkpoints_of(config, 0, 1, model, optimizer).load(folder)
+
+
+def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:
+    """Let the second process fail in its first save."""
+    model, optimizer = build(sharded=True)
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    save_pieces, failed = checkpoint.save_pieces, []
+
+    def failing(pieces: Any, path: Path) -> None:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        save_pieces(pieces, path)
+
+    for step, write in enumerate((failing, save_pieces), start=1):
+        checkpoint.save_pieces = write  # type: ignore[assignment]
+        train_steps(model, optimizer, range(step - 1, step))
+        checkpoints.save({"step": step})
+        checkpoints.wait()
+        failed.append(checkpoints.failure is not None)
+    return failed
+
+
+def test_a_process_that_cannot_write_its_shard_makes_the_save_fail_not_hang(tmp_path):
+    config = make_config(tmp_path)
+    assert run_world(2, in_group, fail_to_write, config) == [[True, False]] * 2
+    left = [path.name for path in (config.folder / "checkpoints").iterdir()]
+    assert left == ["step_00000002"]
