@@ -24,7 +24,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, default_collate
 
 from .config import BatchesConfig, Config, ConfigError
-from .faults import ignore_stop_signals
+from .faults import heed_only_the_parent
 from .recipe import optional
 
 
@@ -156,7 +156,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _start_worker(also: Callable | None, worker: int) -> None:
-    ignore_stop_signals()
+    heed_only_the_parent()
     if also:
         also(worker)
 

@@ -71,10 +71,24 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-def ignore_stop_signals() -> None:
-    """Leave stopping to the training process: for its loader workers, which get signals too."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def heed_only_the_parent() -> None:
+    """Leave stopping to the training process: for its loader workers, which get signals too.
+
+    SIGTERM is heeded when it comes from the parent, which ends its workers with it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):  # macOS
+        return
+    parent = os.getppid()
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
@@ -217,13 +231,3 @@ def silent_ranks(run: Run) -> str:
         return f"Every process has reported: see {run.folder / 'errors'}."
     named = ", ".join(f"rank {rank} on {run.hosts[rank]}" for rank in silent)
     return f"No word from {named}: killed, stopped or cut off; look there first."
-
-
-def end_children() -> None:
-    """Kill the loader workers that are left: they do not heed SIGTERM."""
-    import multiprocessing
-
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from .batches import Split, seed_of
 from .config import Config, ConfigError, exit_with_sentence
-from .faults import end_children, turn_on_flight_recorder
+from .faults import turn_on_flight_recorder
 from .optim import optimizer_class
 from .run import Run
 
@@ -423,7 +423,6 @@ def command(main: Callable[[Any], int], argument: Any) -> None:
         )
     if code == 75 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # else the launcher would start a preempted run again, in place
-    end_children()
     sys.stdout.flush()
     sys.stderr.flush()
     if code not in (0, 75):

@@ -1,0 +1,184 @@
+"""Signals, hangs and failures: every process leaves in time, and one place says why."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from ragged import Ragged
+from runs import change, make_config, records, status, train
+from world import World, run_world
+
+from my_project.config import Config, ConfigError, seconds_of
+
+HERE = socket.gethostname()
+
+
+def errors(config: Config) -> dict[int, str]:
+    """Read errors/ by rank."""
+    found = {}
+    for path in sorted((config.folder / "errors").glob("*.txt")):
+        found[int(path.name.split("_")[2])] = path.read_text()
+    return found
+
+
+def fails(config: Config, processes: int = 2) -> str:
+    """Run a world that fails; every process must be gone soon after the first."""
+    world = World(processes, train, config)
+    with pytest.raises(RuntimeError) as failure:
+        world.results(60)
+    assert status(config)["outcome"] == "failed"
+    return str(failure.value)
+
+
+def with_fault(folder: Path, fault: str, at: int = 3, **settings) -> Config:
+    recipe = Ragged(fault=fault, fault_at=at)
+    return make_config(folder, recipe, distributed__timeout_seconds=2, **settings)
+
+
+# ---- hangs ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("at", "step"), [(3, 3), (0, 0)])
+def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, at, step):
+    config = with_fault(tmp_path, "hang", at, distributed__startup_timeout_seconds=4)
+    started = time.monotonic()
+    fails(config)
+    assert time.monotonic() - started < 40, "long before gloo's own timeout"
+    found = errors(config)
+    assert found.keys() == {0, 1}
+    for rank, text in found.items():
+        assert text.startswith(f"rank {rank} on {HERE}, step {step}\n")
+        assert f"nothing has moved for {4 if at == 0 else 2} s" in text
+    assert "in strike" in found[1], "the one that hangs"
+    assert "in strike" not in found[0]
+    assert "reduction.wait()" in found[0] or "in backward" in found[0], "the one that waits for it"
+    assert "nothing has moved" in status(config)["reason"]
+
+
+# ---- failures ------------------------------------------------------------------------------------
+def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
+    config = with_fault(tmp_path, "leave")
+    fails(config)
+    found = errors(config)
+    assert found.keys() == {0}
+    assert f"rank 0 on {HERE}, step 3\n" in found[0]
+    assert "lost contact with another process" in status(config)["reason"]
+    assert f"No word from rank 1 on {HERE}" in status(config)["reason"]
+
+
+def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(tmp_path):
+    config = with_fault(tmp_path, "raise")
+    fails(config)
+    found = errors(config)
+    assert found.keys() == {0, 1}
+    assert f"rank 1 on {HERE}, step 3\n" in found[1]
+    assert "ValueError: this rank was told to fail" in found[1]
+    assert "Traceback" in found[1]
+    assert "lost contact with another process" in found[0]
+    reason = status(config)["reason"]
+    assert reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
+
+
+def test_out_of_memory_says_what_to_lower(tmp_path):
+    config = with_fault(tmp_path, "out_of_memory")
+    fails(config)
+    assert "CUDA out of memory" in status(config)["reason"]
+    assert "batches.micro_batch_size" in status(config)["reason"]
+
+
+def test_a_loss_that_is_not_finite_is_traced_to_its_process(tmp_path):
+    config = with_fault(tmp_path, "nan", optim__max_nonfinite_steps=1)
+    fails(config)
+    found = errors(config)
+    assert "where the loss of this process is nan" in found[1]
+    assert "where the loss of this process is nan" not in found[0]
+    assert "the gradient was not finite in 1 steps in a row, up to step 3" in found[0]
+
+
+def test_an_exception_in_a_loader_worker_ends_the_run_and_is_named(tmp_path):
+    recipe = Ragged(bad_sample=5)
+    config = make_config(tmp_path, recipe, batches__workers=1, distributed__timeout_seconds=5)
+    fails(config)
+    text = "\n".join(errors(config).values())
+    assert "sample 5 cannot be read" in text
+    assert "sample 5 cannot be read" in status(config)["reason"]
+
+
+# ---- told to stop --------------------------------------------------------------------------------
+def wait_for_records(config: Config, steps: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (config.folder / "metrics.jsonl").exists() or len(records(config)) < steps:
+        assert time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
+    """As a scheduler sends it: to everything at once, loader workers included."""
+    config = make_config(tmp_path, steps=5000, batches__workers=1)
+    world = World(2, train, config)
+    wait_for_records(config, 3)
+    workers = [child for w in world.workers for child in children(w.pid)]
+    assert len(workers) == 2
+    for pid in [*workers, world.workers[1].pid]:
+        os.kill(pid, getattr(signal, name))
+    assert world.results(30) == [75, 75]
+    left = status(config)
+    assert left["outcome"] == "preempted"
+    assert left["reason"] == "asked to stop on another process"
+    assert left["step"] == records(config)[-1]["step"] < 5000
+    saved = [p.name for p in (config.folder / "checkpoints").iterdir()]
+    assert saved == [f"step_{left['step']:08d}"]
+
+
+def train_signalled_twice(config: Config, seconds_between: float) -> int:
+    from my_project import faults
+
+    faults.SECOND_COUNTS_AFTER = 0.5
+    recipe_loss = type(config.recipe).loss
+
+    def loss(self, model, batch, at):
+        if at == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(seconds_between)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return recipe_loss(self, model, batch, at)
+
+    type(config.recipe).loss = loss  # type: ignore[method-assign]
+    return train(config)
+
+
+def test_a_second_signal_leaves_at_once_but_not_when_it_comes_right_after(tmp_path):
+    config = make_config(tmp_path, run_name="soon")
+    assert run_world(1, train_signalled_twice, config, 0.1) == [75]
+    config = make_config(tmp_path, run_name="later")
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt: second signal, SIGTERM"):
+        run_world(1, train_signalled_twice, config, 0.8)
+    assert not (config.folder / "checkpoints").exists()
+
+
+def test_stop_after_saves_and_leaves_on_all_processes(tmp_path):
+    config = make_config(tmp_path, steps=100_000, stop_after="2s", telemetry__every_steps=50)
+    started = time.monotonic()
+    assert run_world(2, train, config) == [75, 75]
+    assert time.monotonic() - started < 30
+    assert status(config)["outcome"] == "preempted"
+    assert status(config)["reason"] == "stop_after 2s is over"
+    left = status(config)["step"]
+    again = change(config, steps=left + 5, stop_after=None)
+    assert run_world(2, train, again) == [0, 0]
+
+
+def test_durations():
+    assert seconds_of("3h55m") == 14100
+    assert seconds_of("1d") == 86400
+    assert seconds_of("90s") == 90
+    for wrong in ("", "90", "3.5h", "5m3h", "-3h"):
+        with pytest.raises(ConfigError, match="such as 3h55m"):
+            seconds_of(wrong)
