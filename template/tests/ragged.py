@@ -25,6 +25,7 @@ class Ragged:
     fault_at: int = -1
     fault_on_rank: int = 1
     bad_sample: int = -1  # reading it raises
+    seconds: float = 0.0  # that a micro-batch takes longer
     unused_parameter: bool = False
     batch_norm: bool = False
     metrics: str = "auroc"
@@ -53,6 +54,7 @@ class Ragged:
         struck = step == self.fault_at and os.environ.get("RANK", "0") == str(self.fault_on_rank)
         if struck:
             strike(self.fault)
+        time.sleep(self.seconds)
         counts = batch["counts"]  # (B, T)
         if step in self.empty_at:
             counts = torch.zeros_like(counts)

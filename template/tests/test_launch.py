@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 PROJECT = Path(__file__).parents[1]
 CONFIG = """
@@ -22,7 +25,7 @@ telemetry: {every_steps: 2}
 
 @contextmanager
 def launch(
-    folder: Path, *arguments: str, where: str = "cpu_2_processes"
+    folder: Path, *arguments: str, flags: tuple[str, ...] = ()
 ) -> Iterator[subprocess.Popen]:
     """Start a run; at the end, every process of it must be gone."""
     (folder / "tiny.yaml").write_text(CONFIG)
@@ -30,7 +33,7 @@ def launch(
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     process = subprocess.Popen(
         [sys.executable, "-m", "accelerate.commands.launch",
-         "--config_file", str(PROJECT / "accelerate_configs" / f"{where}.yaml"),
+         "--config_file", str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"), *flags,
          "-m", "my_project.train", "--config", "tiny.yaml", *arguments],
         cwd=folder, env=environment | {"TEST_MARK": mark}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -167,3 +170,88 @@ def test_every_config_is_loaded_by_accelerate_and_explains_itself():
         assert str(config.mixed_precision) in ("no", "bf16", "fp16")
         if config.num_machines > 1:
             assert config.main_process_port
+
+
+# ---- told to stop, killed, stuck: through the real launcher --------------------------------------
+LONG = ("--steps", "100000", "--telemetry.every_steps", "1", "--distributed.timeout_seconds", "4")
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """Find the pid of each rank below a launcher."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        ranks = [int(v[5:]) for v in environment if v.startswith(b"RANK=")]
+        if ranks:
+            found[ranks[0]] = int(pid)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("SIGTERM", "launcher"),
+        ("SIGUSR1", "launcher"),
+        ("SIGTERM", "worker"),
+        ("SIGUSR1", "worker"),
+    ],
+)
+def test_a_signal_saves_and_leaves_and_the_same_command_continues(tmp_path, monkeypatch, name, to):
+    # without it SIGUSR1 kills the launcher and leaves its workers behind
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
+    with launch(tmp_path, *LONG) as run:
+        wait_for_steps(tmp_path, 3)
+        os.kill(run.pid if to == "launcher" else workers(run.pid)[1], getattr(signal, name))
+        shown, _ = run.communicate(timeout=60)
+    left = outcome(tmp_path)
+    assert left["outcome"] == "preempted", shown
+    assert f"{name}: saving and leaving after this step" in shown
+    saved = [path.name for path in (tmp_path / "runs/tiny/checkpoints").iterdir()]
+    assert saved == [f"step_{left['step']:08d}"]
+    with launch(tmp_path, "--steps", str(left["step"] + 2)) as run:
+        shown, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, shown
+    assert f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_that_is_killed_or_stopped_ends_the_run_and_is_named(tmp_path, name):
+    with launch(tmp_path, *LONG) as run:
+        wait_for_steps(tmp_path, 3)
+        os.kill(workers(run.pid)[1], getattr(signal, name))
+        shown, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    left = outcome(tmp_path)
+    assert left["outcome"] == "failed"
+    assert f"No word from rank 1 on {socket.gethostname()}" in left["reason"], shown
+    assert left["reason"] in shown or "No word from rank 1" in shown
+    assert len(list((tmp_path / "runs/tiny/errors").glob("*_rank_00000_*.txt"))) == 1
+
+
+@pytest.mark.slow
+def test_restarts_in_place_after_a_kill_but_not_after_a_preemption(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else it dials a dead address
+    flags = ("--max_restarts", "3", "--monitor_interval", "1", "--rdzv_backend", "c10d")
+    with launch(tmp_path, *LONG, "--checkpoints.every_steps", "5", flags=flags) as run:
+        wait_for_steps(tmp_path, 8)
+        first = workers(run.pid)
+        os.kill(first[1], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while len(second := workers(run.pid)) < 2 or set(second.values()) & set(first.values()):
+            assert time.monotonic() < deadline, "the launcher did not start the workers again"
+            time.sleep(0.2)
+        while outcome(tmp_path)["outcome"] != "running" or outcome(tmp_path)["step"] == 0:
+            assert time.monotonic() < deadline, "the run did not go on"
+            time.sleep(0.2)
+        time.sleep(1)
+        os.kill(second[0], signal.SIGTERM)
+        shown, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, shown
+    assert outcome(tmp_path)["outcome"] == "preempted"
+    assert shown.count("on 2 process(es)") == 2, "one restart, by the kill"
+    assert shown.count("resumed from runs/tiny/checkpoints/step_000") == 1

@@ -23,7 +23,7 @@ from .run import Run
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND_COUNTS_AFTER = 5.0  # seconds
-OTHERS_REPORT_WITHIN = 3.0  # seconds
+OTHERS_REPORT_WITHIN = 2.0  # seconds
 
 
 # ---- told to stop --------------------------------------------------------------------------------
@@ -143,9 +143,7 @@ class Watch:
         print(f"{self.run.who}: {reason}\n{stack}", file=sys.__stderr__, flush=True)
         self.run.record_error(f"nothing has moved for {waited:.0f} s", stack)
         save_nccl_trace(self.run)
-        silent = silent_ranks(self.run)
-        print(silent, file=sys.__stderr__, flush=True)
-        self.run.fail(f"nothing has moved for {waited:.0f} s. {silent}")
+        fail_with_silent_ranks(self.run, f"nothing has moved for {waited:.0f} s")
         os._exit(1)
 
 
@@ -213,12 +211,25 @@ def _record(run: Run, error: BaseException) -> None:
     reason = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     lost = any(sign in str(error) for sign in LOST_CONTACT)
     if lost:
-        reason = f"lost contact with another process ({str(error).splitlines()[0]})"
+        reason = f"lost contact with another process ({str(error).split('. ')[0]})"
     run.record_error(reason, "".join(traceback.format_exception(error)))
     if lost and run.hosts:
-        error.add_note(silent_ranks(run))
-        reason += f". {silent_ranks(run)}"
-    run.fail(reason)
+        fail_with_silent_ranks(run, reason)
+    else:
+        run.fail(reason)
+
+
+def fail_with_silent_ranks(run: Run, reason: str) -> None:
+    """Record a failure that another process has caused, and say which, as far as can be told.
+
+    Some processes notice only when others leave, so whoever comes later knows more.
+    """
+    run.fail(reason, unexplained=f"{run.who}: {reason}")  # at once: there may be little time
+    named = silent_ranks(run)
+    print(f"{run.who}: {reason}. {named}", file=sys.__stderr__, flush=True)
+    status = run.status()
+    if first := status.get("unexplained"):
+        run.write_status("failed", f"{first}. {named}", step=status["step"], unexplained=first)
 
 
 def silent_ranks(run: Run) -> str:

@@ -97,10 +97,10 @@ class Run:
         """Name this process."""
         return f"rank {self.rank} on {socket.gethostname()}, step {self.step}"
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, **more: Any) -> None:
         """Record the first failure of any process; what it causes elsewhere is not the reason."""
         if self.token and self.status().get("outcome") != "failed":
-            self.write_status("failed", f"{self.who}: {reason}")
+            self.write_status("failed", f"{self.who}: {reason}", **more)
 
     def record_error(self, reason: str, details: str) -> None:
         """Write a file about this process into errors/; their names sort by time."""

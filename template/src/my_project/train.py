@@ -44,8 +44,8 @@ def main(config: Config) -> int:
     checkpoint.check_path(config)
 
     with (
-        faults.failures_recorded(run),
         faults.StopRequest(config) as stop,
+        faults.failures_recorded(run),
         faults.Watch(run) as watch,
         runtime.start(config) as accelerator,
     ):

@@ -1,0 +1,184 @@
+"""Faults on two hosts, through the real launcher: the run ends in time, says why, and goes on."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from two_hosts import ADDRESSES, TwoHosts, available
+
+PROJECT = Path(__file__).parents[1] / "template"
+CONFIG = """
+recipe: {class_path: ragged.Ragged, init_args: {dtype: float64, dropout: 0.2, seconds: 0.05}}
+batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
+steps: 400
+optim: {lr: 0.01, ema_decay: 0.9}
+checkpoints: {every_steps: 20}
+telemetry: {every_steps: 1, trackers: []}
+distributed: {timeout_seconds: 5, startup_timeout_seconds: 60}
+runs_folder: shared/runs
+"""
+STOPS_AT = ("--steps", "100000")
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(not available(), reason="needs root and iproute2 for network namespaces"),
+]
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    (tmp_path / "shared").mkdir()
+    with TwoHosts(tmp_path) as hosts:
+        yield hosts
+
+
+def launch(hosts: TwoHosts, *arguments: str, flags: tuple[str, ...] = (), **more) -> None:
+    """Start the launcher on both hosts, with two processes each."""
+    environment = {
+        "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    disks = more.pop("disks", (None, None))
+    for host in (0, 1):
+        hosts.start(
+            host, "accelerate", "launch",
+            "--config_file", str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"),
+            "--num_machines", "2", "--num_processes", "4", "--machine_rank", str(host),
+            "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500", *flags,
+            "-m", "my_project.train", "--config", "tiny.yaml", *arguments,
+            disk=disks[host], **environment, **more,
+        )  # fmt: skip
+
+
+def run_folder(hosts: TwoHosts) -> Path:
+    return hosts.folder / "shared/runs/tiny"
+
+
+def status(hosts: TwoHosts) -> dict:
+    return json.loads((run_folder(hosts) / "status.json").read_text())
+
+
+def steps(hosts: TwoHosts) -> int:
+    path = run_folder(hosts) / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def wait_for(hosts: TwoHosts, condition, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, hosts.output(0) + hosts.output(1)
+        assert any(c.poll() is None for c in hosts.commands), hosts.output(0) + hosts.output(1)
+        time.sleep(0.1)
+
+
+def reference_weights(folder: Path, total: int) -> dict:
+    """Train the same on one process, in this one's child, without a network."""
+    import subprocess
+
+    from safetensors.torch import load_file
+
+    environment = {
+        "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
+        "ACCELERATE_USE_CPU": "1",
+    }
+    subprocess.run(
+        [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml", "--run_name", "alone",
+         "--recipe.init_args.seconds", "0", "--runs_folder", "alone", "--steps", str(total)],
+        cwd=folder, env=dict(os.environ) | environment, check=True, capture_output=True,
+    )  # fmt: skip
+    return load_file(folder / "alone/alone/export/model.safetensors")
+
+
+def assert_finished_with_the_right_weights(hosts: TwoHosts, total: int) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    assert status(hosts)["outcome"] == "finished", hosts.output(0)
+    ours = load_file(run_folder(hosts) / "export/model.safetensors")
+    theirs = reference_weights(hosts.folder, total)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-9)
+    assert steps(hosts) == total + 1, "one record per step, and the evaluation's"
+
+
+def test_sigterm_on_one_host_saves_on_both_at_one_step_and_the_run_goes_on(hosts):
+    launch(hosts, "--steps", "60")
+    wait_for(hosts, lambda: steps(hosts) >= 10)
+    os.kill(hosts.workers(1)[1], signal.SIGTERM)
+    hosts.wait(60)
+    left = status(hosts)
+    assert left["outcome"] == "preempted", hosts.output(0) + hosts.output(1)
+    assert [p.name for p in (run_folder(hosts) / "checkpoints").iterdir()] == [
+        f"step_{left['step']:08d}"
+    ]
+    hosts.commands.clear()
+    launch(hosts, "--steps", "60")
+    assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
+    assert f"resumed from shared/runs/tiny/checkpoints/step_{left['step']:08d}" in hosts.output(0)
+    assert_finished_with_the_right_weights(hosts, 60)
+
+
+@pytest.mark.parametrize(("what", "host"), [("kill", 0), ("kill", 1), ("stop", 1), ("cable", None)])
+def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
+    launch(hosts, *STOPS_AT)
+    wait_for(hosts, lambda: steps(hosts) >= 10)
+    if what == "cable":
+        hosts.cable("down")
+    else:
+        sign = signal.SIGKILL if what == "kill" else signal.SIGSTOP
+        os.kill(hosts.workers(host)[1], sign)
+    struck = time.monotonic()
+    # 5 s until it is noticed; 30 s more until the launcher kills a process that is stopped
+    codes = hosts.wait(75)
+    assert all(code != 0 for code in codes)
+    assert time.monotonic() - struck < 60
+    assert status(hosts)["outcome"] == "failed"
+    errors = [path.read_text() for path in (run_folder(hosts) / "errors").glob("*.txt")]
+    said = {text.split()[3].rstrip(",") for text in errors}
+    assert said == {"host0", "host1"}, "a process of each host has left word"
+    if what == "cable":
+        assert len(errors) == 4
+    else:
+        gone = f"No word from rank {2 * host + 1} on host{host}"
+        assert any(gone in hosts.output(at) for at in (0, 1)), status(hosts)["reason"]
+        assert gone in status(hosts)["reason"]
+    for at in (0, 1):
+        assert "lost contact" in hosts.output(at) or "nothing has moved" in hosts.output(at)
+
+
+def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
+    flags = ("--rdzv_backend", "c10d", "--max_restarts", "5", "--monitor_interval", "1")
+    launch(hosts, "--steps", "150", flags=flags)
+    for host in (1, 0):
+        before = steps(hosts)
+        wait_for(hosts, lambda before=before: steps(hosts) >= before + 40)
+        os.kill(hosts.workers(host)[0], signal.SIGKILL)
+        wait_for(hosts, lambda: status(hosts)["outcome"] == "failed" or steps(hosts) > 100)
+        wait_for(hosts, lambda: status(hosts)["outcome"] == "running", 120)
+    assert hosts.wait(150) == [0, 0], hosts.output(0) + hosts.output(1)
+    shown = hosts.output(0) + hosts.output(1)
+    assert shown.count("resumed from") >= 2
+    assert_finished_with_the_right_weights(hosts, 150)
+
+
+def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(hosts):
+    place = hosts.folder / "shared"
+    disks = []
+    for host in (0, 1):
+        disk = hosts.folder / f"disk{host}"
+        disk.mkdir()
+        disks.append((disk, place))
+    launch(hosts, "--steps", "60", disks=disks)
+    assert all(code != 0 for code in hosts.wait(90))
+    for host in (0, 1):
+        assert "on host1 is not the folder that host0 wrote to" in hosts.output(host)
+        assert "--runs_folder" in hosts.output(host)
+        assert "step 1 of" not in hosts.output(host)
