@@ -6,6 +6,8 @@ import pickle
 import random
 import resource
 import shutil
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -323,6 +325,62 @@ def test_a_failing_save_ends_the_run_if_configured_so(tmp_path):
         run_world(1, train_with_file_limit, config, 200)
     assert status(config)["outcome"] == "failed"
     assert names(config) == ["step_00000002"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 512 KB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a small tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def fill_up(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1024))
+        except OSError:
+            return
+
+
+def test_a_full_disk_does_not_end_the_run_and_loses_nothing(small_disk, capfd):
+    """Neither checkpoints nor records nor, when there is room again, anything else."""
+    config = make_config(
+        small_disk, Ragged(seconds=0.01), steps=100_000, checkpoints__every_steps=5,
+        telemetry__trackers=["tensorboard"],
+    )  # fmt: skip
+    world = World(2, train, config)
+    wait_until(lambda: len(checkpoint.checkpoints(config.folder)) == 2)
+    fill_up(small_disk / "filler")
+    shown = ""
+    deadline = time.monotonic() + 60
+    while shown.count("could not be saved") < 3:
+        shown += capfd.readouterr().err
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.05)
+    kept = checkpoint.checkpoints(config.folder)
+    assert kept
+    assert [checkpoint.damage(folder) for folder in kept] == [""] * len(kept)
+    assert all(worker.is_alive() for worker in world.workers)
+    (small_disk / "filler").unlink()
+    newest = checkpoint.step_of(kept[-1])
+    wait_until(lambda: checkpoint.step_of(checkpoint.checkpoints(config.folder)[-1]) > newest + 5)
+    os.kill(world.workers[1].pid, signal.SIGTERM)
+    assert world.results(30) == [75, 75]
+    left = status(config)
+    assert left["outcome"] == "preempted"
+    assert [r["step"] for r in records(config)] == list(range(1, left["step"] + 1))
+    assert checkpoint.step_of(checkpoint.checkpoints(config.folder)[-1]) == left["step"]
 
 
 def test_a_save_in_the_background_holds_the_step_it_was_asked_for(tmp_path, trained):

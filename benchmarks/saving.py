@@ -1,0 +1,89 @@
+"""Time how long a training step waits for a checkpoint, written beside training or not.
+
+    python benchmarks/saving.py                        100 M parameters with AdamW: 1.2 GB
+    python benchmarks/saving.py --device cuda --folder /shared/storage
+
+Each save is asked for after a step; what is timed is the call, as the loop makes it. The first
+save in the background also allocates the host memory that the others use again.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Run both kinds of save, five times each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parameters", type=int, default=100, help="in millions")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--folder", help="where to write; a temporary folder otherwise")
+    arguments = parser.parse_args()
+    sys.path[:0] = [str(ROOT / "template" / "src"), str(ROOT / "benchmarks")]
+    import tasks
+    import torch
+    from my_project import checkpoint
+    from my_project.config import BatchesConfig, CheckpointsConfig, Config
+    from my_project.run import Run
+
+    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(arguments.parameters)]
+    model = torch.nn.Sequential(*layers).to(arguments.device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = torch.randn(8, 1000, device=arguments.device)
+
+    def step() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if batch.is_cuda:
+            torch.cuda.synchronize()
+
+    step()
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {arguments.device}")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        for background in (False, True):
+            config = Config(
+                recipe=tasks.TinyMlp(),
+                batches=BatchesConfig(global_batch_size=8),
+                steps=1,
+                checkpoints=CheckpointsConfig(background=background, keep=1),
+                runs_folder=folder,
+                run_name=f"background_{background}",
+            )
+            saver = checkpoint.Checkpoints(Run(config, 1, 0), True, model, optimizer, None, None)
+            waited, whole, beside, alone = [], [], [], []
+            for number in range(6):
+                start = time.perf_counter()
+                saver.save({"step": number})
+                waited.append(time.perf_counter() - start)
+                while saver._thread and saver._thread.is_alive():
+                    begin = time.perf_counter()
+                    step()
+                    beside.append(time.perf_counter() - begin)
+                saver.wait()
+                whole.append(time.perf_counter() - start)
+                begin = time.perf_counter()
+                step()
+                alone.append(time.perf_counter() - begin)
+            if saver.failure:
+                raise saver.failure
+            files = next((Path(folder) / config.run_name / "checkpoints").iterdir()).iterdir()
+            size = sum(path.stat().st_size for path in files)
+            line = f"{'beside training' if background else 'in the step':16} {size / 1e9:.1f} GB:"
+            line += f" the step waits {statistics.median(waited[1:]):.2f} s (at first"
+            line += f" {waited[0]:.2f}), on the disk after {statistics.median(whole[1:]):.2f} s;"
+            line += f" a step alone {statistics.median(alone):.2f} s"
+            if beside:
+                line += f", beside a save {statistics.median(beside):.2f} s"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
