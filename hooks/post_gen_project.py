@@ -55,6 +55,7 @@ TEMPLATE_FILES = (
     "tests/test_checkpoint.py",
     "tests/test_config.py",
     "tests/test_export.py",
+    "tests/test_faults.py",
     "tests/test_gpu.py",
     "tests/test_image_classification.py",
     "tests/test_launch.py",
@@ -63,6 +64,7 @@ TEMPLATE_FILES = (
     "tests/test_readme.py",
     "tests/test_resume.py",
     "tests/test_same_curve.py",
+    "tests/test_sharded.py",
     "tests/world.py",
     "tests/world_imports.py",
 )

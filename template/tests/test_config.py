@@ -60,6 +60,8 @@ def test_the_resolved_config_reads_back_the_same(config_file, tmp_path):
         (["--run_name", "a/b"], "run_name 'a/b'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--optim.ema_decay", "1.5"], "between 0 and 1"),
+        (["--stop_after", "soon"], "such as 3h55m"),
+        (["--checkpoints.keep_best", "true"], "keep_best needs evaluation.best_metric"),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(config_file, arguments, sentence):
@@ -93,12 +95,6 @@ def test_a_batch_that_does_not_split_is_refused_with_the_arithmetic():
         ({"optim__init_args": {"momentun": 0.9}}, "momentun"),
         ({"batches__loader": {"num_wokers": 1}}, "num_wokers"),
         ({"distributed__ddp": {"find_unused": True}}, "no option find_unused"),
-        ({"distributed__ddp": {"comm_hook": "fp8"}}, "comm_hook is 'fp8'"),
-        ({"distributed__ddp": {"static_graph": True}}, "static_graph crashes with accumulation 4"),
-        ({"distributed__sync_batchnorm": True}, "needs GPUs"),
-        ({"precision": "fp16"}, "precision fp16 needs a GPU"),
-        ({"telemetry__trackers": ["tensorbord"]}, "tensorbord"),
-        ({"evaluation__best_metric": "validation/f1"}, "validation/f1 is none of validation/acc"),
     ],
 )
 def test_an_impossible_run_is_refused(tmp_path, settings, sentence):
@@ -127,6 +123,26 @@ def test_a_gpu_config_without_a_gpu_is_refused(tmp_path, monkeypatch):
         check_launch(make_config(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     check_launch(make_config(tmp_path))
+
+
+def test_fsdp_that_accelerate_would_not_give_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    config = make_config(tmp_path)
+    with pytest.raises(ConfigError, match="on a CPU accelerate would train DDP without a word"):
+        check_launch(config)
+    monkeypatch.setattr("my_project.runtime.use_cpu", lambda: False)
+    check_launch(config)
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ConfigError, match="set fsdp_version: 2"):
+        check_launch(config)
+
+
+def test_a_run_that_asks_for_fsdp_and_does_not_get_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("my_project.runtime.check_launch", lambda *_: None)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="accelerate has sharded no parameter"):
+        train(make_config(tmp_path))
 
 
 def train_blindly(config: Config) -> int:

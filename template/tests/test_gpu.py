@@ -1,6 +1,8 @@
 """What no CPU can show. Run with: pytest -m gpu (on one GPU; two for NCCL and SyncBatchNorm)."""
 
 import os
+import shutil
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -76,3 +78,84 @@ def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
     assert [r["loss"] for r in records(one)] == pytest.approx(
         [r["loss"] for r in records(two)], rel=1e-3
     )
+
+
+class Tied(torch.nn.Sequential):
+    """An output tied to the embedding."""
+
+    def __init__(self) -> None:
+        embedding = torch.nn.Embedding(13, 8)
+        output = torch.nn.Linear(8, 13, bias=False)
+        output.weight = embedding.weight
+        super().__init__(embedding, torch.nn.Linear(8, 8), torch.nn.Tanh(), output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Ragged):
+    """Predict a token from itself, with a weight tied to the embedding."""
+
+    def build_model(self, data_info: dict) -> torch.nn.Module:
+        return Tied()
+
+    def loss(self, model, batch, step):
+        tokens = batch["index"] % 13
+        losses = torch.nn.functional.cross_entropy(
+            model(tokens), (tokens + 1) % 13, reduction="sum"
+        )
+        return losses, len(tokens)
+
+    def build_metrics(self) -> dict:
+        from torchmetrics import MeanMetric
+
+        return {"loss": MeanMetric()}
+
+    def update_metrics(self, model, batch, metrics) -> None:
+        total, weight = self.loss(model, batch, 0)
+        metrics["loss"].update(total / weight, weight)
+
+
+def train_sharded(config) -> int:
+    """Train with FSDP2, as an accelerate config asks for it."""
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
+        FSDP_AUTO_WRAP_POLICY="NO_WRAP", FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
+        ACCELERATE_MIXED_PRECISION="no",
+    )  # fmt: skip
+    return train(config)
+
+
+@needs_two
+def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path):
+    recipe = Tokens()
+    ddp = make_config(tmp_path, recipe, run_name="ddp", tf32=False, checkpoints__every_steps=5)
+    run_world(2, train, ddp)
+    fsdp = change(ddp, run_name="fsdp")
+    run_world(2, train_sharded, fsdp)
+    assert [r["loss"] for r in records(ddp)] == pytest.approx(
+        [r["loss"] for r in records(fsdp)], rel=1e-4
+    )
+    shards = list((fsdp.folder / "checkpoints/step_00000005").glob("model.rank_*.safetensors"))
+    assert len(shards) == 2
+    theirs = weights(ddp.folder / "export")
+    for processes in (2, 1):
+        again = change(fsdp, run_name=f"on_{processes}")
+        shutil.copytree(fsdp.folder, again.folder)
+        shutil.rmtree(again.folder / "checkpoints/step_00000010")
+        shutil.rmtree(again.folder / "export")
+        (again.folder / "status.json").write_text('{"outcome": "running", "steps": 10}')
+        run_world(processes, train_sharded, again)
+        ours = weights(again.folder / "export")
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+@needs_two
+def test_a_hang_under_nccl_leaves_a_trace_of_the_flight_recorder(tmp_path):
+    recipe = Ragged(fault="hang", fault_at=3)
+    config = make_config(tmp_path, recipe, distributed__timeout_seconds=5)
+    with pytest.raises(RuntimeError, match="the process died"):
+        run_world(2, train, config)
+    traces = list((config.folder / "errors").glob("nccl_trace_rank_*"))
+    assert len(traces) == 2
+    assert "pg" in traces[0].read_text()

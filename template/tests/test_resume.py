@@ -158,3 +158,27 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
     message = run_world(1, train_while_another_does, make_config(tmp_path))[0]
     assert "is in use by process" in message
     assert "choose another --run_name" in message
+
+
+def train_noting_trackers(config: Config, steps: list[int]) -> list[dict]:
+    from accelerate import Accelerator
+
+    noted: list[dict] = []
+
+    def init_trackers(self, project_name, config=None, init_kwargs=None):
+        noted.append(init_kwargs or {})
+
+    Accelerator.init_trackers = init_trackers  # type: ignore[method-assign]
+    for total in steps:
+        train(change(config, steps=total))
+    return noted
+
+
+def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path):
+    config = make_config(tmp_path)
+    first, second = run_world(1, train_noting_trackers, config, [4, 6])[0]
+    assert (first["tensorboard"], second["tensorboard"]) == ({"purge_step": 1}, {"purge_step": 5})
+    assert first["wandb"] == second["wandb"]
+    assert first["wandb"]["id"]
+    other = change(config, run_name="other")
+    assert run_world(1, train_noting_trackers, other, [4])[0][0]["wandb"] != first["wandb"]

@@ -115,9 +115,11 @@ class DistributedConfig:
     """What accelerate's YAML files cannot say about the process group and DDP."""
 
     startup_timeout_seconds: int = free(1800)
-    """How long a process may stand still in start-up, an evaluation, a save, or the step after."""
+    """How long a process may stand still in start-up, an evaluation, a save, or the step after;
+    at least timeout_seconds."""
     timeout_seconds: int = free(600)
-    """How long it may stand still in a step."""
+    """How long it may stand still in a step. Then every process writes where it stands into
+    errors/ and ends."""
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """Options of accelerate's DistributedDataParallelKwargs, by their own names."""
     sync_batchnorm: bool = False
@@ -206,10 +208,7 @@ class Config:
             "checkpoints.keep_every_steps": (self.checkpoints.keep_every_steps, 1),
             "telemetry.every_steps": (self.telemetry.every_steps, 1),
             "distributed.timeout_seconds": (self.distributed.timeout_seconds, 1),
-            "distributed.startup_timeout_seconds": (
-                self.distributed.startup_timeout_seconds,
-                self.distributed.timeout_seconds,
-            ),
+            "distributed.startup_timeout_seconds": (self.distributed.startup_timeout_seconds, 1),
             "seed": (self.seed, 0),
         }
         for name, (value, least) in at_least.items():

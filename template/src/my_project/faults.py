@@ -104,7 +104,8 @@ class Watch:
     def __init__(self, run: Run) -> None:
         options = run.config.distributed
         self.run = run
-        self.long, self.short = options.startup_timeout_seconds, options.timeout_seconds
+        self.short = options.timeout_seconds
+        self.long = max(self.short, options.startup_timeout_seconds)
         self.limit = self.long
         self._moved = True
         self._ended = threading.Event()

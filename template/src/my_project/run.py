@@ -67,6 +67,7 @@ class Run:
             config.folder, config, total_steps, rank
         )  # fmt: skip
         self.step = 0  # steps done, for whoever reports a failure
+        self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; the first launch's
         self.token = ""  # of this launch, once it has begun
         self.hosts: list[str] = []  # by rank
         self.lock: TextIO | None = None
@@ -137,8 +138,11 @@ class Run:
         self.token = uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         self.write_status("running")
-        about = {"launch": self.token} | provenance()
-        write_atomically(self.folder / "run.json", json.dumps(about, indent=1) + "\n")
+        about = self.folder / "run.json"
+        if about.is_file():
+            self.id = json.loads(about.read_text(encoding="utf-8")).get("run", self.id)
+        record = {"run": self.id, "launch": self.token} | provenance()
+        write_atomically(about, json.dumps(record, indent=1) + "\n")
 
     def sees(self, token: str, seconds: float = 20) -> bool:
         """Tell whether the run folder is the one that the main process wrote into.

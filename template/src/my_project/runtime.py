@@ -155,6 +155,8 @@ def start(config: Config) -> Iterator[Accelerator]:
     turn_on_flight_recorder(config)
     AcceleratorState._reset_state(True)  # a run may follow another in one process
     GradientState._reset_state()
+    limits = config.distributed
+    longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
     accelerator = Accelerator(
         cpu=use_cpu(),
         mixed_precision=config.precision,
@@ -166,9 +168,7 @@ def start(config: Config) -> Iterator[Accelerator]:
         kwargs_handlers=[
             ddp_options(config),
             # faults.Watch strikes before, and says where each process stands
-            InitProcessGroupKwargs(
-                timeout=timedelta(seconds=config.distributed.startup_timeout_seconds + 60)
-            ),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=60 + longest)),
         ],
     )
     finished = False

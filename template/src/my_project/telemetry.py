@@ -88,7 +88,10 @@ class Telemetry:
             write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self.accelerator.init_trackers(
             self.config.run_name,
-            init_kwargs={"tensorboard": {"purge_step": self.state["step"] + 1}},
+            init_kwargs={  # a resumed run goes on in the same curves
+                "tensorboard": {"purge_step": self.state["step"] + 1},
+                "wandb": {"id": self.run.id, "resume": "allow"},
+            },
         )
         if sys.stdout.isatty():
             from rich import progress
