@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -122,13 +123,13 @@ def children(pid: int) -> list[int]:
 def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
     """As a scheduler sends it: to everything at once, loader workers included."""
     config = make_config(tmp_path, steps=5000, batches__workers=1)
-    world = World(2, train, config)
-    wait_for_records(config, 3)
-    workers = [child for w in world.workers for child in children(w.pid)]
-    assert len(workers) == 2
-    for pid in [*workers, world.workers[1].pid]:
-        os.kill(pid, getattr(signal, name))
-    assert world.results(30) == [75, 75]
+    with closing(World(2, train, config)) as world:
+        wait_for_records(config, 3)
+        workers = [child for w in world.workers for child in children(w.pid)]
+        assert len(workers) == 2
+        for pid in [*workers, world.workers[1].pid]:
+            os.kill(pid, getattr(signal, name))
+        assert world.results(30) == [75, 75]
     left = status(config)
     assert left["outcome"] == "preempted"
     assert left["reason"] == "asked to stop on another process"

@@ -66,10 +66,10 @@ class World:
         finally:
             for worker in self.workers:
                 worker.join(10)
-            self.kill()
+            self.close()
         return results
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """Kill what is left, as the kernel does."""
         for worker in self.workers:
             worker.kill()

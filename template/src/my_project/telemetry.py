@@ -230,6 +230,7 @@ class Telemetry:
 
     def _append(self, line: str) -> None:
         """Append to metrics.jsonl; what a full disk does not take waits for the next time."""
+        is_first_failure = not self.unwritten
         self.unwritten += line
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
@@ -237,7 +238,8 @@ class Telemetry:
                 file.write(self.unwritten)
             self.unwritten = ""
         except OSError as error:
-            logger.error("%s cannot be written: %s", self.path, error)
+            if is_first_failure:
+                logger.error("%s cannot be written, records wait: %s", self.path, error)
             if self.path.exists():
                 os.truncate(self.path, size)  # no half line
 
