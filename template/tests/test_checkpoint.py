@@ -129,6 +129,7 @@ def test_a_path_given_by_hand_is_where_the_run_begins_not_where_each_launch_does
     assert [r["step"] for r in records(other)] == [5, 6, 7, 8]
     run_world(1, train, change(other, steps=9))
     assert [r["step"] for r in records(other)] == [5, 6, 7, 8, 9]
+    assert names(other) == ["step_00000006", "step_00000008", "step_00000009"], "none moved aside"
 
 
 class Malicious:
@@ -390,10 +391,21 @@ def fill_and_free(small_disk: Path, config: Config, log: Path, world: World) -> 
     assert world.results(30) == [75, 75]
 
 
+def train_writing_late(config: Config) -> int:
+    write = checkpoint.save_pieces
+
+    def late(pieces, path):
+        time.sleep(0.2)
+        write(pieces, path)
+
+    checkpoint.save_pieces = late
+    return train(config)
+
+
 def test_a_save_in_the_background_holds_the_step_it_was_asked_for(tmp_path, trained):
-    """Writing goes on while later steps change the weights."""
+    """Writing starts when later steps have changed the weights."""
     config = change(trained, runs_folder=str(tmp_path), checkpoints__background=True)
-    run_world(2, train_on_a_slow_disk, config)
+    run_world(2, train_writing_late, config)
     plain = change(trained, runs_folder=str(tmp_path / "plain"), checkpoints__background=False)
     run_world(2, train, plain)
     for step in (4, 6, 8, 10):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -38,6 +39,7 @@ def launch(
         cwd=folder, env=environment | {"TEST_MARK": mark}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+    process.mark = mark  # type: ignore[attr-defined]
     try:
         yield process
         deadline = time.monotonic() + 10
@@ -145,9 +147,8 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
 
 
 def wait_for_steps(folder: Path, steps: int) -> None:
-    metrics = folder / "runs/tiny/metrics.jsonl"
     deadline = time.monotonic() + 60
-    while not metrics.exists() or metrics.read_text().count("\n") < steps:
+    while steps_done(folder) < steps:
         assert time.monotonic() < deadline, "the run did not get going"
         time.sleep(0.1)
 
@@ -255,3 +256,37 @@ def test_restarts_in_place_after_a_kill_but_not_after_a_preemption(tmp_path, mon
     assert outcome(tmp_path)["outcome"] == "preempted"
     assert shown.count("on 2 process(es)") == 2, "one restart, by the kill"
     assert shown.count("resumed from runs/tiny/checkpoints/step_000") == 1
+
+
+@pytest.mark.slow
+def test_killed_five_times_the_same_command_ends_with_the_same_weights(tmp_path):
+    """Launcher and workers at once, as when a node loses its power."""
+    arguments = (
+        "--steps", "300", "--checkpoints.every_steps", "3", "--telemetry.every_steps", "1",
+        "--recipe.init_args.dropout", "0.2", "--recipe.init_args.seconds", "0.01",
+    )  # fmt: skip
+    draw, killed = random.Random(0), tmp_path / "killed"
+    for folder in (killed, tmp_path / "whole"):
+        folder.mkdir()
+    for _ in range(5):
+        done = steps_done(killed)
+        with launch(killed, *arguments) as run:
+            wait_for_steps(killed, done + 10)
+            time.sleep(draw.uniform(0, 0.3))
+            for pid in processes_with(run.mark):
+                os.kill(pid, signal.SIGKILL)
+        assert outcome(killed)["outcome"] == "running"
+    for folder in (killed, tmp_path / "whole"):
+        with launch(folder, *arguments) as run:
+            shown, _ = run.communicate(timeout=120)
+        assert run.returncode == 0, shown
+    ours, theirs = (
+        (folder / "runs/tiny/export/model.safetensors").read_bytes()
+        for folder in (killed, tmp_path / "whole")
+    )
+    assert ours == theirs
+
+
+def steps_done(folder: Path) -> int:
+    metrics = folder / "runs/tiny/metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0

@@ -33,13 +33,17 @@ class Tied(torch.nn.Module):
         return self.output(torch.tanh(self.hidden(self.embedding(tokens))))
 
 
-def build(sharded: bool) -> tuple[Tied, torch.optim.Optimizer]:
+def build(sharded: bool, replicas: int = 1) -> tuple[Tied, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Tied().double()
     if sharded:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model)
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh if replicas > 1 else mesh["shard"])
     return model, optim.build_optimizer(OptimConfig(lr=0.01), None, model)
 
 
@@ -79,8 +83,8 @@ def in_group(function, *arguments: Any) -> Any:
         dist.destroy_process_group()
 
 
-def train_and_save(rank: int, world: int, config: Config) -> dict[str, Any]:
-    model, optimizer = build(sharded=world > 1)
+def train_and_save(rank: int, world: int, config: Config, replicas: int = 1) -> dict[str, Any]:
+    model, optimizer = build(world > 1, replicas)
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
     train_steps(model, optimizer, range(3))
     checkpoints.average.update()
@@ -132,6 +136,20 @@ def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, backg
     for processes, shard in ((1, True), (2, True), (3, True), (4, True), (2, False)):
         for result in run_world(processes, in_group, load_and_train, config, folder, shard):
             assert_close(result, reference)
+
+
+def test_of_replicated_shards_one_copy_is_written(tmp_path):
+    """As with HSDP: shards inside a node, copies across nodes."""
+    one, four = make_config(tmp_path / "one"), make_config(tmp_path / "four")
+    (reference,) = run_world(1, in_group, train_and_save, one)
+    for result in run_world(4, in_group, train_and_save, four, 2):
+        assert_close(result, reference)
+    folder = four.folder / "checkpoints" / "step_00000003"
+    assert {p.name for p in folder.glob("model*")} == {
+        "model.rank_00000.safetensors", "model.rank_00001.safetensors",
+    }  # fmt: skip
+    for result in run_world(2, in_group, load_and_train, four, folder):
+        assert_close(result, reference)
 
 
 def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
