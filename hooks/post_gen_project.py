@@ -39,6 +39,7 @@ TEMPLATE_FILES = (
     "src/my_project/config.py",
     "src/my_project/evaluate.py",
     "src/my_project/faults.py",
+    "src/my_project/files.py",
     "src/my_project/optim.py",
     "src/my_project/predict.py",
     "src/my_project/recipe.py",

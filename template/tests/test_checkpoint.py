@@ -19,7 +19,7 @@ from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
-from my_project import checkpoint
+from my_project import checkpoint, files
 from my_project.config import Config, ConfigError
 from my_project.run import Run
 
@@ -146,8 +146,8 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path,
     (newest / name).write_bytes(evil)
     assert checkpoint.damage(newest)
     if name != "manifest.json":
-        files = {file: checkpoint.fingerprint(newest / file) for file in FILES}
-        text = checkpoint.manifest_text({"format": 1, "step": 10, "files": files})
+        listed = {file: files.fingerprint(newest / file) for file in FILES}
+        text = files.manifest_text({"format": 1, "step": 10, "files": listed})
         (newest / "manifest.json").write_text(text)
         assert checkpoint.damage(newest) == "", "hashes alone do not help here"
     with pytest.raises(RuntimeError, match="ConfigError"):
@@ -187,13 +187,13 @@ def test_rotation_leaves_what_is_not_its_own(copied):
 # ---- kills ---------------------------------------------------------------------------------------
 def train_on_a_slow_disk(config: Config) -> int:
     """Make the time in which a save can be hit wide."""
-    flush = checkpoint.flush_to_disk
+    fsync = os.fsync
 
-    def slowly(path: Path) -> None:
+    def slowly(descriptor: int) -> None:
         time.sleep(0.05)
-        flush(path)
+        fsync(descriptor)
 
-    checkpoint.flush_to_disk = slowly
+    os.fsync = slowly
     return train(config)
 
 

@@ -12,7 +12,7 @@ import torch
 from runs import make_config
 from world import run_world
 
-from my_project import checkpoint, optim
+from my_project import checkpoint, files, optim
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run import Run
 
@@ -163,14 +163,14 @@ def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
 
     from safetensors.torch import load_file
 
-    files = []
+    merged = []
     for folder in (whole_folder, two.folder / "checkpoints" / "step_00000003"):
         path = tmp_path / f"{folder.parents[1].parent.name}.safetensors"
         checkpoint.merge(Namespace(folder=str(folder), file=str(path), average=False))
-        files.append(load_file(path))
-    assert_close(files[0], files[1])
-    assert torch.equal(files[1]["output.weight"], files[1]["embedding.weight"])
-    Tied().double().load_state_dict(files[1])
+        merged.append(load_file(path))
+    assert_close(merged[0], merged[1])
+    assert torch.equal(merged[1]["output.weight"], merged[1]["embedding.weight"])
+    Tied().double().load_state_dict(merged[1])
 
 
 def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
@@ -186,7 +186,7 @@ def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
     # also where a manifest was made for what is left
     manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
     del manifest["files"][shard.name]
-    (folder / "manifest.json").write_text(checkpoint.manifest_text(manifest))
+    (folder / "manifest.json").write_text(files.manifest_text(manifest))
     model, optimizer = build(sharded=False)
     with pytest.raises(ConfigError, match="holds only a part of optimizer"):
         checkpoints_of(config, 0, 1, model, optimizer).load(folder)
