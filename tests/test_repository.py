@@ -43,7 +43,7 @@ def make(target: str) -> str:
 def test_root_folders_are_linked_file_by_file():
     """One truth: each linked file exists in the root folder, and each root file is linked."""
     for folder, place, suffix in [
-        ("accelerate_configs", "accelerate_configs", "*.yaml"),
+        ("accelerate_configs", "accelerate_configs", "*"),
         ("recipes", "configs", "*.yaml"),
         ("recipes", "src/my_project/recipes", "*.py"),
     ]:

@@ -153,26 +153,6 @@ def wait_for_steps(folder: Path, steps: int) -> None:
         time.sleep(0.1)
 
 
-def test_every_config_is_loaded_by_accelerate_and_explains_itself():
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    configs = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
-    assert {"cpu", "cpu_2_processes", "gpu", "multi_gpu", "multi_node"} <= {c.stem for c in configs}
-    # accepted and ignored by accelerate, or meant for something else
-    ignored = {"rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16"}
-    for path in configs:
-        config = load_config_from_file(str(path))  # an unknown key raises
-        text = path.read_text()
-        assert len(text.splitlines()) < 40
-        assert text.startswith("# ")
-        assert "accelerate launch --config_file accelerate_configs/" in text
-        assert not ignored & set(text.replace(":", " ").split())
-        assert config.num_processes % config.num_machines == 0
-        assert str(config.mixed_precision) in ("no", "bf16", "fp16")
-        if config.num_machines > 1:
-            assert config.main_process_port
-
-
 # ---- told to stop, killed, stuck: through the real launcher --------------------------------------
 LONG = ("--steps", "100000", "--telemetry.every_steps", "1", "--distributed.timeout_seconds", "4")
 

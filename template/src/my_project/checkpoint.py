@@ -7,7 +7,7 @@
       state.json               the step, the optimizer's numbers, the best value, the fp16 scale
       manifest.json            size and SHA-256 of each file; written last
 
-    python -m my_project.checkpoint runs/my_run/checkpoints/step_00000100 weights.safetensors
+    python -m my_project.checkpoint <run>/checkpoints/step_00000100 weights.safetensors
 
 A folder is written under a temporary name, flushed to disk, and renamed when it is whole. Tensors
 and JSON only: nothing here runs code when it is loaded. Sharded tensors (FSDP) are written by the

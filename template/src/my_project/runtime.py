@@ -85,10 +85,36 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
                 "the accelerate config asks for FSDP 1, whose flat parameters have other gradients"
                 " and checkpoints; set fsdp_version: 2 in its fsdp_config."
             )
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        check_mesh()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ConfigError(
             "DeepSpeed reduces gradients inside backward, so the gradient of ragged batches would"
             " be wrong; use DDP or FSDP."
+        )
+
+
+def check_mesh() -> None:
+    """Refuse sizes of parallelism_config that do not make the world.
+
+    Accelerate ignores misspelt keys there, which leaves a size at 1.
+    """
+
+    def size(name: str) -> int:
+        return int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+
+    for name in ("tp", "cp", "sp"):
+        if size(name) > 1:
+            raise ConfigError(
+                f"parallelism_config_{name}_size is {size(name)}, but this loop knows only data"
+                " parallelism: dp_replicate and dp_shard."
+            )
+    replicate, shard, (processes, _) = size("dp_replicate"), size("dp_shard"), world()
+    if replicate * shard != processes:
+        raise ConfigError(
+            f"parallelism_config: replicate {replicate} x shard {shard} = {replicate * shard}, but"
+            f" there are {processes} processes; set parallelism_config_dp_replicate_size (nodes)"
+            " and parallelism_config_dp_shard_size (GPUs per node)."
         )
 
 

@@ -1,0 +1,231 @@
+"""Every accelerate config: no key is ignored, and its own command gives each process its place."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import make_config
+from world import free_port
+
+from my_project import nodes
+from my_project.config import ConfigError
+from my_project.runtime import check_launch
+
+CONFIGS = sorted((Path(__file__).parents[1] / "accelerate_configs").glob("*.yaml"))
+# accepted and ignored by accelerate, or meant for something else
+IGNORED = {"rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16"}
+STUB = """
+import json, os, pathlib
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+         "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_MAX_RESTARTS")
+kept = {k: v for k, v in os.environ.items()
+        if k in names or k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
+rank = os.environ.get("RANK", "0")
+pathlib.Path(os.environ["STUB_FOLDER"], rank + ".json").write_text(json.dumps(kept))
+"""
+
+
+def card(path: Path) -> str:
+    """Read the comment at the head of a config."""
+    head = re.match(r"(#.*\n)+", path.read_text())
+    assert head, "a config opens with a card"
+    return re.sub(r"(?m)^# ?", "", head[0])
+
+
+def command_of(path: Path) -> str:
+    """Read the command of a card."""
+    found = re.search(r"(?m)^  +((?:\w+=\S+ )?accelerate launch (?:.*\\\n)*.*)$", card(path))
+    assert found
+    return " ".join(found[1].replace("\\\n", " ").split())
+
+
+def test_there_is_one_for_each_kind_of_machine_and_the_table_lists_it():
+    kinds = {
+        "cpu", "cpu_2_processes", "gpu", "multi_gpu", "multi_gpu_fp16", "multi_node",
+        "multi_node_elastic", "fsdp2", "multi_node_fsdp2", "multi_node_hsdp", "multi_node_cpu",
+    }  # fmt: skip
+    assert {path.stem for path in CONFIGS} == kinds
+    table = (CONFIGS[0].parent / "README.md").read_text()
+    assert set(re.findall(r"`(\w+)\.yaml`", table)) == kinds
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_key_is_unknown_or_ignored(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    config = load_config_from_file(str(path))  # an unknown key raises
+    keys = yaml.safe_load(path.read_text())
+    assert not IGNORED & keys.keys()
+    known = vars(launch_command_parser().parse_args(["script.py"])).keys()
+    for group in ("fsdp_config", "parallelism_config"):  # whose keys accelerate does not check
+        assert keys.get(group, {}).keys() <= known
+    assert config.num_processes % config.num_machines == 0
+    assert str(config.mixed_precision) in ("no", "bf16", "fp16")
+    assert keys.get("main_process_port", 0) or config.num_machines == 1, "0 would hang"
+    assert len(path.read_text().splitlines()) < 40
+    assert f"accelerate launch --config_file accelerate_configs/{path.name} " in command_of(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_its_command_gives_every_process_of_every_node_its_place(path, tmp_path):
+    """The command of the card, word for word, with a stub in place of the training module."""
+    keys = yaml.safe_load(path.read_text())
+    (tmp_path / "stub.py").write_text(STUB)
+    (tmp_path / "accelerate_configs").symlink_to(path.parent)
+    port, machines = free_port(), keys["num_machines"]
+    command = command_of(path).replace("<address of node 0>", "127.0.0.1")
+    command, cut = re.subn(r"-m my_project\.train .*", "stub.py", command)
+    assert cut == 1
+    if machines > 1:
+        assert "--main_process_port 29500" in command
+        command = command.replace("--main_process_port 29500", f"--main_process_port {port}")
+    launchers = []
+    for node in range(machines):
+        of_node = command.replace("--machine_rank 0", f"--machine_rank {node}")
+        assert machines == 1 or node == 0 or of_node != command
+        search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = dict(os.environ) | {"STUB_FOLDER": str(tmp_path), "PATH": search}
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        launchers.append(
+            subprocess.Popen(
+                ["bash", "-c", of_node],
+                cwd=tmp_path,
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
+        if "c10d" in command and node == 0:  # on one machine, whoever comes first has the port
+            time.sleep(10)
+    for launcher in launchers:
+        shown, _ = launcher.communicate(timeout=120)
+        assert launcher.returncode == 0, shown
+    places = [json.loads(p.read_text()) for p in tmp_path.glob("*.json")]
+    total = keys["num_processes"]
+    assert len(places) == total
+    assert {p["ACCELERATE_MIXED_PRECISION"] for p in places} == {keys["mixed_precision"]}
+    on_cpu = path.stem in ("cpu", "cpu_2_processes", "multi_node_cpu")
+    for place in places:  # as runtime.asked_for_cpu reads it: gloo or NCCL follows from it
+        hidden = place.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
+        assert on_cpu == (hidden or place.get("ACCELERATE_USE_CPU", "").lower() == "true")
+    if total == 1:
+        return
+    assert sorted(int(p["RANK"]) for p in places) == list(range(total))
+    assert {p["WORLD_SIZE"] for p in places} == {str(total)}
+    assert {p["LOCAL_WORLD_SIZE"] for p in places} == {str(total // machines)}
+    assert len({p["GROUP_RANK"] for p in places}) == machines
+    assert len({(p["MASTER_ADDR"], p["MASTER_PORT"]) for p in places}) == 1
+    if machines > 1 and "c10d" not in command:
+        assert (places[0]["MASTER_ADDR"], places[0]["MASTER_PORT"]) == ("127.0.0.1", str(port))
+    sharded = "fsdp" in path.stem or "hsdp" in path.stem
+    assert {p.get("ACCELERATE_USE_FSDP") for p in places} == {"true" if sharded else None}
+    if sharded:
+        assert {p["FSDP_VERSION"] for p in places} == {"2"}
+    if "hsdp" in path.stem:
+        assert {p["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] for p in places} == {"2"}
+        assert {p["PARALLELISM_CONFIG_DP_SHARD_SIZE"] for p in places} == {"8"}
+    if "elastic" in path.stem:
+        assert {p["TORCHELASTIC_MAX_RESTARTS"] for p in places} == {"3"}
+
+
+def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypatch):
+    """Accelerate ignores misspelt keys below parallelism_config, which leaves a size at 1."""
+    config = make_config(tmp_path)
+    monkeypatch.setattr("my_project.runtime.use_cpu", lambda: False)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
+    check_launch(config)
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")
+    with pytest.raises(ConfigError, match=r"replicate 2 x shard 1 = 2, but there are 16 processes"):
+        check_launch(config)
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"parallelism_config_tp_size is 2"):
+        check_launch(config)
+
+
+# ---- one file per node ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "the host list is empty"),
+        ("a slots=8\nb slots=4\n", "12 // 2 = 6 processes on each node"),
+        ("a slots=8\na slots=8\n", "line 2: a stands in the list twice"),
+        ("a 8\n", "write a host as: name slots=8"),
+        ("a slots=0\n", "write a host as: name slots=8"),
+    ],
+)
+def test_a_host_list_that_cannot_be_used_is_refused(text, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        nodes.read_hosts(text)
+    assert sentence in str(refusal.value)
+
+
+def write_nodes(folder: Path, hosts: str, where: str, **more: str) -> list[Path]:
+    (folder / "hosts.txt").write_text(hosts)
+    arguments = argparse.Namespace(
+        hosts=str(folder / "hosts.txt"),
+        where=str(CONFIGS[0].parent / f"{where}.yaml"),
+        folder=str(folder / "nodes"),
+        address=more.get("address", ""),
+        port=int(more.get("port", "29500")),
+    )
+    nodes.main(arguments)
+    return sorted((folder / "nodes").iterdir())
+
+
+def test_each_node_has_a_file_and_none_is_overwritten(tmp_path):
+    hosts = "# two\ngpu-a slots=4\ngpu-b slots=4\n"
+    files = write_nodes(tmp_path, hosts, "multi_node_hsdp")
+    first, second = (yaml.safe_load(path.read_text()) for path in files)
+    assert (first.pop("machine_rank"), second.pop("machine_rank")) == (0, 1)
+    assert first == second
+    assert (first["num_machines"], first["num_processes"]) == (2, 8)
+    assert first["main_process_ip"] == "gpu-a"
+    assert first["parallelism_config"] == {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 4,
+    }
+    write_nodes(tmp_path, hosts, "multi_node_hsdp")  # the same again
+    with pytest.raises(ConfigError, match="exists and differs"):
+        write_nodes(tmp_path, "gpu-a slots=2\ngpu-b slots=2\n", "multi_node_hsdp")
+    with pytest.raises(ConfigError, match=r"multi_gpu\.yaml is for one machine"):
+        write_nodes(tmp_path, hosts, "multi_gpu")
+
+
+@pytest.mark.slow
+def test_the_files_of_the_nodes_launch_them(tmp_path):
+    port = free_port()
+    hosts = "a slots=3\nb slots=3\n"
+    files = write_nodes(
+        tmp_path, hosts, "multi_node_cpu", address="127.0.0.1", port=str(port)
+    )  # fmt: skip
+    (tmp_path / "stub.py").write_text(STUB)
+    environment = dict(os.environ) | {"STUB_FOLDER": str(tmp_path)}
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, "stub.py"],
+            cwd=tmp_path,
+            env=environment,
+        )
+        for path in files
+    ]
+    assert [launcher.wait(120) for launcher in launchers] == [0, 0]
+    places = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert sorted(int(p["RANK"]) for p in places) == list(range(6))
+    assert {p["CUDA_VISIBLE_DEVICES"] for p in places} == {"-1,-1,-1"}
+    assert {p["MASTER_PORT"] for p in places} == {str(port)}
