@@ -217,3 +217,38 @@ def test_a_process_that_cannot_write_its_shard_makes_the_save_fail_not_hang(tmp_
     assert run_world(2, in_group, fail_to_write, config) == [[True, False]] * 2
     left = [path.name for path in (config.folder / "checkpoints").iterdir()]
     assert left == ["step_00000002"]
+
+
+class Loss:
+    """Of a recipe for `Tied`, as far as evaluate asks for one."""
+
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        return model(batch % 11).sum(), len(batch)
+
+
+def evaluate_average(rank: int, world: int, config: Config) -> list[bool]:
+    """Evaluate averaged weights; then train on with the plain ones."""
+    from accelerate import Accelerator
+    from torch.distributed.fsdp import fully_shard
+
+    from my_project.evaluate import evaluate
+    from my_project.runtime import Call
+
+    model, _ = build(sharded=False)
+    call = fully_shard(Call(model), reshard_after_forward=False)
+    average = optim.Average(model, 0.9)
+    for tensor in average.average:
+        tensor.zero_()
+    tokens = torch.arange(4)
+    before = call(torch.nn.Module.__call__, tokens).detach().clone()
+    object.__setattr__(config, "recipe", Loss())
+    with average.applied():
+        results = evaluate(Accelerator(cpu=True), config, call, {"set": tokens})
+    after = call(torch.nn.Module.__call__, tokens).detach()
+    return [results["set/loss"] == 0.0, torch.equal(before, after)]
+
+
+def test_training_goes_on_with_the_weights_after_averaged_ones_were_evaluated(tmp_path):
+    """Sharded modules may keep gathered weights after a forward."""
+    config = make_config(tmp_path, batches__micro_batch_size=2)
+    assert run_world(2, in_group, evaluate_average, config) == [[True, True]] * 2

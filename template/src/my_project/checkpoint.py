@@ -175,6 +175,7 @@ class Checkpoints:
     def _copied(self, pieces: dict[str, dict[str, Piece]]) -> dict[str, dict[str, Piece]]:
         """Copy into host memory that is kept, pinned where there is a GPU."""
         copies: dict[str, dict[str, Piece]] = {}
+        on_gpu = False
         for kind, named in pieces.items():
             copies[kind] = {}
             for name, piece in named.items():
@@ -184,8 +185,9 @@ class Checkpoints:
                     kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                     self._buffers[key] = kept
                 kept.copy_(tensor, non_blocking=True)
+                on_gpu |= tensor.is_cuda
                 copies[kind][name] = Piece(kept, piece.offset, piece.shape)
-        if torch.cuda.is_available():
+        if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies
 

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from . import checkpoint, runtime
 from .batches import Fetch, make_loader, on_device
@@ -44,13 +45,22 @@ def evaluate(
         The value of each metric, "<data set>/<metric>", the same on every process.
     """
     call.eval()
+    forget_gathered(call)
     runtime.share_buffers(accelerator, call)
     results: dict[str, float] = {}
     for name, data in data_sets.items():
         for metric, value in _evaluate_one(accelerator, config, call, data).items():
             results[f"{name}/{metric}"] = value
+    forget_gathered(call)
     call.train()
     return results
+
+
+def forget_gathered(call: nn.Module) -> None:
+    """Let sharded modules gather their weights anew: those may be averaged ones, or be again."""
+    for module in call.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _evaluate_one(
