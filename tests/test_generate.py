@@ -378,20 +378,20 @@ def test_without_a_license_none_is_claimed(template: Path, desk: Desk):
 
 @pytest.fixture
 def two_recipes(template: Path, tmp_path: Path) -> Path:
-    """The template with a second recipe, `leaves`, made as a new one would be."""
+    """The template with a second recipe, `ferns`, made as a new one would be."""
     folder = shutil.copytree(template, tmp_path / "two-recipes", symlinks=True)
     added = {
-        "configs/leaves.yaml": "class_path: my_project.recipes.leaves.Leaves\n",
-        "src/my_project/recipes/leaves.py": '"""Leaves."""\n',
+        "configs/ferns.yaml": "class_path: my_project.recipes.ferns.Ferns\n",
+        "src/my_project/recipes/ferns.py": '"""Ferns."""\n',
         "tests/test_image_classification.py": '"""Of the first recipe alone."""\n',
-        "tests/test_leaves.py": '"""Of the second recipe alone."""\n',
+        "tests/test_ferns.py": '"""Of the second recipe alone."""\n',
     }
     for file, content in added.items():
         (folder / "template" / file).write_text(content)
     readme = folder / "template/README.md"
     readme.write_text(readme.read_text() + "configs/image_classification.yaml\n")
     post_gen, pre_gen = folder / "hooks/post_gen_project.py", folder / "hooks/pre_gen_project.py"
-    one, two = '("image_classification",)', '("image_classification", "leaves")'
+    one, two = '("image_classification",)', '("image_classification", "ferns")'
     files = tuple(sorted({*POST_GEN.TEMPLATE_FILES, *added}))
     post_gen.write_text(
         re.sub(
@@ -402,13 +402,13 @@ def two_recipes(template: Path, tmp_path: Path) -> Path:
         assert file.read_text().count(one) == 1
         file.write_text(file.read_text().replace(one, two))
     settings = json.loads((folder / "cookiecutter.json").read_text())
-    settings["recipe"] = ["image_classification", "leaves", "all"]
+    settings["recipe"] = ["image_classification", "ferns", "all"]
     (folder / "cookiecutter.json").write_text(json.dumps(settings))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("chosen", "other"), [("leaves", "image_classification"), ("image_classification", "leaves")]
+    ("chosen", "other"), [("ferns", "image_classification"), ("image_classification", "ferns")]
 )
 def test_the_chosen_recipe_is_the_only_one(two_recipes: Path, desk: Desk, chosen: str, other: str):
     project = desk.generate(two_recipes, **RENAMED, recipe=chosen)
@@ -475,7 +475,7 @@ def test_a_bad_slug_is_refused(tmp_path: Path, slug: str):
     assert problem.startswith(f"project_slug {slug!r} is ")
 
 
-@pytest.mark.parametrize("slug", ["a", "a-b", "A.b_c-9", "torch-leaves", "9lives"])
+@pytest.mark.parametrize("slug", ["a", "a-b", "A.b_c-9", "torch-ferns", "9lives"])
 def test_a_good_slug_is_accepted(tmp_path: Path, slug: str):
     assert refusals(tmp_path, project_slug=slug) == []
 
@@ -610,9 +610,9 @@ def test_f_leaves_the_bytecode_of_a_package_that_was_renamed(template: Path, des
         ("src/my_project/data.json", {"package_name": "leafscan"}),
         ("LICENSE.MIT", {}),
         ("LICENSE.Apache-2.0", {"license": "none"}),
-        ("configs/leaves.yaml", {}),
-        ("src/my_project/recipes/leaves.py", {}),
-        ("tests/test_image_classification.py", {"recipe": "leaves"}),
+        ("configs/ferns.yaml", {}),
+        ("src/my_project/recipes/ferns.py", {}),
+        ("tests/test_image_classification.py", {"recipe": "ferns"}),
     ],
 )
 def test_f_is_refused_where_a_file_of_the_users_would_be_lost(
