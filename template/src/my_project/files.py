@@ -104,7 +104,6 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
 def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a folder whose files are on the disk, and give it its name."""
     write_atomically(temporary / "manifest.json", manifest_text(manifest))
-    flush_to_disk(temporary / "manifest.json")
     flush_to_disk(temporary)
     os.replace(temporary, folder)
     flush_to_disk(folder.parent)

@@ -51,7 +51,10 @@ RECORDED_PACKAGES = (
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut can leave an empty file under the name
     os.replace(temporary, path)
 
 
@@ -77,7 +80,11 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Read the last status; empty when there is none."""
         path = self.folder / "status.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        try:
+            status: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):  # damaged: as if there were none
+            return {}
+        return status
 
     def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
         """Record the outcome; the main process's word, or that of one that fails."""
