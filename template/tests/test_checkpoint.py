@@ -288,15 +288,15 @@ def test_stopping_often_changes_nothing(tmp_path, cycles, steps):
 
 
 # ---- trouble with the disk -----------------------------------------------------------------------
-def train_with_file_limit(config: Config, limit: int) -> int:
-    """Let every write beyond so many bytes of a file fail, as a full disk does."""
+def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
+    """Let one save fail at the first file of more than so many bytes, as on a full disk."""
     write = checkpoint.save_pieces
     calls = [0]
 
     def limited(pieces, path):
         calls[0] += path.name.startswith("model")
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        soft = limit if calls[0] == 2 else hard  # the second save
+        soft = limit if calls[0] == failing else hard
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         try:
             write(pieces, path)
@@ -400,6 +400,18 @@ def train_writing_late(config: Config) -> int:
 
     checkpoint.save_pieces = late
     return train(config)
+
+
+def test_a_last_save_that_fails_is_told_or_ends_the_run(tmp_path):
+    config = make_config(tmp_path, run_name="told", checkpoints__every_steps=5)
+    run_world(1, train_with_file_limit, config, 200, 2)
+    assert status(config)["outcome"] == "finished"
+    assert "the last checkpoint could not be saved" in status(config)["reason"]
+    assert names(config) == ["step_00000005"]
+    ends = change(config, run_name="ends", checkpoints__on_failure="end")
+    with pytest.raises(RuntimeError, match=r"File too large|os error 27"):
+        run_world(1, train_with_file_limit, ends, 200, 2)
+    assert status(ends)["outcome"] == "failed"
 
 
 def test_a_save_in_the_background_holds_the_step_it_was_asked_for(tmp_path, trained):

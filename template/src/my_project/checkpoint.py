@@ -88,9 +88,16 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Wait for the save that is under way, also when the run has failed."""
-        if self._thread:
-            self._thread.join(None if kind is None else 60)
+        """Wait for the save that is under way; for a minute also when the run has failed."""
+        if kind is None:
+            self.wait()
+        elif self._thread:
+            self._thread.join(60)
+
+    @property
+    def note(self) -> str:
+        """Say, behind a reason, that the last checkpoint is missing."""
+        return f"; the last checkpoint could not be saved: {self.failure}" if self.failure else ""
 
     def save(self, state: dict[str, Any]) -> None:
         """Save the state after state["step"] steps. Called by every process."""

@@ -157,13 +157,14 @@ def main(config: Config) -> int:
         watch.pause()
         if not ended:
             if is_main:
-                run.write_status("preempted", stop.reason or "asked to stop on another process")
+                reason = stop.reason or "asked to stop on another process"
+                run.write_status("preempted", reason + checkpoints.note)
             return 75
         with average_applied():
             checkpoint.export(run.folder / "export", config, data_info, model, is_main)
         if is_main:
             result = state["results"] | {"samples per second": log.samples_per_second}
-            run.write_status("finished", ended, result=result)
+            run.write_status("finished", ended + checkpoints.note, result=result)
             telemetry.print_result(run)
     return 0
 
