@@ -365,7 +365,8 @@ def test_a_full_disk_does_not_end_the_run_and_loses_nothing(small_disk, tmp_path
     """Neither checkpoints nor records nor, when there is room again, anything else."""
     config = make_config(
         small_disk, Ragged(seconds=0.01), steps=100_000, checkpoints__every_steps=5,
-        telemetry__trackers=["tensorboard"],
+        telemetry__trackers=["tensorboard"], evaluation__every_steps=3,
+        evaluation__best_metric="validation/accuracy",
     )  # fmt: skip
     log = tmp_path_factory.mktemp("log") / "log.txt"
     with closing(World(2, train_logging_to, log, config)) as world:
@@ -374,6 +375,32 @@ def test_a_full_disk_does_not_end_the_run_and_loses_nothing(small_disk, tmp_path
     assert left["outcome"] == "preempted"
     assert [r["step"] for r in records(config)] == list(range(1, left["step"] + 1))
     assert checkpoint.step_of(checkpoint.checkpoints(config.folder)[-1]) == left["step"]
+    assert weights(config.folder / "best"), "the best weights are whole too"
+
+
+def train_with_a_full_disk_for_best(config: Config) -> list[bool]:
+    write = checkpoint.save_tensors
+
+    def full(tensors, path):
+        if ".best" in str(path) and calls.pop():
+            raise OSError(28, "No space left on device")
+        write(tensors, path)
+
+    calls = [False] * 99 + [True, False]  # the second time
+    checkpoint.save_tensors = full
+    train(config)
+    return calls
+
+
+def test_best_weights_that_cannot_be_written_leave_those_before(tmp_path):
+    config = make_config(
+        tmp_path, evaluation__every_steps=1, evaluation__best_metric="validation/accuracy",
+        evaluation__best_mode="min",
+    )  # fmt: skip
+    assert True not in run_world(1, train_with_a_full_disk_for_best, config)[0], "it was full once"
+    assert status(config)["outcome"] == "finished"
+    assert weights(config.folder / "best")
+    assert not (config.folder / ".best.partial").exists()
 
 
 def fill_and_free(small_disk: Path, config: Config, log: Path, world: World) -> None:

@@ -441,6 +441,14 @@ def export(
     replace_folder(folder, fill)
 
 
+def export_best(run: Run, data_info: dict[str, Any], model: nn.Module, is_main: bool) -> None:
+    """Export to best/; a full disk leaves there what was there before, and does not end the run."""
+    try:
+        export(run.folder / "best", run.config, data_info, model, is_main)
+    except (OSError, SafetensorError) as error:
+        logger.error("%s/best could not be written, it is as it was: %s", run.folder, error)
+
+
 def merge(arguments: argparse.Namespace) -> int:
     """Write the weights of a checkpoint, sharded or not, into one safetensors file."""
     folder, path = Path(arguments.folder), Path(arguments.file)

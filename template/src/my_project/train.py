@@ -140,9 +140,7 @@ def main(config: Config) -> int:
                     with log.paused(), average_applied():
                         results = evaluate(accelerator, config, evaluation_call, validation_sets)
                         if note_best(config, state, results):
-                            checkpoint.export(
-                                run.folder / "best", config, data_info, model, is_main
-                            )
+                            checkpoint.export_best(run, data_info, model, is_main)
                     log.write({"step": run.step} | results)
                 ended = end_of(config, state, total_steps)
                 leaving = ended or log.stop_requested
