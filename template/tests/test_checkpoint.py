@@ -394,8 +394,7 @@ def train_with_a_full_disk_for_best(config: Config) -> list[bool]:
 
 def test_best_weights_that_cannot_be_written_leave_those_before(tmp_path):
     config = make_config(
-        tmp_path, evaluation__every_steps=1, evaluation__best_metric="validation/accuracy",
-        evaluation__best_mode="min",
+        tmp_path, evaluation__every_steps=1, evaluation__best_metric="validation/auroc",
     )  # fmt: skip
     assert True not in run_world(1, train_with_a_full_disk_for_best, config)[0], "it was full once"
     assert status(config)["outcome"] == "finished"
