@@ -55,7 +55,7 @@ def test_every_command_of_the_readme_does_what_it_says(project):
             continue  # these tests; below
         if command == "make train":
             result = run(f'make train ARGS="{SHORT}"', project)
-        elif "multi_node" in command:
+        elif "accelerate launch" in command and "multi_node" in command:
             result = run(two_nodes(command), project, CUDA_VISIBLE_DEVICES="-1")
         elif "gpu.yaml" in command:
             result = run(command, project, CUDA_VISIBLE_DEVICES="")
