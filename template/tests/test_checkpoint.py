@@ -132,6 +132,14 @@ def test_a_path_given_by_hand_is_where_the_run_begins_not_where_each_launch_does
     assert names(other) == ["step_00000006", "step_00000008", "step_00000009"], "none moved aside"
 
 
+def test_a_path_given_by_hand_may_have_any_name(copied):
+    good = copied.folder / "checkpoints" / "good"
+    folder_of(copied, 6).rename(good)
+    run_world(1, train, change(copied, resume=str(good), steps=10))
+    assert "step_00000004" in names(copied), "older ones stay where they are"
+    assert "step_00000008.old-1" in names(copied)
+
+
 class Malicious:
     def __reduce__(self):
         return os.mkdir, (os.environ["MALICIOUS_FOLDER"],)
@@ -488,3 +496,6 @@ def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
         assert same == average, "the export of a run with ema_decay is the average"
         with pytest.raises(ConfigError, match="exists"):
             checkpoint.merge(arguments)
+    arguments.file = str(tmp_path / "nowhere" / "weights.safetensors")
+    with pytest.raises(ConfigError, match="lies in a folder that does not exist"):
+        checkpoint.merge(arguments)

@@ -9,7 +9,14 @@ from runs import change, make_config, train
 from world import TESTS, run_world
 
 from my_project.batches import split
-from my_project.config import Config, ConfigError, parse, to_dict, to_yaml
+from my_project.config import (
+    Config,
+    ConfigError,
+    parse,
+    parse_command_line,
+    to_dict,
+    to_yaml,
+)
 from my_project.runtime import check_launch
 
 MINIMAL = """
@@ -180,6 +187,14 @@ def test_help_and_print_config_import_no_torch(config_file):
     ).stdout  # fmt: skip
     assert "schedule: cosine" in printed
     assert "samples: 40" in printed
+
+
+def test_restarted_in_place_a_run_that_began_anew_is_continued(config_file, monkeypatch):
+    command = ["train", "--config", str(config_file), "--resume", "never"]
+    monkeypatch.setattr("sys.argv", command)
+    assert parse_command_line("").resume == "never"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert parse_command_line("").resume == "auto"
 
 
 def test_a_plain_class_is_no_recipe():

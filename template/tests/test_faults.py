@@ -176,6 +176,43 @@ def test_a_second_signal_leaves_at_once_but_not_when_it_comes_right_after(tmp_pa
     assert not (config.folder / "checkpoints").exists()
 
 
+def train_signalled_after_its_time(config: Config) -> int:
+    """Be told to stop by the clock, and then by the scheduler."""
+    recipe_loss = type(config.recipe).loss
+
+    def loss(self, model, batch, at):
+        if at == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return recipe_loss(self, model, batch, at)
+
+    type(config.recipe).loss = loss  # type: ignore[method-assign]
+    return train(config)
+
+
+def test_the_first_signal_after_stop_after_is_no_second_one(tmp_path):
+    config = make_config(tmp_path, stop_after="0s")
+    assert run_world(1, train_signalled_after_its_time, config) == [75]
+    assert status(config)["reason"] == "stop_after 0s is over"
+
+
+def train_signalled_at_the_start(config: Config) -> int:
+    build = type(config.recipe).build_model
+
+    def build_model(self, data_info):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return build(self, data_info)
+
+    type(config.recipe).build_model = build_model  # type: ignore[method-assign]
+    return train(config)
+
+
+def test_a_signal_in_start_up_is_heeded_by_all_after_the_first_steps(tmp_path):
+    config = make_config(tmp_path)
+    assert run_world(2, train_signalled_at_the_start, config) == [75, 75]
+    assert status(config)["step"] == 2
+
+
 def test_stop_after_saves_and_leaves_on_all_processes(tmp_path):
     config = make_config(tmp_path, steps=100_000, stop_after="2s", telemetry__every_steps=50)
     started = time.monotonic()

@@ -109,7 +109,7 @@ class Checkpoints:
             "optimizer": slots,
         }
         if self.average:
-            kinds["average"] = dict(zip(self.average.names, self.average.average, strict=True))
+            kinds["average"] = self._averaged(self.average)
         sharded = any(
             isinstance(t, DTensor) for tensors in kinds.values() for t in tensors.values()
         )
@@ -165,8 +165,7 @@ class Checkpoints:
         Tensors(folder, "model").fill(self._weights())
         self._load_optimizer(folder, saved)
         if self.average:
-            named = dict(zip(self.average.names, self.average.average, strict=True))
-            Tensors(folder, "average").fill(named)
+            Tensors(folder, "average").fill(self._averaged(self.average))
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
@@ -178,6 +177,10 @@ class Checkpoints:
     def _weights(self) -> dict[str, Tensor]:
         tensors: dict[str, Any] = get_model_state_dict(self.model)
         return tensors
+
+    @staticmethod
+    def _averaged(average: Average) -> dict[str, Tensor]:
+        return dict(zip(map(plain_name, average.names), average.average, strict=True))
 
     def _copied(self, pieces: dict[str, dict[str, Piece]]) -> dict[str, dict[str, Piece]]:
         """Copy into host memory that is kept, pinned where there is a GPU."""
@@ -390,10 +393,12 @@ def choose(run: Run) -> Path | None:
         chosen: Path | None = Path(given)
         if problem := damage(Path(given)):
             raise ConfigError(f"resume {given} cannot be used: {problem}.")
+        run.write_status("running", resumed_from=given)
     else:  # a path given by hand is where this run once began: it goes on by itself
         chosen = _newest_good(run)
+    step = read_manifest(chosen)["step"] if chosen else -1
     for folder in (run.folder / "checkpoints").glob("step_*"):
-        if step_of(folder) > (step_of(chosen) if chosen else -1):
+        if step_of(folder) > step:
             aside = unused_name(folder)
             folder.rename(aside)
             logger.warning(
@@ -454,8 +459,9 @@ def merge(arguments: argparse.Namespace) -> int:
     folder, path = Path(arguments.folder), Path(arguments.file)
     if problem := damage(folder):
         raise ConfigError(f"{folder} cannot be used: {problem}.")
-    if path.exists():
-        raise ConfigError(f"{path} exists; give the name of a new file.")
+    if path.exists() or not path.parent.is_dir():
+        problem = "exists" if path.exists() else "lies in a folder that does not exist"
+        raise ConfigError(f"{path} {problem}; give the name of a new file.")
     merged: dict[str, Tensor] = {}
     for kind in ["model", "average"] if arguments.average else ["model"]:
         tensors = Tensors(folder, kind)

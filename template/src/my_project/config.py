@@ -331,9 +331,13 @@ def parse(arguments: list[str], description: str = "", prog: str | None = None) 
 def parse_command_line(description: str) -> Config:
     """Read the command line of the train module; a mistake ends the process with 2."""
     try:
-        return parse(sys.argv[1:], description)
+        config = parse(sys.argv[1:], description)
     except ConfigError as error:
         exit_with_sentence(error)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if restarted and config.resume == "never":  # the run that began anew is the one to continue
+        return dataclasses.replace(config, resume="auto")
+    return config
 
 
 def exit_with_sentence(error: Exception) -> NoReturn:

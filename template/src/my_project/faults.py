@@ -37,7 +37,7 @@ class StopRequest:
 
     def __init__(self, config: Config) -> None:
         self.reason = ""
-        self._first = 0.0
+        self._first: float | None = None  # when the first signal came
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
@@ -54,8 +54,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if not self.reason:
-            self.reason, self._first = name, time.monotonic()
+        if self._first is None:
+            self.reason, self._first = self.reason or name, time.monotonic()
             note = f"{name}: saving and leaving after this step; again in 5 s to leave at once\n"
             os.write(2, note.encode())  # print may be under way in what was interrupted
         elif time.monotonic() - self._first > SECOND_COUNTS_AFTER:

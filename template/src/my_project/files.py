@@ -98,6 +98,8 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
                 return f"{name} is damaged: its hash is not the one in manifest.json"
     except (ValueError, OSError) as error:
         return str(error)
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"its manifest.json is not one of ours ({error!r})"
     return ""
 
 

@@ -14,7 +14,6 @@ Then, on each node, with its own number:
 
 import argparse
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,4 +119,3 @@ if __name__ == "__main__":
         main(parser.parse_args())
     except ConfigError as error:
         exit_with_sentence(error)
-    sys.exit(0)

@@ -78,7 +78,7 @@ def main(config: Config) -> int:
         run.step = state["step"]
         runtime.log_start(accelerator, run, split, model, resume_from)
         if is_main:
-            run.write_status("running", resumed_from=config.resume)
+            run.write_status("running")
 
         # ---- the loop: step k is global batch k --------------------------------------------------
         steps = range(run.step, total_steps)
