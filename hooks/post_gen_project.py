@@ -18,9 +18,11 @@ from typing import Any
 
 # What git tracks in template/, one path per line, sorted. A new file of the template goes here.
 TEMPLATE_FILES = (
+    ".dockerignore",
     ".github/workflows/ci.yaml",
     ".gitignore",
     ".pre-commit-config.yaml",
+    "Dockerfile",
     "LICENSE.Apache-2.0",
     "LICENSE.BSD-3-Clause",
     "LICENSE.MIT",
@@ -39,6 +41,12 @@ TEMPLATE_FILES = (
     "accelerate_configs/multi_node_fsdp2.yaml",
     "accelerate_configs/multi_node_hsdp.yaml",
     "configs/image_classification.yaml",
+    "launch/kubeflow.yaml",
+    "launch/kubernetes.yaml",
+    "launch/local.sh",
+    "launch/network.sh",
+    "launch/slurm.sbatch",
+    "launch/ssh.sh",
     "pyproject.toml",
     "src/my_project/__init__.py",
     "src/my_project/batches.py",
@@ -47,12 +55,16 @@ TEMPLATE_FILES = (
     "src/my_project/evaluate.py",
     "src/my_project/faults.py",
     "src/my_project/files.py",
+    "src/my_project/launch.py",
+    "src/my_project/logs.py",
     "src/my_project/nodes.py",
     "src/my_project/optim.py",
     "src/my_project/predict.py",
+    "src/my_project/preflight.py",
     "src/my_project/recipe.py",
     "src/my_project/recipes/__init__.py",
     "src/my_project/recipes/image_classification.py",
+    "src/my_project/roll_call.py",
     "src/my_project/run.py",
     "src/my_project/runtime.py",
     "src/my_project/telemetry.py",
@@ -69,10 +81,13 @@ TEMPLATE_FILES = (
     "tests/test_gpu.py",
     "tests/test_image_classification.py",
     "tests/test_launch.py",
+    "tests/test_launch_node.py",
     "tests/test_metrics.py",
     "tests/test_optim.py",
+    "tests/test_preflight.py",
     "tests/test_readme.py",
     "tests/test_resume.py",
+    "tests/test_roll_call.py",
     "tests/test_same_curve.py",
     "tests/test_sharded.py",
     "tests/world.py",
@@ -130,7 +145,10 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
     if file == "pyproject.toml":
         license = answers["license"]
         words['license = "MIT"\n'] = "" if license == "none" else f'license = "{license}"\n'
-    if file in ("README.md", "Makefile") and answers["recipe"] != "all":
+    names_the_recipe = file in ("README.md", "Makefile", "Dockerfile") or file.startswith(
+        ("launch/", "accelerate_configs/")
+    )
+    if names_the_recipe and answers["recipe"] not in ("all", RECIPES[0]):
         words[RECIPES[0]] = answers["recipe"]
     return words
 
@@ -174,6 +192,8 @@ def main(answers: dict[str, Any], project: Path) -> None:
             filled = replace(content.decode(), replacements(place, answers)).encode()
             if filled != content:
                 (project / place).write_bytes(filled)
+            if place.endswith(".sh") and content.startswith(b"#!"):
+                (project / place).chmod(0o755)  # zip archives do not keep it
 
     folders = {parent for file in TEMPLATE_FILES for parent in (project / file).parents}
     for folder in sorted(folders, reverse=True):  # the inner ones first

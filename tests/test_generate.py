@@ -286,9 +286,10 @@ def test_nothing_of_the_template_is_left_in_a_renamed_project(template: Path, de
         f"{path}: {word}"
         for path, (content, _) in tree(project).items()
         for word in [*list(DEFAULTS.values())[:5], "cookiecutter.", "{{", "{%", "{#"]
-        # GitHub's own expressions look like Jinja's.
+        # GitHub's own expressions look like Jinja's, and the lengths of bash's arrays.
         if word in path
         or word in content.decode().replace("${{", "" if ".github" in path else "${{")
+        and not (word == "{#" and path.endswith(".sh"))
     ]
     assert left == []
     assert not [path for path in project.rglob("*") if path.is_symlink()]

@@ -1,6 +1,5 @@
 """Faults on two hosts, through the real launcher: the run ends in time, says why, and goes on."""
 
-import json
 import os
 import signal
 import sys
@@ -9,19 +8,16 @@ from pathlib import Path
 
 import pytest
 from two_hosts import ADDRESSES, TwoHosts, available
-
-PROJECT = Path(__file__).parents[1] / "template"
-CONFIG = """
-recipe: {class_path: ragged.Ragged, init_args: {dtype: float64, dropout: 0.2, seconds: 0.05}}
-batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
-steps: 400
-optim: {lr: 0.01, ema_decay: 0.9}
-checkpoints: {every_steps: 20}
-telemetry: {every_steps: 1, trackers: []}
-distributed: {timeout_seconds: 5, startup_timeout_seconds: 60}
-runs_folder: shared/runs
-"""
-STOPS_AT = ("--steps", "100000")
+from two_hosts_runs import (
+    CONFIG,
+    PROJECT,
+    STOPS_AT,
+    assert_finished_with_the_right_weights,
+    run_folder,
+    status,
+    steps,
+    wait_for,
+)
 
 pytestmark = [
     pytest.mark.root,
@@ -33,7 +29,6 @@ pytestmark = [
 @pytest.fixture
 def hosts(tmp_path):
     (tmp_path / "tiny.yaml").write_text(CONFIG)
-    (tmp_path / "shared").mkdir()
     with TwoHosts(tmp_path) as hosts:
         yield hosts
 
@@ -58,57 +53,6 @@ def launch(hosts: TwoHosts, *arguments: str, flags: tuple[str, ...] = (), **more
         )  # fmt: skip
 
 
-def run_folder(hosts: TwoHosts) -> Path:
-    return hosts.folder / "shared/runs/tiny"
-
-
-def status(hosts: TwoHosts) -> dict:
-    return json.loads((run_folder(hosts) / "status.json").read_text())
-
-
-def steps(hosts: TwoHosts) -> int:
-    path = run_folder(hosts) / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
-def wait_for(hosts: TwoHosts, condition, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, hosts.output(0) + hosts.output(1)
-        assert any(c.poll() is None for c in hosts.commands), hosts.output(0) + hosts.output(1)
-        time.sleep(0.1)
-
-
-def reference_weights(folder: Path, total: int) -> dict:
-    """Train the same on one process, in this one's child, without a network."""
-    import subprocess
-
-    from safetensors.torch import load_file
-
-    environment = {
-        "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
-        "ACCELERATE_USE_CPU": "1",
-    }
-    subprocess.run(
-        [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml", "--run_name", "alone",
-         "--recipe.init_args.seconds", "0", "--runs_folder", "alone", "--steps", str(total)],
-        cwd=folder, env=dict(os.environ) | environment, check=True, capture_output=True,
-    )  # fmt: skip
-    return load_file(folder / "alone/alone/export/model.safetensors")
-
-
-def assert_finished_with_the_right_weights(hosts: TwoHosts, total: int) -> None:
-    import torch
-    from safetensors.torch import load_file
-
-    assert status(hosts)["outcome"] == "finished", hosts.output(0)
-    ours = load_file(run_folder(hosts) / "export/model.safetensors")
-    theirs = reference_weights(hosts.folder, total)
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-9)
-    assert steps(hosts) == total + 1, "one record per step, and the evaluation's"
-
-
 def test_sigterm_on_one_host_saves_on_both_at_one_step_and_the_run_goes_on(hosts):
     launch(hosts, "--steps", "60")
     wait_for(hosts, lambda: steps(hosts) >= 10)
@@ -122,7 +66,7 @@ def test_sigterm_on_one_host_saves_on_both_at_one_step_and_the_run_goes_on(hosts
     hosts.commands.clear()
     launch(hosts, "--steps", "60")
     assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
-    assert f"resumed from shared/runs/tiny/checkpoints/step_{left['step']:08d}" in hosts.output(0)
+    assert f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}" in hosts.output(0)
     assert_finished_with_the_right_weights(hosts, 60)
 
 
@@ -170,7 +114,8 @@ def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
 
 
 def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(hosts):
-    place = hosts.folder / "shared"
+    place = hosts.folder / "runs"
+    place.mkdir()
     disks = []
     for host in (0, 1):
         disk = hosts.folder / f"disk{host}"

@@ -68,19 +68,28 @@ class TwoHosts:
             disk: (folder, place): where this host alone sees the folder.
             environment: in addition to that of this process.
         """
-        arguments = [f"host{host}", str(self.folder / "hosts"), *command]
-        script = ENTER
-        if disk:
-            script, arguments = ENTER_WITH_DISK, [*map(str, disk), *arguments]
         with (self.folder / f"host{host}.txt").open("ab") as output:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.namespaces[host],
-                 "unshare", "--uts", "--mount", "bash", "-ec", script, "_", *arguments],
+                self.entering(host, *command, disk=disk),
                 stdout=output, stderr=subprocess.STDOUT, cwd=self.folder,
                 env=dict(os.environ) | environment,
             )  # fmt: skip
         self.commands.append(process)
         return process
+
+    def entering(
+        self, host: int, *command: str, disk: tuple[Path, Path] | None = None
+    ) -> list[str]:
+        """Make a command one that runs on a host."""
+        arguments = [f"host{host}", str(self.folder / "hosts"), *command]
+        script = ENTER
+        if disk:
+            script, arguments = ENTER_WITH_DISK, [*map(str, disk), *arguments]
+        return [
+            # not `ip netns exec`, which hides /sys/fs/cgroup
+            "nsenter", f"--net=/run/netns/{self.namespaces[host]}",
+            "unshare", "--uts", "--mount", "bash", "-ec", script, "_", *arguments,
+        ]  # fmt: skip
 
     def output(self, host: int) -> str:
         """Read what the commands on a host have printed."""

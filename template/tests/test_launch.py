@@ -26,15 +26,19 @@ telemetry: {every_steps: 2}
 
 @contextmanager
 def launch(
-    folder: Path, *arguments: str, flags: tuple[str, ...] = ()
+    folder: Path,
+    *arguments: str,
+    flags: tuple[str, ...] = (),
+    launcher: str = "accelerate.commands.launch",
+    where: str = "cpu_2_processes",
 ) -> Iterator[subprocess.Popen]:
     """Start a run; at the end, every process of it must be gone."""
     (folder / "tiny.yaml").write_text(CONFIG)
     mark = uuid.uuid4().hex
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch",
-         "--config_file", str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"), *flags,
+        [sys.executable, "-m", launcher,
+         "--config_file", str(PROJECT / f"accelerate_configs/{where}.yaml"), *flags,
          "-m", "my_project.train", "--config", "tiny.yaml", *arguments],
         cwd=folder, env=environment | {"TEST_MARK": mark}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

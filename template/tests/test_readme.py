@@ -35,6 +35,7 @@ def project(tmp_path_factory):
     for name in (
         "configs",
         "accelerate_configs",
+        "launch",
         "src",
         "tests",
         "Makefile",
@@ -53,8 +54,13 @@ def test_every_command_of_the_readme_does_what_it_says(project):
             continue  # how this environment came to be
         if command in ("make test", "make lint", "tensorboard --logdir runs"):
             continue  # these tests; below
+        if command.startswith(("sbatch", "kubectl")):
+            assert all((project / name).is_file() for name in re.findall(r"launch/\S+", command))
+            continue  # tried on a cluster, in the tests of the template
         if command == "make train":
             result = run(f'make train ARGS="{SHORT}"', project)
+        elif "launch/" in command and "_configs" not in command:
+            result = run(command + SHORT, project, **on_this_machine(project))
         elif "accelerate launch" in command and "multi_node" in command:
             result = run(two_nodes(command), project, CUDA_VISIBLE_DEVICES="-1")
         elif "gpu.yaml" in command:
@@ -76,6 +82,17 @@ def test_every_command_of_the_readme_does_what_it_says(project):
     assert (project / "weights.safetensors").is_file()
     nodes = json.loads((project / "runs/two_nodes/run.json").read_text())
     assert nodes["environment"]["WORLD_SIZE"] == "2"
+
+
+def on_this_machine(project: Path) -> dict[str, str]:
+    """Make the nodes of hosts.txt processes of this machine, reached by a shell in place of ssh."""
+    if (project / "hosts.txt").exists():
+        (project / "hosts.txt").write_text("gpu-a slots=1\ngpu-b slots=1\n")
+    ssh = project / "ssh"
+    ssh.write_text('#!/bin/bash\nexec bash -c "$2"\n')
+    ssh.chmod(0o755)
+    name = {"WHERE": "multi_node_cpu", "PORT": "29519"} if (project / "hosts.txt").exists() else {}
+    return {"SSH": str(ssh), "ADDRESS": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "-1"} | name
 
 
 def two_nodes(command: str) -> str:

@@ -95,6 +95,9 @@ def main(arguments: argparse.Namespace) -> None:
         if not path.is_file():
             raise ConfigError(f"{path} is no file.")
     hosts = read_hosts(Path(arguments.hosts).read_text(encoding="utf-8"))
+    if arguments.list:
+        print(*(f"{host.name} {host.slots}" for host in hosts), sep="\n")
+        return
     written = configs(hosts, Path(arguments.where), arguments.address, arguments.port)
     folder = Path(arguments.folder)
     for name, text in written.items():
@@ -112,6 +115,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("hosts", help="the host list")
     parser.add_argument("--where", default="accelerate_configs/multi_node.yaml")
+    parser.add_argument("--list", action="store_true", help="print the hosts, write nothing")
     parser.add_argument("--folder", default="nodes", help="where the files go")
     parser.add_argument("--address", default="", help="of the main node, if not its name")
     parser.add_argument("--port", type=int, default=29500)

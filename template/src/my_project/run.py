@@ -4,6 +4,7 @@ runs/<run_name>/
   config.yaml      the resolved config
   run.json         the command, versions, git commit, chosen environment variables
   status.json      running, finished, preempted or failed; step; reason
+  logs/            what each process printed, by node (launch.py)
   errors/          a file for each process that failed: rank, host, step, traceback
   metrics.jsonl    one record per interval and per evaluation
   checkpoints/     step_00000100/ ...
@@ -139,8 +140,13 @@ class Run:
 
     def begin(self) -> None:
         """Make the folder and record what the run is made of. Main process only."""
-        if self.config.resume == "never" and self.folder.exists():
-            self.folder.rename(unused_name(self.folder))
+        logs = self.folder / "logs"  # this launch is already writing there
+        if self.config.resume == "never" and set(self.folder.glob("*")) - {logs}:
+            aside = unused_name(self.folder)
+            self.folder.rename(aside)
+            if (aside / "logs").exists():
+                self.folder.mkdir()
+                (aside / "logs").rename(logs)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.token = uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))

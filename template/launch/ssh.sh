@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# All nodes of a host list, over ssh, from any one machine that reaches them:
+#   launch/ssh.sh hosts.txt --config configs/image_classification.yaml --batches.micro_batch_size 4
+# hosts.txt has a node per line, the main one first, with its number of processes: gpu-a slots=8
+# Put --preflight after hosts.txt to check the cluster before training.
+#
+# Every node sees this folder and this Python under the same paths, and ssh asks for no password.
+# Each line of output begins with its host. Ctrl-C, or the first node that fails, stops all of them:
+# each holds a connection to this script, and saves and leaves when that ends, for whatever reason.
+#
+# In the environment: WHERE, a name in accelerate_configs/ (multi_node); PORT of the main node
+# (29500); ADDRESS of the main node, if not its name in the list; SSH, the command (ssh).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(command -v python)
+
+if [ $# -lt 1 ] || [[ $1 == -* ]]; then
+    echo "error: give a host list first: launch/ssh.sh hosts.txt --config configs/..." >&2
+    exit 2
+fi
+listed=$("$python" -m my_project.nodes "$1" --list) || exit 2
+shift
+hosts=() slots=0
+while read -r name count; do
+    hosts+=("$name") slots=$count
+done <<<"$listed"
+read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15}"
+
+# Quote words for the shell of another host, whichever shell that is.
+quoted() {
+    local word
+    for word in "$@"; do printf " '%s'" "${word//\'/\'\\\'\'}"; done
+}
+
+# The nodes read from a pipe into which nothing is written. When this script closes it or is gone,
+# by SIGKILL too, they read its end.
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+mkfifo "$folder/leash"
+exec {leash}<>"$folder/leash"
+let_go() {
+    [ -z "$leash" ] || exec {leash}>&-
+    leash=""
+}
+trap 'echo "stopping all nodes" >&2; let_go' INT TERM HUP
+
+for rank in "${!hosts[@]}"; do
+    # shellcheck disable=SC2016 # what is in single quotes is for the other host's shell
+    command="cd$(quoted "$PWD") && exec bash -c$(quoted 'source launch/network.sh; exec "$@"' node \
+        "$python" -m my_project.launch --stop_at_end_of_input \
+        --config_file "accelerate_configs/${WHERE:-multi_node}.yaml" \
+        --num_machines "${#hosts[@]}" --num_processes "$((slots * ${#hosts[@]}))" \
+        --machine_rank "$rank" --main_process_ip "${ADDRESS:-${hosts[0]}}" \
+        --main_process_port "${PORT:-29500}" \
+        -m my_project.train "$@")"
+    (
+        exec {leash}>&- # else this would hold on to its own leash
+        code=0
+        "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/leash" 2>&1 |
+            sed -u "s|^|${hosts[rank]}: |" || code=$?
+        echo "$code" >"$folder/.code.$rank"
+        mv "$folder/.code.$rank" "$folder/code.$rank"
+    ) &
+done
+
+# ---- until all have ended ------------------------------------------------------------------------
+outcome=0
+while :; do
+    ended=0
+    for file in "$folder"/code.*; do
+        [ -e "$file" ] || continue
+        ended=$((ended + 1))
+        code=$(<"$file")
+        if [ "$code" -ne 0 ] && [ "$outcome" -eq 0 ]; then outcome=$code; fi
+        if [ "$code" -ne 0 ] && [ "$code" -ne 75 ]; then
+            if [ "$outcome" -eq 75 ]; then outcome=$code; fi
+            let_go
+        fi
+    done
+    [ "$ended" -lt "${#hosts[@]}" ] || break
+    wait -n || true # one has ended, or a signal came
+done
+exit "$outcome"

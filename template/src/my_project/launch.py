@@ -1,0 +1,408 @@
+"""Start this node's part of a run: `accelerate launch`, watched from its start to its outcome.
+
+    python -m my_project.launch --config_file accelerate_configs/multi_node.yaml \
+        --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip gpu-a \
+        -m my_project.train --config configs/image_classification.yaml
+
+Takes what accelerate launch takes, and does besides, in this order:
+1. prints one line: which node this is, its processes, address, precision and run folder;
+2. with several nodes, waits until all are there and reach each other (roll_call.py);
+3. with --preflight, checks the cluster (preflight.py), and ends with 1 where that fails;
+4. trains; what each process prints also goes to <run folder>/logs/node_<n>/;
+5. passes signals on, so that the run saves and leaves; leaves no process behind;
+6. exits with the run's outcome: 0 finished, 75 preempted, else failed.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .config import ConfigError, exit_with_sentence
+from .roll_call import Node, interface_to, roll_call
+
+PREEMPTED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+KILLED_BY_A_SIGNAL_AFTER = 5.0  # seconds since the first; launchers and schedulers send doubles
+STATUS_SHOWS_WITHIN = 60.0  # seconds, on network file systems
+# What a scheduler or an outer launcher may have set, and torchrun would take for its own.
+NOT_INHERITED = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|PET_(NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|RDZV_\w+)|TORCHELASTIC_(?!LOG_LINE)\w+"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the command line and the accelerate config say together."""
+
+    flags: tuple[str, ...]  # of accelerate launch
+    module: str
+    arguments: tuple[str, ...]  # of the module
+    nodes: int
+    processes: int  # over all nodes
+    rank: int  # of this node
+    address: str  # of node 0
+    port: int
+    precision: str
+    elastic: bool
+    preflight: bool
+    seconds_to_come: float
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes on each node."""
+        return self.processes // self.nodes
+
+    @property
+    def run_folder(self) -> Path:
+        """The run folder that the module's arguments name; as config.parse finds it."""
+        return run_folder(self.arguments)
+
+    def command(self, module: str) -> list[str]:
+        """Spell out what is run."""
+        return [
+            sys.executable, "-m", "accelerate.commands.launch", *self.flags,
+            "-m", module, *self.arguments,
+        ]  # fmt: skip
+
+
+# ---- what is asked for ---------------------------------------------------------------------------
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
+    """Read the command line: this module's options and accelerate's, then -m and the module's.
+
+    Raises:
+        ConfigError: it cannot be launched so.
+    """
+    import yaml
+
+    if "-m" not in arguments:
+        raise ConfigError("name what to run after the flags, such as -m my_project.train")
+    at = arguments.index("-m")
+    module, its_arguments = arguments[at + 1], arguments[at + 2 :]
+    if preflight := "--preflight" in its_arguments:  # where the scripts in launch/ put it
+        its_arguments.remove("--preflight")
+    own, flags = _parser().parse_known_args(arguments[:at])
+    accelerates = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("config_file", "main_process_ip", "mixed_precision", "rdzv_backend"):
+        accelerates.add_argument(f"--{name}")
+    for name in ("num_machines", "num_processes", "machine_rank", "main_process_port"):
+        accelerates.add_argument(f"--{name}", type=int)
+    given, rest = accelerates.parse_known_args(flags)
+    if not given.config_file:
+        raise ConfigError(
+            "give --config_file accelerate_configs/<where>.yaml; without it accelerate reads a file"
+            " of your own cache."
+        )
+    path = Path(given.config_file)
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; accelerate_configs/README.md lists those there are.")
+    where = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+    def value(name: str, default: Any) -> Any:
+        found = getattr(given, name)
+        return where.get(name, default) if found is None else found
+
+    nodes, processes = value("num_machines", 1), value("num_processes", 1)
+    rank, port = value("machine_rank", 0), value("main_process_port", None) or 29500
+    if processes % nodes or processes < nodes:
+        raise ConfigError(
+            f"--num_processes {processes} over --num_machines {nodes} leaves"
+            f" {processes % nodes} over; it counts the processes of all nodes: give a multiple of"
+            f" {nodes}."
+        )
+    if not 0 <= rank < nodes:
+        raise ConfigError(f"--machine_rank is {rank}, but must lie between 0 and {nodes - 1}.")
+    each = processes // nodes
+    if str(where.get("gpu_ids", "")).startswith("-1") and "--gpu_ids" not in " ".join(rest):
+        flags.append("--gpu_ids=" + ",".join(["-1"] * each))
+    if "parallelism_config" in where and "parallelism_config_dp" not in " ".join(rest):
+        flags += [
+            f"--parallelism_config_dp_replicate_size={nodes}",
+            f"--parallelism_config_dp_shard_size={each}",
+        ]
+    elastic = given.rdzv_backend == "c10d"
+    if elastic:  # says who opens the port, where the name of this host stands for 127.0.1.1
+        flags += ["--rdzv_conf", f"is_host={int(rank == 0)}"]
+    return own, Launch(
+        flags=tuple(flags),
+        module=module,
+        arguments=tuple(its_arguments),
+        nodes=nodes,
+        processes=processes,
+        rank=rank,
+        address=value("main_process_ip", "") or "127.0.0.1",
+        port=port,
+        precision=str(value("mixed_precision", "no")),
+        elastic=elastic,
+        preflight=own.preflight or preflight,
+        seconds_to_come=own.seconds_to_come,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--preflight", action="store_true", help="check the cluster first")
+    parser.add_argument(
+        "--seconds_to_come",
+        type=float,
+        default=600,
+        help="how long to wait for the other nodes",
+    )
+    parser.add_argument(
+        "--stop_at_end_of_input",
+        action="store_true",
+        help="stop when standard input ends: when the connection that started this is gone",
+    )
+    return parser
+
+
+def run_folder(arguments: tuple[str, ...]) -> Path:
+    """Find the run folder that a run's arguments name, without importing its recipe."""
+    import yaml
+
+    folder, name, stem = "runs", "run", "run"
+    words = [part for word in arguments for part in word.split("=", 1)]
+    for word, value in pairwise(words):
+        if word == "--config":
+            stem = Path(value).stem
+            text = Path(value).read_text(encoding="utf-8") if Path(value).is_file() else ""
+            settings = yaml.safe_load(text) or {}
+            folder = settings.get("runs_folder", folder)
+            name = settings.get("run_name", name)
+        elif word == "--runs_folder":
+            folder = value
+        elif word == "--run_name":
+            name = value
+    return Path(folder) / (stem if name == "run" else name)
+
+
+# ---- this node -----------------------------------------------------------------------------------
+def prepare_environment(launch: Launch) -> str:
+    """Set what torchrun and gloo need on this node.
+
+    Returns:
+        The interface by which the other nodes are reached; empty where there is no choice to make.
+    """
+    for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
+        del os.environ[name]
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
+    # torchrun would kill a run that is still saving after 30 s; schedulers have limits of their own
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # restarts find a live address
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+    if launch.nodes == 1:
+        return ""
+    interface, ip = interface_to(launch.address)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("PET_LOCAL_ADDR", ip)
+    return interface
+
+
+def line(launch: Launch, interface: str) -> str:
+    """Say in one line what this node does."""
+    first = launch.rank * launch.processes_per_node
+    last = first + launch.processes_per_node - 1
+    return (
+        f"node {launch.rank} of {launch.nodes} ({socket.gethostname()}"
+        + (f", {interface}" if interface else "")
+        + f"): rank{'s' * (last > first)} {first}"
+        + (f" to {last}" if last > first else "")
+        + f" of {launch.processes}"
+        + (f", main node {launch.address}:{launch.port}" if launch.nodes > 1 else "")
+        + f", precision {launch.precision}, run folder {launch.run_folder}"
+    )
+
+
+class Child:
+    """`accelerate launch` on this node, and all that it starts."""
+
+    def __init__(self, *, torchrun: bool) -> None:
+        self.torchrun = torchrun  # accelerate starts a single process without it
+        self.process: subprocess.Popen | None = None
+        self.told: float | None = None  # when first told to stop
+        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: whoever loses its parent becomes ours
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        first, self.told = self.told is None, self.told or now
+        if self.process is None:
+            raise SystemExit(PREEMPTED)  # nothing has begun; the same command starts it
+        if first:
+            for process in self._who_passes_it_on():
+                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        elif now - self.told > KILLED_BY_A_SIGNAL_AFTER:
+            self.end_all()
+
+    def _who_passes_it_on(self) -> list[psutil.Process]:
+        """Find who is to be told: torchrun tells its processes; without it, they themselves."""
+        assert self.process
+        try:
+            accelerate = psutil.Process(self.process.pid)
+            return (not self.torchrun and accelerate.children()) or [accelerate]
+        except psutil.NoSuchProcess:
+            return []
+
+    def run(self, command: list[str]) -> int:
+        """Run a command; return its exit code when it and all it started are gone."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # for the moment in which there are two of us
+        try:
+            self.process = subprocess.Popen(
+                command,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - a few system calls
+                start_new_session=True,  # Ctrl-C in a terminal reaches this process only
+            )
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, self._handle)
+        try:
+            return self.process.wait()
+        finally:
+            self.end_all()
+            self.process = None
+
+    def end_all(self) -> None:
+        """Kill what is left: a launcher that was killed leaves its processes training."""
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs([p for p in left if not self.process or p.pid != self.process.pid], 10)
+
+
+def _end_with_parent() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def prctl(option: int, value: int) -> None:
+    """Ask Linux about orphans; elsewhere do without."""
+    if LIBC:
+        LIBC.prctl(option, value)
+
+
+def stop_at_end_of_input() -> None:
+    """Stop this process when its standard input ends."""
+
+    def wait() -> None:
+        while os.read(0, 4096):  # not sys.stdin, whose lock would be held at the exit
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+# ---- the outcome ---------------------------------------------------------------------------------
+def read_status(folder: Path) -> dict[str, Any]:
+    """Read status.json; empty when there is none."""
+    try:
+        os.listdir(folder)  # makes a network file system look whether the file is still the same
+        status: dict[str, Any] = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return status
+
+
+def exit_code(status: dict[str, Any], before: dict[str, Any], code: int) -> int:
+    """Turn what a run has recorded into an exit code.
+
+    Args:
+        status: now.
+        before: as it was when the launcher started.
+        code: of the launcher, which is 0 or 1 whatever its processes returned.
+    """
+    outcome = status.get("outcome")
+    if outcome == "preempted" and status != before:
+        return PREEMPTED
+    if code == 0 or (outcome == "finished" and status != before):
+        return 0
+    return code if code > 0 else 1
+
+
+def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[str, Any]:
+    """Read status.json once it says how the run has ended, or will not any more."""
+    started = time.monotonic()
+    while True:
+        status = read_status(folder)
+        waited = time.monotonic() - started
+        enough = 5.0 if status == before else STATUS_SHOWS_WITHIN
+        if status.get("outcome") != "running" or nodes == 1 or waited > enough:
+            return status
+        time.sleep(0.2)
+
+
+def main(arguments: list[str]) -> int:
+    """Launch this node's part; return the exit code."""
+    own, launch = parse(arguments)
+    folder = launch.run_folder
+    child = Child(torchrun=launch.processes > 1)
+    if own.stop_at_end_of_input:
+        stop_at_end_of_input()
+    interface = prepare_environment(launch)
+    print(line(launch, interface), flush=True)
+    if launch.nodes > 1 and not launch.elastic:
+        _, ip = interface_to(launch.address)
+        me = Node(
+            rank=launch.rank,
+            nodes=launch.nodes,
+            processes=launch.processes,
+            run=" ".join((launch.module, *launch.arguments)),
+            host=socket.gethostname(),
+            interface=interface,
+            ip=ip,
+        )
+        roll_call(
+            me, launch.address, launch.port, launch.seconds_to_come,
+            say=lambda text: print(text, flush=True),
+        )  # fmt: skip
+    if launch.preflight and child.run(launch.command(f"{__package__}.preflight")) != 0:
+        print("preflight failed, so nothing was trained; its errors stand above", flush=True)
+        return PREEMPTED if child.told else 1
+    before = read_status(folder)
+    command = launch.command(launch.module)
+    if launch.processes > 1:
+        at = command.index("-m", 3)
+        command[at:at] = ["--tee", "3", "--log_dir", str(folder / "logs" / f"node_{launch.rank}")]
+    code = child.run(command)
+    status = wait_for_status(folder, before, launch.nodes)
+    if child.told and code and status == before:
+        print("stopped before it began; the same command starts it", flush=True)
+        return PREEMPTED
+    if status != before:  # below whatever the launchers have printed about their processes
+        print(f"{folder}: {status.get('outcome')}: {status.get('reason')}", flush=True)
+    return exit_code(status, before, code)
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except ConfigError as error:
+        exit_with_sentence(error)

@@ -1,0 +1,85 @@
+"""Follow what all processes of a run print, on every node, until the run ends.
+
+    python -m my_project.logs runs/image_classification
+
+Reads the files that launch.py has the processes' output written to, of the newest start of each
+node: <run folder>/logs/node_<n>/<start>/attempt_<n>/<process>/stdout.log and stderr.log.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .config import ConfigError, exit_with_sentence
+from .launch import read_status
+
+QUIET_SECONDS = 3.0  # after which a run that has ended has nothing more to say
+
+
+def newest(folder: Path) -> Iterator[tuple[str, Path]]:
+    """List the label and path of each file that the newest start of each node writes."""
+    for node in sorted(folder.glob("logs/node_*"), key=lambda path: int(path.name[5:])):
+        starts = [path for path in node.iterdir() if path.is_dir()]
+        attempts = [a for start in starts for a in start.glob("attempt_*")]
+        if attempts:
+            latest = max(attempts, key=lambda path: path.stat().st_mtime)
+            for process in sorted(latest.iterdir(), key=lambda path: path.name.zfill(4)):
+                for stream in ("stdout.log", "stderr.log"):
+                    if (process / stream).is_file():
+                        yield f"{node.name}:{process.name}", process / stream
+
+
+def follow(folder: Path, lines: int, poll_seconds: float = 0.5) -> Iterator[str]:
+    """Yield each line with the node and the process that printed it.
+
+    Args:
+        folder: of the run.
+        lines: how many of the last ones of each file to begin with.
+        poll_seconds: how often to look for more.
+    """
+    offsets: dict[Path, int] = {}
+    quiet_since = time.monotonic()
+    while True:
+        for label, path in newest(folder):
+            with path.open("rb") as file:
+                file.seek(offsets.get(path, 0))
+                whole, _, rest = file.read().rpartition(b"\n")
+                new = whole.decode(errors="replace").splitlines() if whole else []
+                at_first = path not in offsets
+                offsets[path] = file.tell() - len(rest)
+            for text in new[-lines:] if at_first else new:
+                quiet_since = time.monotonic()
+                yield f"{label} | {text}"
+        ended = read_status(folder).get("outcome") != "running"
+        if ended and time.monotonic() - quiet_since > QUIET_SECONDS:
+            return
+        time.sleep(poll_seconds)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Print until the run ends, and how it did."""
+    folder = Path(arguments.run)
+    if not any(newest(folder)):
+        raise ConfigError(
+            f"{folder}/logs holds nothing: the launchers in launch/ write it, for more than one"
+            " process."
+        )
+    for text in follow(folder, arguments.lines):
+        print(text, flush=True)
+    status = read_status(folder)
+    print(f"{folder}: {status.get('outcome', 'no status.json')} {status.get('reason', '')}".strip())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="the run folder")
+    parser.add_argument("--lines", type=int, default=20, help="of each process to begin with")
+    try:
+        main(parser.parse_args())
+    except ConfigError as error:
+        exit_with_sentence(error)
+    except KeyboardInterrupt:
+        pass

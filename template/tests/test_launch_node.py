@@ -1,0 +1,218 @@
+"""launch.py: what it makes of the arguments, signals and outcomes; local.sh; logs.py."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import test_launch
+from test_launch import CONFIG, PROJECT, outcome
+
+from my_project import config, launch, logs
+from my_project.config import ConfigError
+
+WHERE = str(PROJECT / "accelerate_configs")
+TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
+
+
+def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
+    return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])[1]
+
+
+def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
+    four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
+    assert (four.nodes, four.processes, four.rank, four.processes_per_node) == (2, 8, 1, 4)
+    assert "--gpu_ids=-1,-1,-1,-1" in four.flags
+    assert launch.line(four, "eth0").endswith(
+        "eth0): ranks 4 to 7 of 8, main node 127.0.0.1:29500, precision no, run folder runs/tiny"
+    )
+    hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
+    assert "--parallelism_config_dp_replicate_size=4" in hsdp.flags
+    assert "--parallelism_config_dp_shard_size=8" in hsdp.flags
+    asked = parsed("--preflight", "--seconds_to_come", "5")
+    assert asked.preflight
+    assert "--preflight" not in asked.command("x"), "it is not accelerate's"
+    _, among = launch.parse(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"])
+    assert among.preflight
+    assert "--preflight" not in among.command("x"), "it is not train's"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--config_file", f"{WHERE}/cpu.yaml"], "name what to run"),
+        (list(TRAIN), "give --config_file"),
+        (["--config_file", "none.yaml", *TRAIN], "none.yaml is no file"),
+        (
+            ["--config_file", f"{WHERE}/multi_node.yaml", "--num_machines", "3", *TRAIN],
+            "--num_processes 16 over --num_machines 3 leaves 1 over",
+        ),
+        (
+            ["--config_file", f"{WHERE}/multi_node.yaml", "--machine_rank", "2", *TRAIN],
+            "--machine_rank is 2, but must lie between 0 and 1",
+        ),
+    ],
+)
+def test_a_wrong_launch_is_refused_with_a_sentence(arguments, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        launch.parse(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--run_name", "other"],
+        ["--run_name=o=ther", "--runs_folder", "/elsewhere"],
+        ["--config", "named.yaml"],
+        ["--run_name", "before", "--config", "named.yaml"],
+    ],
+)
+def test_the_run_folder_is_the_one_that_the_run_will_use(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
+    Path("named.yaml").write_text("run_name: named\nruns_folder: there\n")
+    arguments = ["--config", "tiny.yaml", *arguments]
+    assert launch.run_folder(tuple(arguments)) == config.parse(arguments).folder
+
+
+@pytest.mark.parametrize(
+    ("status", "before", "code", "wanted"),
+    [
+        ("finished", "running", 0, 0),
+        ("finished", "finished", 0, 0),  # again: it only shows the result
+        ("finished", "running", 1, 0),  # trouble after the end
+        ("preempted", "running", 1, 75),
+        ("preempted", "preempted", 1, 1),  # refused before it began, that is not this run's word
+        ("preempted", "running", 0, 75),  # with restarts the workers end with 0
+        ("failed", "running", 1, 1),
+        ("running", "running", 1, 1),
+        ("running", "", -9, 1),
+        ("", "", 2, 2),
+    ],
+)
+def test_the_exit_code_is_the_runs_outcome(status, before, code, wanted):
+    assert launch.exit_code({"outcome": status}, {"outcome": before}, code) == wanted
+
+
+def test_what_a_scheduler_set_does_not_reach_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PET_NNODES", "PET_NODE_RANK"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("PET_MONITOR_INTERVAL", "1")
+    launch.prepare_environment(parsed("--num_machines=1", "--num_processes=2"))
+    left = {name for name in os.environ if re.match(r".*RANK|WORLD|MASTER|PET_N", name)}
+    assert not left
+    assert os.environ["PET_MONITOR_INTERVAL"] == "1", "what a user may want stays"
+
+
+# ---- for real ------------------------------------------------------------------------------------
+@pytest.fixture
+def project(tmp_path):
+    for name in ("src", "accelerate_configs", "launch"):
+        (tmp_path / name).symlink_to(PROJECT / name)
+    return tmp_path
+
+
+def steps(folder: Path) -> int:
+    path = folder / "runs/tiny/metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def start(project: Path, where: str, *arguments: str):
+    """Start launch.py; at the end, every process of it must be gone."""
+    launcher = "my_project.launch"
+    return test_launch.launch(project, *arguments, launcher=launcher, where=where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["cpu", "cpu_2_processes"])
+def test_a_signal_saves_and_leaves_with_75_and_the_next_start_goes_on(project, where):
+    long = ("--steps", "100000", "--telemetry.every_steps", "1")
+    with start(project, where, *long) as run:
+        while steps(project) < 3:
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.1)
+        run.send_signal(signal.SIGUSR1)
+        run.communicate(timeout=60)
+    assert run.returncode == 75
+    left = outcome(project)
+    assert left["outcome"] == "preempted"
+    with start(project, where, "--steps", str(left["step"] + 2)) as run:
+        shown, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, shown
+    assert f"step_{left['step']:08d}" in shown
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_nothing_keeps_training(project):
+    """SIGKILL for accelerate's launcher, then for launch.py itself."""
+    long = ("--steps", "100000", "--telemetry.every_steps", "1")
+    for whom in ("accelerate.commands.launch", "my_project.launch"):
+        before = steps(project)
+        with start(project, "cpu_2_processes", *long) as run:
+            while steps(project) < before + 3:
+                assert run.poll() is None, run.communicate()[0]
+                time.sleep(0.1)
+            pids = test_launch.processes_with(run.mark)
+            (victim,) = [
+                pid for pid in pids
+                if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2] == whom.encode()
+            ]  # fmt: skip
+            os.kill(victim, signal.SIGKILL)
+            run.communicate(timeout=60)
+        assert run.returncode not in (0, 75)
+    assert outcome(project)["outcome"] == "preempted", "told to stop by its parent's death"
+
+
+@pytest.mark.slow
+def test_local_sh_trains_on_all_devices_and_prints_the_torchrun_line_that_does_the_same(project):
+    (project / "tiny.yaml").write_text(CONFIG)
+    environment = dict(os.environ) | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
+        "PROCESSES": "2",
+        "WHERE": "cpu_2_processes",
+    }
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=project, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    shown = call("bash", "launch/local.sh", "--config", "tiny.yaml", "--run_name", "first")
+    equal = re.findall("equals: (.*)", shown)[0].replace("first", "second")
+    if shutil.which("nvidia-smi"):
+        equal = equal.replace("ACCELERATE_MIXED_PRECISION=bf16", "ACCELERATE_USE_CPU=true")
+    assert "ranks 0 to 1 of 2" in shown
+    call("bash", "-c", equal)
+    weights = [project / f"runs/{name}/export/model.safetensors" for name in ("first", "second")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    told = call(sys.executable, "-m", "my_project.logs", "runs/first").splitlines()
+    assert any(line.startswith("node_0:0 | step 8 of 8") for line in told)
+    assert told[-1] == "runs/first: finished all steps done"
+
+
+# ---- logs ----------------------------------------------------------------------------------------
+def test_logs_begin_with_the_last_lines_of_the_newest_start_and_go_on(tmp_path):
+    attempt = tmp_path / "logs/node_0/none_b/attempt_0/0"
+    for number, folder in enumerate(("none_a", "none_b")):
+        path = tmp_path / f"logs/node_0/{folder}/attempt_0/0"
+        path.mkdir(parents=True)
+        (path / "stdout.log").write_text(f"of {folder}\none\ntwo\nunfinis")
+        os.utime(path.parent, (number, number))
+    following = logs.follow(tmp_path, lines=2, poll_seconds=0.01)
+    assert [next(following), next(following)] == ["node_0:0 | one", "node_0:0 | two"]
+    with (attempt / "stdout.log").open("a") as file:
+        file.write("hed\n")
+    assert next(following) == "node_0:0 | unfinished"
+    other = tmp_path / "logs/node_10/none_c/attempt_0/3"
+    other.mkdir(parents=True)
+    (other / "stderr.log").write_text("also here\n")
+    assert next(following) == "node_10:3 | also here"

@@ -1,0 +1,134 @@
+"""The preflight: what it measures is right, and what it finds wrong it names."""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+from runs import make_config
+from world import run_world
+
+from my_project import preflight
+
+
+def all_reduce_that_errs(rank, size, reduce, tensor, *arguments, **options):
+    """Add up like the real one; on one rank, tensors of one size come out with a wrong value."""
+    result = reduce(tensor, *arguments, **options)
+    if torch.distributed.get_rank() == rank and tensor.numel() == size:
+        tensor[7] += 1
+    return result
+
+
+def check(folder, fault: str = "") -> tuple[int, str, str]:
+    """Run the preflight in a process of a world; return its exit code and what it printed."""
+    if fault == "sum":
+        reduce = partial(all_reduce_that_errs, 1, 4_000_000, torch.distributed.all_reduce)
+        torch.distributed.all_reduce = reduce
+    if fault == "hang":
+        sys.stderr = (folder / f"said_{os.environ['RANK']}").open("w")
+        if os.environ["RANK"] == "1":
+            preflight.code_digest = lambda config: time.sleep(60)
+        preflight.SECONDS["what each node is"] = 3.0
+        return preflight.main(make_config(folder)), "", ""
+    if fault == "version" and os.environ["RANK"] == "1":
+        preflight.version = lambda name: "0.0.1" if name == "torchmetrics" else "1"
+    elif fault == "version":
+        preflight.version = lambda name: "1"
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = preflight.main(make_config(folder))
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_two_processes_pass_and_what_was_measured_is_kept(tmp_path):
+    (code, shown, _), (other_code, *_) = run_world(2, check, tmp_path)
+    assert (code, other_code) == (0, 0)
+    assert "0 to 1" in shown
+    assert "all-reduce of 16 MB in each node" in shown
+    assert "preflight passed" in shown
+    kept = json.loads((tmp_path / "preflight.json").read_text())
+    assert kept["in_node_bytes_per_second"] > 1e6
+    assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"], "nothing else is left"
+
+
+def test_one_process_passes(tmp_path):
+    ((code, shown, _),) = run_world(1, check, tmp_path)
+    assert code == 0
+    assert "all-reduce" not in shown
+
+
+def test_a_sum_that_is_wrong_on_one_process_is_named(tmp_path):
+    (code, shown, said), (other_code, *_) = run_world(2, check, tmp_path, "sum")
+    assert (code, other_code) == (1, 1)
+    assert "an all-reduce of 16 MB over ranks [0, 1] gave 1 wrong values on rank 1" in said
+    assert "preflight failed" in shown
+    assert not (tmp_path / "preflight.json").exists()
+
+
+def test_unequal_versions_are_named_with_their_hosts(tmp_path):
+    (code, _, said), _ = run_world(2, check, tmp_path, "version")
+    assert code == 1
+    assert "packages differs: torchmetrics 1 on" in said
+    assert "torchmetrics 0.0.1 on" in said
+    assert "torch 1" not in said, "what is equal is left out"
+
+
+@pytest.mark.slow
+def test_a_check_that_stands_still_ends_with_its_name(tmp_path):
+    with pytest.raises(RuntimeError, match="the process died"):
+        run_world(2, check, tmp_path, "hang", seconds=30)
+    for rank in (0, 1):
+        said = (tmp_path / f"said_{rank}").read_text()
+        assert f"stood still for 3 s at 'what each node is', on rank {rank} of 2" in said
+        assert "launch/network.sh" in said
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    """A ring of n sends 2 (n-1)/n of the size over each link."""
+    assert preflight.bus_bandwidth(1_000, 2, 1.0) == 1_000
+    assert preflight.bus_bandwidth(1_000, 4, 1.0) == 1_500
+    assert preflight.bus_bandwidth(1_000, 4, 0.5) == 3_000
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7, 40])
+def test_each_pair_of_nodes_meets_once_and_none_is_in_two_at_a_time(nodes):
+    plan = preflight.rounds(nodes)
+    met = [tuple(sorted(pair)) for pairs in plan for pair in pairs]
+    assert sorted(met) == list(combinations(range(nodes), 2))
+    for pairs in plan:
+        at_once = [node for pair in pairs for node in pair]
+        assert len(at_once) == len(set(at_once))
+    assert len(plan) == nodes - 1 + nodes % 2
+
+
+def test_a_slow_pair_is_named():
+    speeds = dict.fromkeys(combinations(range(4), 2), 10e9)
+    hosts = ["a", "b", "c", "d"]
+    assert preflight.slow_pairs(speeds, hosts) == []
+    (said,) = preflight.slow_pairs(speeds | {(1, 3): 4e9}, hosts)
+    assert said.startswith("b and d exchange 4.00 GB/s, others 10.00")
+
+
+@pytest.mark.parametrize(
+    ("short", "sentence"),
+    [
+        ({"shm_bytes": 64_000_000, "gpu": "H100"}, "64 MB of /dev/shm"),
+        ({"open_files": 256}, "256 open files"),
+        ({"gpu": "H100", "gpu_free_bytes": 40e9}, "40.0 GB free of 80.0"),
+        ({"cpus": 4}, "4 CPUs for 8 processes"),
+    ],
+)
+def test_what_a_node_lacks_is_named(short, sentence):
+    enough = {
+        "host": "a", "gpu": "", "shm_bytes": 64e9, "open_files": 65536, "cpus": 64,
+        "gpu_bytes": 80e9, "gpu_free_bytes": 79e9,
+    }  # fmt: skip
+    assert preflight.shortages(enough, 8) == ([], [])
+    fails, slow = preflight.shortages(enough | short, 8)
+    assert sentence in (fails + slow)[0]

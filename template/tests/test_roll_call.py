@@ -1,0 +1,136 @@
+"""Nodes that meet, and those that do not: each ends in time, with the same sentence."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from my_project import roll_call
+from my_project.config import ConfigError
+from my_project.roll_call import Node
+
+
+def node(rank: int, nodes: int = 3, **more) -> Node:
+    about = {"processes": 2 * nodes, "run": "train", "host": f"host{rank}"}
+    return Node(
+        **{"rank": rank, "nodes": nodes, "interface": "lo", "ip": "127.0.0.1"} | about | more
+    )
+
+
+def meet(*nodes: Node, seconds: float = 20, address: str = "127.0.0.1") -> list:
+    """Let nodes call on one port; return for each the hosts it was told of, or its error."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+
+    def call(me: Node) -> list[str] | str:
+        try:
+            found = roll_call.roll_call(me, address, port, seconds, say=lambda _: None)
+        except ConfigError as error:
+            return str(error)
+        return [found[rank].host for rank in range(me.nodes)]
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(call, nodes))
+
+
+def test_all_nodes_learn_of_all():
+    assert meet(node(2), node(0), node(1)) == [["host0", "host1", "host2"]] * 3
+
+
+def test_a_node_that_never_comes_is_named_on_every_node():
+    told = meet(node(0), node(2), seconds=1)
+    assert told[0] == told[1]
+    assert "node 1 of 3 did not come to 127.0.0.1 within 1 s; there are 0 (host0)" in told[0]
+    assert "2 (host2)" in told[0]
+
+
+def test_a_main_node_that_is_not_there_ends_in_time():
+    (told,) = meet(node(1), seconds=1)
+    assert "node 0 did not answer at 127.0.0.1" in told
+    assert "--main_process_ip" in told
+
+
+def test_two_nodes_of_one_rank_are_told_so(monkeypatch):
+    monkeypatch.setattr(roll_call, "LATE_SECONDS", 1.0)
+    for told in meet(node(0), node(1, host="a"), node(1, host="b")):
+        assert "both say that they are node 1: give each its own --machine_rank, 0 to 2" in told
+        assert "a (127.0.0.1)" in told
+        assert "b (127.0.0.1)" in told
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"nodes": 3}, "host1 was told of 3 nodes, host0 of 2: give every node the same --num_mac"),
+        ({"processes": 16}, "host1 was told of 16 processes, host0 of 4"),
+        ({"run": "other"}, "host1 would train other, host0 train"),
+    ],
+)
+def test_nodes_that_were_told_different_things_are_told_so(other, sentence):
+    for told in meet(node(0, 2), node(1, **{"nodes": 2, "processes": 4} | other)):
+        assert sentence in told
+
+
+def test_a_node_that_others_cannot_reach_is_named():
+    """192.0.2.1 is for documentation: nobody has it, so nobody answers."""
+    unreachable = node(1, 2, ip="192.0.2.1", interface="eth7")
+    for told in meet(node(0, 2), unreachable):
+        assert "host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in told
+        assert "GLOO_SOCKET_IFNAME" in told
+
+
+def test_strangers_at_the_port_do_not_disturb():
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    done: list = []
+    main = threading.Thread(
+        target=lambda: done.append(roll_call.roll_call(node(0, 2), "127.0.0.1", port, 20))
+    )
+    main.start()
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b""):
+        for _ in range(100):
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(noise)
+                break
+            except ConnectionRefusedError:
+                threading.Event().wait(0.05)
+    roll_call.roll_call(node(1, 2), "127.0.0.1", port, 20)
+    main.join()
+    assert len(done) == 1
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("", 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} cannot be opened on host0"):
+            roll_call.roll_call(node(0), "127.0.0.1", port, 1)
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
+    monkeypatch.setattr(roll_call, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    for variable, value in {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "=eth"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            with pytest.raises(ConfigError, match=rf"{variable} is {value}.*eth0 \(10.0.0.1\)"):
+                roll_call.interface_to("10.0.0.2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(ConfigError, match="no such interface to reach others by"):
+        roll_call.interface_to("10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"), [("eth", True), ("=eth", False), ("^lo,docker", True), ("^=eth0", False)]
+)
+def test_interface_patterns_mean_what_they_mean_to_nccl(pattern, fits, monkeypatch):
+    monkeypatch.setattr(roll_call, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", pattern)
+    up = SimpleNamespace(isup=True)
+    monkeypatch.setattr(roll_call.psutil, "net_if_stats", lambda: {"lo": up, "eth0": up})
+    if fits:
+        assert roll_call.interface_to("127.0.0.1") == ("eth0", "10.0.0.1"), "the only one"
+    else:
+        with pytest.raises(ConfigError):
+            roll_call.interface_to("127.0.0.1")

@@ -1,0 +1,96 @@
+"""A Slurm cluster on two emulated hosts: munged, slurmctld on host 0, a slurmd on each."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from two_hosts import TwoHosts
+
+CONF = """
+ClusterName=test
+SlurmctldHost=host0
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={0}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={0}/state
+SlurmdSpoolDir={0}/spool_%n
+SlurmctldPidFile={0}/slurmctld.pid
+SlurmdPidFile={0}/slurmd_%n.pid
+SlurmctldLogFile={0}/slurmctld.log
+SlurmdLogFile={0}/slurmd_%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=10
+NodeName=host[0-1] CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def available() -> bool:
+    """Tell whether Slurm and munge are installed."""
+    return all(shutil.which(name, path="/usr/sbin:/usr/bin") for name in ("munged", "slurmctld"))
+
+
+class SlurmCluster:
+    """Start the daemons on two hosts; TwoHosts ends them."""
+
+    def __init__(self, hosts: TwoHosts, environment: dict[str, str]) -> None:
+        self.hosts = hosts
+        self.folder = hosts.folder / "slurm"
+        (self.folder / "state").mkdir(parents=True)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        (self.folder / "slurm.conf").write_text(CONF.format(self.folder))
+        self.environment = environment | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        hosts.start(
+            0, "/usr/sbin/munged", "--foreground", "--force",
+            *(f"--{name}={self.folder}/munge.{name.split('-')[0]}"
+              for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")),
+        )  # fmt: skip
+        self._until((self.folder / "munge.socket").exists)
+        hosts.start(0, "/usr/sbin/slurmctld", "-D", **self.environment)
+        for host in (0, 1):
+            hosts.start(host, "/usr/sbin/slurmd", "-D", "-N", f"host{host}", **self.environment)
+        self._until(lambda: self.call("sinfo", "-h", "-o", "%T").strip() == "idle")
+
+    def call(self, *command: str) -> str:
+        """Run one of Slurm's commands on host 0; return what it prints."""
+        done = subprocess.run(
+            self.hosts.entering(0, *command),
+            capture_output=True, text=True, check=False, cwd=self.hosts.folder,
+            env=dict(os.environ) | self.environment,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    def submit(self, *arguments: str) -> str:
+        """Submit a job; return its number."""
+        shown = self.call("sbatch", *arguments)
+        assert "Submitted batch job" in shown, shown
+        return shown.split()[-1]
+
+    def about(self, job: str) -> dict[str, str]:
+        """Return what Slurm says of a job."""
+        words = self.call("scontrol", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def output(self, job: str) -> str:
+        """Return what a job has printed."""
+        path = self.hosts.folder / f"slurm-{job}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _until(self, condition, seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            logs = "\n".join(p.read_text(errors="replace") for p in Path(self.folder).glob("*.log"))
+            assert time.monotonic() < deadline, logs + self.hosts.output(0)
+            time.sleep(0.2)

@@ -1,0 +1,341 @@
+"""The launchers of a generated project, on two hosts: ssh over real sshd, and what pods run."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from test_manifests import manifests
+from two_hosts import TwoHosts, available
+from two_hosts_runs import (
+    CONFIG,
+    PROJECT,
+    STOPS_AT,
+    assert_finished_with_the_right_weights,
+    run_folder,
+    status,
+    steps,
+    wait_for,
+)
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(not available(), reason="needs root and iproute2 for network namespaces"),
+]
+ENVIRONMENT = {
+    "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "WHERE": "multi_node_cpu",
+}
+SSHD = """
+HostKey {0}/host_key
+AuthorizedKeysFile {0}/key.pub
+PidFile none
+StrictModes no
+SetEnv PYTHONPATH={1} OMP_NUM_THREADS=1
+"""
+SSH = "ssh -F none -i {0}/key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -q"
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Two hosts that share a project's folder."""
+    for name in ("src", "accelerate_configs"):
+        (tmp_path / name).symlink_to(PROJECT / name)
+    shutil.copytree(PROJECT / "launch", tmp_path / "launch")
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    with TwoHosts(tmp_path) as hosts:
+        yield hosts
+
+
+# ---- ssh -----------------------------------------------------------------------------------------
+@pytest.fixture
+def ssh(hosts):
+    """Start ssh.sh on host 0, with an sshd on both."""
+    if not shutil.which("sshd", path="/usr/sbin"):
+        pytest.skip("needs sshd (Debian: openssh-server)")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for name in ("host_key", "key"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", hosts.folder / name], check=True
+        )
+    config = hosts.folder / "sshd_config"
+    config.write_text(SSHD.format(hosts.folder, ENVIRONMENT["PYTHONPATH"]))
+    for host in (0, 1):
+        hosts.start(host, "/usr/sbin/sshd", "-D", "-e", "-f", str(config))
+    time.sleep(1)
+    daemons = set(hosts.pids())
+    (hosts.folder / "hosts.txt").write_text("host0 slots=2\nhost1 slots=2\n")
+
+    def start(*arguments: str) -> subprocess.Popen:
+        return hosts.start(
+            0, "launch/ssh.sh", "hosts.txt", "--config", "tiny.yaml", *arguments,
+            SSH=SSH.format(hosts.folder), **ENVIRONMENT,
+        )  # fmt: skip
+
+    def left() -> list[str]:
+        """List what still runs on the hosts besides the sshds."""
+        found = []
+        for pid in set(hosts.pids()) - daemons:
+            try:
+                found.append(
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
+            except OSError:
+                continue
+        return found
+
+    start.left = left  # type: ignore[attr-defined]
+    return start
+
+
+def nothing_is_left(ssh, seconds: float = 40) -> None:
+    deadline = time.monotonic() + seconds
+    while left := ssh.left():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def test_ssh_stops_all_nodes_however_it_ends_and_the_same_line_finishes_the_run(hosts, ssh):
+    first = ssh(*STOPS_AT)
+    wait_for(hosts, lambda: steps(hosts) >= 5)
+    script = next(p for p in hosts.pids(0) if b"launch/ssh.sh" in cmdline(p))
+    os.kill(script, signal.SIGINT)
+    assert first.wait(60) == 75, hosts.output(0)
+    assert status(hosts)["outcome"] == "preempted"
+    nothing_is_left(ssh)
+
+    second = ssh(*STOPS_AT)
+    before = steps(hosts)
+    wait_for(hosts, lambda: steps(hosts) >= before + 5)
+    for pid in hosts.pids(0):
+        if b"launch/ssh.sh" in cmdline(pid) or cmdline(pid).startswith(b"ssh "):
+            os.kill(pid, signal.SIGKILL)
+    second.wait(10)
+    nothing_is_left(ssh)
+    assert status(hosts)["outcome"] == "preempted"
+
+    total = status(hosts)["step"] + 5
+    third = ssh("--steps", str(total))
+    assert third.wait(60) == 0, hosts.output(0)
+    nothing_is_left(ssh)
+    assert status(hosts)["outcome"] == "finished"
+    shown = hosts.output(0)
+    for rank, ranks in enumerate(("0 to 1", "2 to 3")):
+        line = f"host{rank}: node {rank} of 2 (host{rank}, veth0): ranks {ranks} of 4, main node"
+        assert f"{line} host0:29500, precision no, run folder runs/tiny" in shown
+    logs = run_folder(hosts) / "logs"
+    for node in ("node_0", "node_1"):
+        assert len(list(logs.glob(f"{node}/*/attempt_0/[01]/stdout.log"))) == 6
+
+
+def test_ssh_passes_any_text_on_and_ends_all_when_one_process_fails(hosts, ssh):
+    name = 'it\'s "50 %" of $HOME; \\ `id` *'
+    running = ssh("--run_name", name, *STOPS_AT)
+    folder = hosts.folder / "runs" / name
+    wait_for(hosts, (folder / "metrics.jsonl").exists)
+    os.kill(hosts.workers(1)[1], signal.SIGKILL)
+    assert running.wait(60) == 1
+    nothing_is_left(ssh)
+    assert "No word from rank 3 on host1" in (folder / "status.json").read_text()
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:
+        return b""
+
+
+# ---- Slurm ---------------------------------------------------------------------------------------
+@pytest.fixture
+def slurm(hosts):
+    if not slurm_cluster.available():
+        pytest.skip("needs Slurm and munge (Debian: slurm-wlm munge)")
+    return slurm_cluster.SlurmCluster(hosts, ENVIRONMENT | {"PROCESSES_PER_NODE": "2"})
+
+
+def submit(slurm, *arguments: str, limit: str = "10", before_the_end: str = "60") -> str:
+    return slurm.submit(
+        "--gres=none", "--cpus-per-task=2", f"--time={limit}", f"--signal=USR1@{before_the_end}",
+        "launch/slurm.sbatch", "--config", "tiny.yaml", *arguments,
+    )  # fmt: skip
+
+
+def ended(slurm, job: str, state: str) -> bool:
+    now = slurm.about(job)["JobState"]
+    assert now in (state, "PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), slurm.output(job)
+    return now == state
+
+
+def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, slurm):
+    slow = ("--recipe.init_args.seconds", "0.2")  # longer than a round of a minute
+    job = submit(slurm, "--steps", "220", *slow, limit="1", before_the_end="15")
+    wait_for(hosts, lambda: steps(hosts) >= 10)
+    slurm.call("scancel", "--signal=USR1", job)
+    wait_for(hosts, lambda: "preempted; queueing job" in slurm.output(job))
+    assert status(hosts)["reason"].startswith("SIGUSR1")
+    wait_for(hosts, lambda: ended(slurm, job, "COMPLETED"), 300)
+    shown = slurm.output(job)
+    assert shown.count("preempted; queueing job") >= 2, "by scancel, and by the time limit"
+    assert int(slurm.about(job)["Restarts"]) == shown.count("preempted; queueing job")
+    assert shown.count("node 0 of 2 (host0, veth0)") == shown.count("preempted; queueing") + 1
+    assert_finished_with_the_right_weights(hosts, 220)
+
+
+def test_slurm_ends_a_job_of_which_a_process_fails(hosts, slurm):
+    job = submit(slurm, *STOPS_AT)
+    wait_for(hosts, lambda: steps(hosts) >= 5)
+    os.kill(hosts.workers(1)[0], signal.SIGKILL)
+    wait_for(hosts, lambda: ended(slurm, job, "FAILED"))
+    assert "No word from rank 2 on host1" in status(hosts)["reason"]
+    assert slurm.about(job)["Restarts"] == "0"
+
+
+# ---- Kubernetes ----------------------------------------------------------------------------------
+POD = manifests("kubernetes.yaml")["Job"]["spec"]["template"]["spec"]["containers"][0]
+TRAIN_JOB = manifests("kubeflow.yaml")["TrainJob"]["spec"]["trainer"]
+PODS = {
+    "kubernetes.yaml": (POD, lambda rank: {"JOB_COMPLETION_INDEX": str(rank)}),
+    "kubeflow.yaml": (
+        TRAIN_JOB,
+        lambda rank: {
+            "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": "my-run-0.my-run",
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "8",
+            "PET_MASTER_PORT": "29400",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_what_the_pods_run_trains_on_two_hosts(hosts, name):
+    """The container's own command, with what the pods' environment would hold, wrong ranks too."""
+    container, of_rank = PODS[name]
+    (hosts.folder / "hosts").write_text(
+        "127.0.0.1 localhost\n10.77.0.1 host0 my-run-0.my-run\n10.77.0.2 host1 my-run-1.my-run\n"
+    )
+    (hosts.folder / "configs").mkdir()
+    (hosts.folder / "configs/image_classification.yaml").write_text(CONFIG)
+    script = container["args"][0]
+    for there, here in {"/storage/runs": "runs", "--run_name my-run": "--run_name tiny"}.items():
+        assert there in script
+        script = script.replace(there, here)
+    script = script.rstrip() + " --steps 20"
+    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert given == {"NODES": "2", "GPUS": "8", "WHERE": "multi_node"}
+    for host in (0, 1):
+        hosts.start(
+            host, *container["command"], script,
+            **given | ENVIRONMENT | {"GPUS": "2"} | of_rank(host),
+            **{"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "1"},
+        )  # fmt: skip
+    assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
+    for host in (0, 1):
+        assert f"node {host} of 2 (host{host}, veth0)" in hosts.output(host)
+    assert_finished_with_the_right_weights(hosts, 20)
+
+
+# ---- preflight, and what the nodes find when they meet -------------------------------------------
+def check(hosts: TwoHosts, host: int, *flags: str, module: str = "preflight", **more) -> None:
+    disk = more.pop("disk", None)
+    hosts.start(
+        host, sys.executable, "-m", "my_project.launch",
+        "--config_file", "accelerate_configs/multi_node_cpu.yaml", "--machine_rank", str(host),
+        "--main_process_ip", "host0", "--seconds_to_come", "5", *flags,
+        "-m", f"my_project.{module}", "--config", "tiny.yaml", "--steps", "20",
+        disk=disk, **ENVIRONMENT | more,
+    )  # fmt: skip
+
+
+def test_preflight_passes_on_two_hosts_and_then_the_run_starts(hosts):
+    for host in (0, 1):
+        check(hosts, host, "--preflight", module="train")
+    assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
+    shown = hosts.output(0)
+    for word in ("host0", "host1", "0 to 1", "2 to 3", "MB/s"):
+        assert word in shown.split("preflight passed")[0]
+    assert "all-reduce of 16 MB over all nodes" in shown
+    assert "1 pair(s) of nodes" in shown
+    assert status(hosts)["outcome"] == "finished"
+
+
+def test_preflight_names_at_once_all_that_differs_on_a_host(hosts):
+    shutil.copytree(PROJECT / "src", hosts.folder / "other/src")
+    with (hosts.folder / "other/src/my_project/optim.py").open("a") as module:
+        module.write("# a change\n")
+    about = hosts.folder / "other/src/torchmetrics-0.0.1.dist-info/METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: torchmetrics\nVersion: 0.0.1\n")
+    (hosts.folder / "runs").mkdir()
+    (hosts.folder / "disk1").mkdir()
+    check(hosts, 0)
+    check(
+        hosts, 1, disk=(hosts.folder / "disk1", hosts.folder / "runs"),
+        PYTHONPATH=f"{hosts.folder / 'other/src'}:{ENVIRONMENT['PYTHONPATH']}",
+    )  # fmt: skip
+    assert hosts.wait(90) == [1, 1]
+    said = hosts.output(0)
+    assert "packages differs: torchmetrics" in said
+    assert "torchmetrics 0.0.1 on host1: use one environment" in said
+    assert "code differs" in said
+    assert "runs on host1 is not the folder that rank 0 wrote to: set --runs_folder" in said
+    assert "preflight failed" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentences"),
+    [
+        ("absent", ("node 1 of 2 did not come to host0 within 5 s; there are 0 (host0)",)),
+        (
+            "address",
+            (
+                "And 10.77.0.9 is no address of node 0, host0",
+                "node 0 did not answer at 10.77.0.9:29500 within 5 s",
+            ),
+        ),
+        (
+            "rank",
+            (
+                "node 1 of 2 did not come",
+                "And host0 is no address of node 0, host1",
+            ),
+        ),
+        ("interface", ("host0 (veth0 10.77.0.1) does not reach host1 (inner0 10.99.0.1)",) * 2),
+        ("cable", ("node 1 of 2 did not come", "node 0 did not answer at host0:29500")),
+    ],
+)
+def test_a_wrong_launch_ends_in_time_and_names_its_cause(hosts, fault, sentences):
+    started = time.monotonic()
+    for host in range(len(sentences)):
+        flags: dict[str, tuple[str, ...]] = {
+            "address": ("--main_process_ip", "10.77.0.9"),
+            "rank": ("--machine_rank", "0"),
+        }
+        environment = {}
+        if fault == "interface" and host == 1:
+            ip = ["ip", "-n", hosts.namespaces[1]]
+            inner = [["link", "add", "inner0", "type", "veth", "peer", "name", "inner1"],
+                     ["addr", "add", "10.99.0.1/24", "dev", "inner0"],
+                     ["link", "set", "inner0", "up"], ["link", "set", "inner1", "up"]]  # fmt: skip
+            for arguments in inner:
+                subprocess.run([*ip, *arguments], check=True)
+            environment["GLOO_SOCKET_IFNAME"] = "inner0"
+        check(hosts, host, *flags.get(fault, ()), **environment)
+    if fault == "cable":
+        hosts.cable("down")
+    assert hosts.wait(60) == [2] * len(sentences)
+    assert time.monotonic() - started < 60
+    for host, sentence in enumerate(sentences):
+        assert sentence in hosts.output(host)
+        assert hosts.output(host).count("error:") == 1
+        assert "Traceback" not in hosts.output(host)

@@ -1,0 +1,88 @@
+"""kubernetes.yaml, kubeflow.yaml and the Dockerfile, against the schemas of those who read them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+PROJECT = Path(__file__).parents[1] / "template"
+
+
+def manifests(name: str) -> dict[str, dict]:
+    """Read the manifests of a file by their kinds."""
+    text = (PROJECT / "launch" / name).read_text()
+    return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
+
+
+def check(manifest: dict) -> None:
+    import kubernetes_validate
+
+    kubernetes_validate.validate(manifest, "1.33", strict=True)
+
+
+def test_the_manifests_fit_the_schemas_of_kubernetes_and_kubeflow():
+    from kubeflow_trainer_api import models
+
+    for manifest in manifests("kubernetes.yaml").values():
+        check(manifest)
+    for kind, manifest in manifests("kubeflow.yaml").items():
+        read = getattr(models, f"TrainerV1alpha1{kind}").from_dict(manifest).to_dict()
+        assert covers(read, manifest), "nothing in it is unknown"
+    (node,) = manifests("kubeflow.yaml")["TrainingRuntime"]["spec"]["template"]["spec"][
+        "replicatedJobs"
+    ]
+    check({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}} | node["template"])
+
+
+def covers(read: object, written: object) -> bool:
+    if isinstance(written, dict):
+        return isinstance(read, dict) and all(
+            name in read and covers(read[name], value) for name, value in written.items()
+        )
+    if isinstance(written, list):
+        return isinstance(read, list) and all(map(covers, read, written))
+    return read == written
+
+
+def test_the_manifests_agree_with_themselves():
+    job = manifests("kubernetes.yaml")["Job"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert int(given["NODES"]) == job["completions"] == job["parallelism"]
+    assert given["GPUS"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert job["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [75]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    service = manifests("kubernetes.yaml")["Service"]
+    assert service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+    assert pod["subdomain"] == service["metadata"]["name"]
+    flow = manifests("kubeflow.yaml")
+    trainer = flow["TrainJob"]["spec"]["trainer"]
+    runtime = flow["TrainingRuntime"]
+    assert trainer["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == int(given["NODES"])
+    assert flow["TrainJob"]["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    ours, theirs = container["args"][0], trainer["args"][0]
+    theirs = theirs.replace("$PET_NODE_RANK", "$JOB_COMPLETION_INDEX")
+    assert theirs.replace('"$PET_MASTER_ADDR"', "my-run-0.my-run") == ours, "one command"
+
+
+def test_the_dockerfile_is_clean_and_copies_what_is_there():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    shown = subprocess.run(
+        [hadolint, PROJECT / "Dockerfile"], capture_output=True, text=True, check=False
+    )
+    assert (shown.returncode, shown.stdout) == (0, "")
+    lines = (PROJECT / "Dockerfile").read_text().splitlines()
+    copied = [
+        name
+        for line in lines
+        if line.startswith("COPY")
+        for name in line.split()[1:-1]
+        if not name.startswith("--")
+    ]
+    assert "src" in copied
+    for name in copied:
+        assert (PROJECT / name).exists(), name
