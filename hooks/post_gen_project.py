@@ -67,6 +67,7 @@ TEMPLATE_FILES = (
     "src/my_project/roll_call.py",
     "src/my_project/run.py",
     "src/my_project/runtime.py",
+    "src/my_project/stage.py",
     "src/my_project/telemetry.py",
     "src/my_project/train.py",
     "tests/conftest.py",
@@ -90,6 +91,7 @@ TEMPLATE_FILES = (
     "tests/test_roll_call.py",
     "tests/test_same_curve.py",
     "tests/test_sharded.py",
+    "tests/test_stage.py",
     "tests/world.py",
     "tests/world_imports.py",
 )

@@ -38,8 +38,8 @@ class ImageClassification:
     """mini_resnet, or any name of torchvision.models.list_models()."""
     data: str = "digits"
     """digits, cifar10, folder, parquet, or a Hugging Face data set's name or path."""
-    data_path: str = field(default="data", metadata={"changes_curve": False})
-    """Where folder and parquet lie, and where cifar10 is downloaded to."""
+    data_path: str = field(default="data", metadata={"changes_curve": False, "staged": True})
+    """Where folder and parquet lie, and where cifar10 is downloaded to; what stage_to copies."""
     train_split: str = "train"
     validation_split: str = "validation"
     image_column: str = "image"

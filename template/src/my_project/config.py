@@ -158,6 +158,9 @@ class Config:
     """The run folder's name; on the command line it defaults to the config file's name."""
     runs_folder: str = free("runs")
     """Where run folders lie; on several nodes, storage that all of them share."""
+    stage_to: str | None = free(None)
+    """A folder on a disk of each node, such as $SLURM_TMPDIR, to copy the recipe's data to before
+    training; null: read the data where it lies (stage.py)."""
     resume: str = free("auto")
     """auto: continue this run if it exists; never: move it aside and start anew; or the path of a
     checkpoint to continue from."""

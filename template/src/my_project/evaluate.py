@@ -226,7 +226,9 @@ def config_beside(folder: Path) -> Config:
 def main(arguments: argparse.Namespace) -> int:
     """Evaluate and print the metrics as a table and, with --json, as JSON."""
     folder = weights_folder(Path(arguments.folder))
-    config = dataclasses.replace(config_beside(folder), telemetry=TelemetryConfig(trackers=[]))
+    config = dataclasses.replace(
+        config_beside(folder), telemetry=TelemetryConfig(trackers=[]), stage_to=None
+    )
     runtime.check_launch(config)
     data_info, _, data_sets = prepare_data(config)
     if not data_sets:

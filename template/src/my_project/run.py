@@ -32,6 +32,7 @@ from typing import Any, TextIO
 from filelock import FileLock
 
 from .config import Config, ConfigError, curve, parse, to_yaml
+from .stage import staged
 
 logger = logging.getLogger(__name__)
 
@@ -233,13 +234,16 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     try:
         with FileLock(folder / ".prepare_data.lock"):
             data_info = json.loads(json.dumps(config.recipe.prepare_data()))
-        return data_info, *config.recipe.build_datasets(data_info)
+        recipe = staged(config.recipe, config.stage_to) if config.stage_to else config.recipe
+        return data_info, *recipe.build_datasets(data_info)
     except TypeError as error:
         if "JSON serializable" not in str(error):
             raise
         raise ConfigError(
             f"the recipe's prepare_data() must return plain JSON: {error}."
         ) from error
+    except ConfigError:
+        raise
     except (ValueError, FileNotFoundError) as error:  # what a user can cause (a wrong path)
         frames = traceback.extract_tb(error.__traceback__)
         at = [

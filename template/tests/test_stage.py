@@ -1,0 +1,142 @@
+"""Data on a node's own disk: copied once, whole, and right after whatever has happened before."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ragged import Ragged
+from runs import make_config, records, train
+from world import run_world
+
+from my_project import stage
+from my_project.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FromFiles(Ragged):
+    """Reads its samples from files, one each."""
+
+    path: str = dataclasses.field(default="", metadata={"changes_curve": False, "staged": True})
+    only: str = dataclasses.field(default="", metadata={"changes_curve": False})
+
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self.only:
+            assert self.path.startswith(self.only), self.path
+        _, validation = super().build_datasets(data_info)
+        return [torch.load(file) for file in sorted(Path(self.path).rglob("*.pt"))], validation
+
+
+def write(folder: Path, count: int = 30) -> Path:
+    for number in range(count):
+        file = folder / f"part_{number % 3}" / f"{number:03}.bin"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(os.urandom(1000 + number))
+    return folder
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def staged(folder: Path, to: Path) -> Path:
+    """Stage as a launch of its own would."""
+    for mark in to.glob("*/.checked_*"):
+        mark.unlink()
+    return Path(stage.staged(FromFiles(path=str(folder)), str(to)).path)
+
+
+def test_a_copy_is_equal_and_made_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_DISK", str(tmp_path / "disk"))
+    source = write(tmp_path / "data")
+    recipe = stage.staged(FromFiles(path=str(source)), "$LOCAL_DISK")
+    copied = Path(recipe.path)
+    assert copied.is_relative_to(tmp_path / "disk")
+    assert content(copied) == content(source)
+    monkeypatch.setattr(stage, "_copy_file", None)
+    assert staged(source, tmp_path / "disk") == copied, "nothing is copied again"
+
+
+def test_a_restart_mends_what_is_missing_cut_off_changed_or_gone(tmp_path, monkeypatch):
+    source, disk = write(tmp_path / "data"), tmp_path / "disk"
+    copied = staged(source, disk)
+    (copied / "part_0/000.bin").unlink()
+    with (copied / "part_1/001.bin").open("r+b") as file:
+        file.truncate(5)
+    (copied / "part_2/.002.bin.partial").write_bytes(b"of a killed launch")
+    (source / "part_0/003.bin").write_bytes(b"x" * 1003)  # as long as before
+    (source / "part_1/004.bin").unlink()
+    again, real = [], stage._copy_file
+    monkeypatch.setattr(stage, "_copy_file", lambda s, t: (again.append(t.name), real(s, t)))
+    assert staged(source, disk) == copied
+    assert sorted(again) == ["000.bin", "001.bin", "003.bin"]
+    assert content(copied) == content(source)
+
+
+def test_a_copy_that_reads_back_differently_is_an_error(tmp_path, monkeypatch):
+    source = write(tmp_path / "data", 1)
+    real = stage.hashlib.file_digest
+
+    def faulty(file, kind):
+        return real(file, kind) if "disk" not in file.name else stage.hashlib.sha256(b"")
+
+    monkeypatch.setattr(stage.hashlib, "file_digest", faulty)
+    with pytest.raises(OSError, match="came out different"):
+        staged(source, tmp_path / "disk")
+    assert not list((tmp_path / "disk").rglob("000.bin"))
+
+
+def stage_and_count(source: Path, disk: Path) -> int:
+    count, real = [0], stage._copy_file
+
+    def counted(s: Path, t: Path) -> None:
+        count[0] += 1
+        real(s, t)
+
+    stage._copy_file = counted
+    stage.staged(FromFiles(path=str(source)), str(disk))
+    return count[0]
+
+
+def test_the_processes_of_a_node_copy_each_file_once_together(tmp_path):
+    source = write(tmp_path / "data")
+    copied = run_world(3, stage_and_count, source, tmp_path / "disk")
+    assert sorted(copied) == [0, 0, 30]
+
+
+@pytest.mark.parametrize(
+    ("to", "path", "sentence"),
+    [
+        ("$NO_SUCH_DISK/x", "data", r"stage_to is \$NO_SUCH_DISK/x, but the environment has no"),
+        ("disk", "nowhere", "FromFiles names no data to copy"),
+    ],
+)
+def test_what_cannot_be_staged_is_refused(tmp_path, monkeypatch, to, path, sentence):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data", 1)
+    with pytest.raises(ConfigError, match=sentence):
+        stage.staged(FromFiles(path=path), to)
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_copied(tmp_path, monkeypatch):
+    source = write(tmp_path / "data")
+    usage = stage.shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match="give stage_to a larger disk"):
+        staged(source, tmp_path / "disk")
+    assert not list((tmp_path / "disk").rglob("*.bin"))
+
+
+def test_a_run_reads_the_copy_and_learns_the_same(tmp_path):
+    samples = Ragged().build_datasets({"features": 6})[0]
+    (tmp_path / "data").mkdir()
+    for number in range(70):
+        torch.save(samples[number], tmp_path / f"data/{number:03}.pt")
+    path = str(tmp_path / "data")
+    plain = make_config(tmp_path, FromFiles(path=path), run_name="plain")
+    disk = str(tmp_path / "disk")
+    local = make_config(tmp_path, FromFiles(path=path, only=disk), run_name="local", stage_to=disk)
+    assert train(plain) == train(local) == 0
+    assert [r["loss"] for r in records(plain)] == [r["loss"] for r in records(local)]
