@@ -78,7 +78,7 @@ def train(
         lr=lr,
         fused=True,
     )
-    ddp = DistributedDataParallel(model) if world > 1 else None
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else None
     call = ddp or model
     running = torch.zeros((), device=device)
     started = time.perf_counter()

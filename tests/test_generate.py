@@ -288,8 +288,10 @@ def test_nothing_of_the_template_is_left_in_a_renamed_project(template: Path, de
         for word in [*list(DEFAULTS.values())[:5], "cookiecutter.", "{{", "{%", "{#"]
         # GitHub's own expressions look like Jinja's, and the lengths of bash's arrays.
         if word in path
-        or word in content.decode().replace("${{", "" if ".github" in path else "${{")
-        and not (word == "{#" and path.endswith(".sh"))
+        or (
+            word in content.decode().replace("${{", "" if ".github" in path else "${{")
+            and not (word == "{#" and path.endswith(".sh"))
+        )
     ]
     assert left == []
     assert not [path for path in project.rglob("*") if path.is_symlink()]

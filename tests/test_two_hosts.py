@@ -1,7 +1,9 @@
 """Faults on two hosts, through the real launcher: the run ends in time, says why, and goes on."""
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,10 +35,17 @@ def hosts(tmp_path):
         yield hosts
 
 
-def launch(hosts: TwoHosts, *arguments: str, flags: tuple[str, ...] = (), **more) -> None:
-    """Start the launcher on both hosts, with two processes each."""
+def launch(
+    hosts: TwoHosts,
+    *arguments: str,
+    flags: tuple[str, ...] = (),
+    processes: int = 2,
+    path: str = str(PROJECT / "tests"),
+    **more,
+) -> None:
+    """Start the launcher on both hosts, with so many processes each."""
     environment = {
-        "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
+        "PYTHONPATH": f"{PROJECT / 'src'}:{path}",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -46,8 +55,9 @@ def launch(hosts: TwoHosts, *arguments: str, flags: tuple[str, ...] = (), **more
         hosts.start(
             host, "accelerate", "launch",
             "--config_file", str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"),
-            "--num_machines", "2", "--num_processes", "4", "--machine_rank", str(host),
-            "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500", *flags,
+            "--num_machines", "2", "--num_processes", str(2 * processes),
+            "--machine_rank", str(host), "--main_process_ip", ADDRESSES[0],
+            "--main_process_port", "29500", *flags,
             "-m", "my_project.train", "--config", "tiny.yaml", *arguments,
             disk=disks[host], **environment, **more,
         )  # fmt: skip
@@ -127,3 +137,30 @@ def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(hosts):
         assert "on host1 is not the folder that host0 wrote to" in hosts.output(host)
         assert "--runs_folder" in hosts.output(host)
         assert "step 1 of" not in hosts.output(host)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_planner_predicts_the_bytes_on_the_wire(hosts, accumulation):
+    """Of 20 steps, by the counters of the interface; within 5 %."""
+    (hosts.folder / "tiny.yaml").write_text(
+        "recipe: {class_path: wide.Wide}\n"
+        f"batches: {{global_batch_size: {2 * accumulation}, micro_batch_size: 1, workers: 0}}\n"
+        "steps: 26\noptim: {lr: 0.0}\ntelemetry: {trackers: []}\n"
+    )
+    launch(hosts, processes=1, path=str(Path(__file__).parent))
+    assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
+    config = ["--config", str(hosts.folder / "tiny.yaml"), "--nodes", "2", "--gpus-per-node", "1"]
+    planned = subprocess.run(
+        [sys.executable, "-m", "my_project.plan", *config, "--json"], cwd=hosts.folder, check=True,
+        capture_output=True, text=True,
+        env=dict(os.environ) | {"PYTHONPATH": f"{PROJECT / 'src'}:{Path(__file__).parent}"},
+    ).stdout  # fmt: skip
+    (ddp, *_) = json.loads(planned)["plans"][-1]["kinds"]
+    assert ddp["sent"]["network"] == pytest.approx(4 * 12.5e6), "2 (N-1)/N x 4 P"
+    for rank in (0, 1):
+        lines = (hosts.folder / f"sent_{rank}.txt").read_text().splitlines()
+        sent: dict[int, int] = {}
+        for step, count in (map(int, line.split()) for line in lines):
+            sent.setdefault(step, count)  # at the first micro-batch of the step
+        per_step = (sent[25] - sent[5]) / 20
+        assert per_step == pytest.approx(ddp["sent"]["network"], rel=0.05)

@@ -212,7 +212,8 @@ def start(config: Config) -> Iterator[Accelerator]:
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     """Pass DDP's options on; communication hooks by their names (fp16, bf16, power_sgd)."""
-    options = dict(config.distributed.ddp)
+    # gradients in DDP's own buffers: 4 bytes per parameter and a copy less
+    options: dict[str, Any] = {"gradient_as_bucket_view": True} | config.distributed.ddp
     if "comm_hook" in options:
         options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
     return DistributedDataParallelKwargs(**options)

@@ -1,0 +1,237 @@
+"""What the planner predicts, against what torch allocates and against arithmetic by hand."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from world import run_world
+
+from my_project import plan
+from my_project.config import ConfigError
+from my_project.optim import build_optimizer
+from runs import change, make_config
+
+CLUSTER = plan.Cluster(
+    nodes=4, gpus_per_node=8, gpu_bytes=80e9, reserved_bytes=2e9, in_node=300e9, over_nodes=40e9,
+    latency_seconds=0.0, samples_per_second=100.0,
+)  # fmt: skip
+MODEL = plan.Model(
+    parameters=1_000_000_000, trained=1_000_000_000, block=50_000_000, buffer_bytes=0,
+    optimizer_bytes=8.0, kept_bytes=0, kept_bytes_per_sample=1_000_000_000,
+    operations_per_sample=6_000_000_000,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A transformer without attention: wide layers, so that weights and activations both count."""
+
+    width: int = 256
+    depth: int = 4
+    places: int = 64
+    looks_at_values: bool = False
+
+    def prepare_data(self) -> dict[str, Any]:
+        return {}
+
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return [torch.randn(self.places, self.width) for _ in range(64)], {}
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        def block() -> nn.Module:
+            w = self.width
+            return nn.Sequential(
+                nn.LayerNorm(w), nn.Linear(w, 4 * w), nn.GELU(), nn.Linear(4 * w, w)
+            )
+
+        return nn.Sequential(*(block() for _ in range(self.depth)))
+
+    def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        out = model(batch)
+        if self.looks_at_values and float(out.sum().detach()) == 0:
+            raise AssertionError
+        return out.square().sum(), torch.tensor(len(batch))
+
+
+def tracked_peak(config: Any, micro: int, steps: int = 2) -> int:
+    """Take real steps; return the most that torch held at once, of every kind, in bytes."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    recipe = config.recipe
+    model = recipe.build_model({})
+    optimizer = build_optimizer(config.optim, recipe, model)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        for step in range(steps):
+            batch = torch.randn(micro, recipe.places, recipe.width)
+            recipe.loss(model, batch, step)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.reset_mod_stats()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+ONE = replace(CLUSTER, nodes=1, gpus_per_node=1)
+
+
+@pytest.mark.parametrize("micro", [1, 8, 64])
+@pytest.mark.parametrize("looks", [False, True], ids=["fake step", "real step"])
+def test_memory_is_what_torch_allocates(tmp_path, micro, looks):
+    config = make_config(tmp_path, Blocks(looks_at_values=looks))
+    model = plan.inspect_recipe(config, "no")
+    assert model.parameters == sum(p.numel() for p in config.recipe.build_model({}).parameters())
+    predicted = plan.memory_bytes("DDP", model, ONE, micro)
+    assert predicted == pytest.approx(tracked_peak(config, micro), rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_memory_is_what_the_gpu_allocates(tmp_path, precision):
+    config = make_config(tmp_path, Blocks(width=1024, depth=8))
+    predicted = plan.memory_bytes("DDP", plan.inspect_recipe(config, precision), ONE, 64)
+    model = config.recipe.build_model({}).cuda()
+    optimizer = build_optimizer(config.optim, config.recipe, model)
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(2):
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            batch = torch.randn(64, config.recipe.places, config.recipe.width, device="cuda")
+            total, _ = config.recipe.loss(model, batch, step)
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15)
+
+
+def sharded_state_bytes(folder: str) -> int:
+    """Take a step with fully_shard; count the bytes of weights, gradients and optimizer state."""
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    init_process_group("gloo")
+    config = make_config(folder, Blocks())
+    model = config.recipe.build_model({})
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = build_optimizer(config.optim, config.recipe, model)
+    config.recipe.loss(model, torch.randn(1, 64, 256), 0)[0].backward()
+    optimizer.step()
+    state = [s for states in optimizer.state.values() for s in states.values() if s.dim()]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *state]
+    held = sum(t.to_local().numel() * 4 for t in tensors)
+    destroy_process_group()
+    return held
+
+
+def test_sharded_state_is_what_fully_shard_holds(tmp_path):
+    model = plan.inspect_recipe(make_config(tmp_path, Blocks()), "no")
+    two = replace(CLUSTER, nodes=1, gpus_per_node=2)
+    gathered = 4 * model.block
+    model = replace(model, kept_bytes=0, kept_bytes_per_sample=0)
+    predicted = plan.memory_bytes("FSDP2", model, two, 1) - gathered
+    held = run_world(2, sharded_state_bytes, str(tmp_path))
+    assert predicted == pytest.approx(held[0], rel=0.01)
+
+
+def test_what_is_kept_is_less_in_bf16_and_weights_are_kept_once(tmp_path):
+    config = make_config(tmp_path, Blocks())
+    full, half = (plan.inspect_recipe(config, precision) for precision in ("no", "bf16"))
+    assert half.kept_bytes_per_sample < 0.8 * full.kept_bytes_per_sample
+    assert half.kept_bytes >= 2 * 0.9 * half.parameters, "their copies in bf16"
+    assert full.kept_bytes < 0.1 * full.parameters
+
+
+def test_operations_are_six_per_parameter_and_place(tmp_path):
+    model = plan.inspect_recipe(make_config(tmp_path, Blocks()), "no")
+    # the first layer's input needs no gradient, else it were 6 exactly
+    assert model.operations_per_sample == pytest.approx(6 * model.parameters * 64, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, 8),
+        ({"optim__ema_decay": 0.9}, 12),
+        ({"optim__class_path": "torch.optim.SGD"}, 0),
+        (
+            {"optim__class_path": "torch.optim.SGD", "optim__init_args": {"momentum": 0.9}},
+            4,
+        ),
+    ],
+)
+def test_optimizers_are_asked_for_what_they_keep(tmp_path, settings, wanted):
+    config = change(make_config(tmp_path), **settings)
+    assert plan.optimizer_bytes(config) == pytest.approx(wanted, abs=0.01)
+
+
+def test_traffic_by_hand():
+    """1 G parameters on 4 nodes of 8."""
+    ddp = plan.sent_bytes("DDP", MODEL, CLUSTER, accumulation=4)
+    assert ddp["network"] == pytest.approx(2 * 31 / 32 * 4e9), "once a step"
+    fsdp = plan.sent_bytes("FSDP2", MODEL, CLUSTER, accumulation=4)
+    assert fsdp["network"] == pytest.approx(31 / 32 * (4 * 4e9 + 2e9)), "each micro-batch"
+    hsdp = plan.sent_bytes("HSDP", MODEL, CLUSTER, accumulation=4)
+    assert hsdp["in node"] == pytest.approx(7 / 8 * (4 * 4e9 + 2e9))
+    assert hsdp["network"] == pytest.approx(2 * 3 / 4 * 2e9 / 8)
+    alone = plan.sent_bytes("DDP", MODEL, replace(CLUSTER, nodes=1))
+    assert alone["network"] == 0
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not():
+    micro, accumulation = plan.largest_micro_batch("DDP", MODEL, CLUSTER, 32 * 64)
+    assert micro * accumulation == 64
+    room = CLUSTER.gpu_bytes - CLUSTER.reserved_bytes
+    assert plan.memory_bytes("DDP", MODEL, CLUSTER, micro, accumulation) <= room
+    assert plan.memory_bytes("DDP", MODEL, CLUSTER, 2 * micro, accumulation // 2) > room
+    assert micro == 32
+
+
+def test_a_model_is_sharded_only_when_it_has_to_be():
+    fast = replace(CLUSTER, over_nodes=300e9)
+    assert plan.choose(MODEL, fast, 32 * 64)["best"]["kind"] == "DDP"
+    large = replace(MODEL, parameters=30_000_000_000, trained=30_000_000_000)
+    assert plan.choose(large, CLUSTER, 32 * 8)["best"]["kind"] == "HSDP"
+    huge = replace(large, parameters=60_000_000_000, trained=60_000_000_000)
+    assert plan.choose(huge, CLUSTER, 32)["best"]["kind"] == "FSDP2"
+    too_large = replace(huge, parameters=10**12, trained=10**12)
+    assert plan.choose(too_large, CLUSTER, 32)["best"] is None
+
+
+def test_more_nodes_are_faster_and_less_efficient():
+    plans = plan.scaling(MODEL, CLUSTER, 32 * 64)
+    best = [each["best"] for each in plans]
+    assert [each["nodes"] for each in plans] == [1, 2, 4]
+    assert best[0]["step"] > best[1]["step"] > best[2]["step"]
+    assert 1 >= best[0]["efficiency"] >= best[1]["efficiency"] >= best[2]["efficiency"] > 0
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ConfigError, match="60 is no multiple of 4 nodes x 8 GPUs = 32"):
+        plan.scaling(MODEL, CLUSTER, 60)
+
+
+def test_the_command_prints_and_uses_what_preflight_measured(tmp_path, capsys):
+    (tmp_path / "preflight.json").write_text(
+        json.dumps({"in_node_bytes_per_second": 2e11, "over_nodes_bytes_per_second": 1e10})
+    )
+    (tmp_path / "tiny.yaml").write_text(
+        "recipe: {class_path: test_plan.Blocks}\nbatches: {global_batch_size: 64}\nsteps: 1\n"
+        f"runs_folder: {tmp_path}\n"
+    )
+    arguments = ["--config", str(tmp_path / "tiny.yaml"), "--nodes", "2", "--gpus-per-node", "4",
+                 "--measured", str(tmp_path / "preflight.json")]  # fmt: skip
+    plan.main(*plan.parser().parse_known_args([*arguments, "--json"]))
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"]["over_nodes"] == 1e10
+    assert [each["nodes"] for each in told["plans"]] == [1, 2]
+    plan.main(*plan.parser().parse_known_args([*arguments, "--recipe.init_args.depth", "2"]))
+    shown = capsys.readouterr().out
+    assert "choose accelerate_configs/multi_node" in shown
+    assert "40% of 989 TFLOPS, assumed" in shown
