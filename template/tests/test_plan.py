@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from runs import change, make_config
 from torch import Tensor, nn
 from world import run_world
 
 from my_project import plan
 from my_project.config import ConfigError
 from my_project.optim import build_optimizer
-from runs import change, make_config
 
 CLUSTER = plan.Cluster(
     nodes=4, gpus_per_node=8, gpu_bytes=80e9, reserved_bytes=2e9, in_node=300e9, over_nodes=40e9,
