@@ -178,6 +178,7 @@ def test_a_host_list_that_cannot_be_used_is_refused(text, sentence):
 def write_nodes(folder: Path, hosts: str, where: str, **more: str) -> list[Path]:
     (folder / "hosts.txt").write_text(hosts)
     arguments = argparse.Namespace(
+        list=False,
         hosts=str(folder / "hosts.txt"),
         where=str(CONFIGS[0].parent / f"{where}.yaml"),
         folder=str(folder / "nodes"),
