@@ -20,8 +20,8 @@ test-all: .venv/installed ## All tests, the slow and the privileged ones too
 
 lint: .venv/installed ## Formatting, lint, types, shell scripts
 	PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory -C template lint
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --check . recipes/copy_recipe.py
+	$(BIN)/ruff check . recipes/copy_recipe.py
 	$(BIN)/pyright
 	$(BIN)/shellcheck .ci/run
 
@@ -45,7 +45,7 @@ $(PROJECT): | .venv/bin/cookiecutter
 	$(BIN)/uv pip install --quiet --python .venv --group dev
 
 .venv/installed: pyproject.toml template/pyproject.toml | $(PROJECT)
-	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --editable "$(PROJECT)[image_classification,onnx,dev]" onnxruntime
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --editable "$(PROJECT)[image_classification,causal_lm,onnx,dev]" onnxruntime
 	touch $@
 
 .PHONY: help train test test-all lint bench clean

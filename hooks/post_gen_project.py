@@ -40,6 +40,7 @@ TEMPLATE_FILES = (
     "accelerate_configs/multi_node_elastic.yaml",
     "accelerate_configs/multi_node_fsdp2.yaml",
     "accelerate_configs/multi_node_hsdp.yaml",
+    "configs/causal_lm.yaml",
     "configs/image_classification.yaml",
     "launch/kubeflow.yaml",
     "launch/kubernetes.yaml",
@@ -64,6 +65,7 @@ TEMPLATE_FILES = (
     "src/my_project/preflight.py",
     "src/my_project/recipe.py",
     "src/my_project/recipes/__init__.py",
+    "src/my_project/recipes/causal_lm.py",
     "src/my_project/recipes/image_classification.py",
     "src/my_project/roll_call.py",
     "src/my_project/run.py",
@@ -76,6 +78,7 @@ TEMPLATE_FILES = (
     "tests/runs.py",
     "tests/test_accelerate_configs.py",
     "tests/test_batches.py",
+    "tests/test_causal_lm.py",
     "tests/test_checkpoint.py",
     "tests/test_config.py",
     "tests/test_export.py",
@@ -98,7 +101,7 @@ TEMPLATE_FILES = (
     "tests/world_imports.py",
 )
 # The first is the one that README.md and Makefile name. Each has the files of recipe_files.
-RECIPES = ("image_classification",)
+RECIPES = ("image_classification", "causal_lm")
 # The answers that the template carries.
 DEFAULTS = {
     "project_name": "My Project",
@@ -150,7 +153,7 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
         license = answers["license"]
         words['license = "MIT"\n'] = "" if license == "none" else f'license = "{license}"\n'
     names_the_recipe = file in ("README.md", "Makefile", "Dockerfile") or file.startswith(
-        ("launch/", "accelerate_configs/")
+        ("launch/", "accelerate_configs/", "src/")
     )
     if names_the_recipe and answers["recipe"] not in ("all", RECIPES[0]):
         words[RECIPES[0]] = answers["recipe"]

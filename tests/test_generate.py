@@ -139,9 +139,17 @@ def tree(folder: Path) -> dict[str, tuple[bytes, bool]]:
     }
 
 
-def default_tree(template: Path) -> dict[str, tuple[bytes, bool]]:
-    """Say what the default answers must give: template/, less what they do not choose."""
+def default_tree(template: Path, *others: str) -> dict[str, tuple[bytes, bool]]:
+    """Say what the default answers must give: template/, less what they do not choose.
+
+    Args:
+        template: where it lies.
+        others: recipes that are there besides the first.
+    """
     files = tree(template / "template")
+    for recipe in POST_GEN.RECIPES[1:]:
+        for file in () if recipe in others else POST_GEN.recipe_files(recipe):
+            files.pop(file, None)
     files["LICENSE"] = files["LICENSE.MIT"]
     for license in LICENSES:
         del files[f"LICENSE.{license}"]
@@ -394,13 +402,17 @@ def two_recipes(template: Path, tmp_path: Path) -> Path:
     readme = folder / "template/README.md"
     readme.write_text(readme.read_text() + "configs/image_classification.yaml\n")
     post_gen, pre_gen = folder / "hooks/post_gen_project.py", folder / "hooks/pre_gen_project.py"
-    one, two = '("image_classification",)', '("image_classification", "ferns")'
-    files = tuple(sorted({*POST_GEN.TEMPLATE_FILES, *added}))
+    one = f"RECIPES = {POST_GEN.RECIPES}".replace("'", '"')
+    two = 'RECIPES = ("image_classification", "ferns")'
+    others = {file for name in POST_GEN.RECIPES[1:] for file in POST_GEN.recipe_files(name)}
+    files = tuple(sorted({*POST_GEN.TEMPLATE_FILES, *added} - others))
     post_gen.write_text(
         re.sub(
             r"(?ms)^TEMPLATE_FILES = \(.*?^\)$", f"TEMPLATE_FILES = {files}", post_gen.read_text()
         )
     )
+    for file in others:
+        (folder / "template" / file).unlink()
     for file in (post_gen, pre_gen):
         assert file.read_text().count(one) == 1
         file.write_text(file.read_text().replace(one, two))

@@ -136,6 +136,9 @@ class TelemetryConfig:
         default_factory=lambda: ["tensorboard"], metadata={"changes_curve": False}
     )
     """Names of accelerate's trackers: tensorboard, wandb, mlflow, ..."""
+    peak_tflops: float | None = free(None)
+    """Of one device, by its data sheet for the run's precision; with a recipe that counts its
+    operations, the part of it that is used is recorded as utilisation."""
 
 
 @dataclass(frozen=True, kw_only=True)

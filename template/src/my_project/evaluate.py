@@ -51,6 +51,10 @@ def evaluate(
     for name, data in data_sets.items():
         for metric, value in _evaluate_one(accelerator, config, call, data).items():
             results[f"{name}/{metric}"] = value
+    if sample := optional(config.recipe, "sample"):
+        text = call(sample)  # on every process: each holds only a part of a sharded model
+        if accelerator.is_main_process:
+            logger.info("sample: %s", text)
     forget_gathered(call)
     call.train()
     return results

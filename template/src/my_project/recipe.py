@@ -24,6 +24,9 @@ A recipe may also have:
     parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
     build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; the loss otherwise
     update_metrics(model, batch, metrics) -> None
+    sample(model) -> str                          shown at each evaluation
+    per_sample(model) -> {"tokens": n, "operations": m}    of one sample, forward and backward; for
+                                                  throughput and utilisation
     predict(model, data_info, argument) -> str    the answer of predict.py
     example_inputs(data_info) -> tuple of tensors     batch first; for predict.py --onnx
     export(model, data_info, folder) -> None      in place of model.safetensors

@@ -19,6 +19,7 @@ from .batches import Split
 from .config import Config
 from .faults import Watch
 from .optim import learning_rate
+from .recipe import optional
 from .run import Run, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,13 @@ class Telemetry:
         split: Split,
         state: dict[str, Any],
         watch: Watch,
+        model: torch.nn.Module,
     ) -> None:
         """Continue the record of a run at state["step"]; what a kill has undone is dropped."""
         self.accelerator, self.config, self.run, self.split = accelerator, config, run, split
         self.watch = watch
+        count = optional(config.recipe, "per_sample")
+        self.per_sample: dict[str, float] = count(model) if count else {}
         self.unwritten = ""  # what a full disk did not take
         self.state = state  # its counters are part of the checkpoint
         self.is_main = accelerator.is_main_process
@@ -182,13 +186,15 @@ class Telemetry:
         samples = self.interval_steps * self.split.global_batch_size
         self.run_steps += self.interval_steps
         self.run_seconds += seconds
+        rate = samples / seconds
         self.write(
             {
                 "step": step + 1,
                 "loss": self.state["interval_loss"] / weight if weight else None,
                 "learning_rate": learning_rate(step, self.run.total_steps, self.config.optim),
                 "gradient_norm": norm if math.isfinite(norm) else None,
-                "samples_per_second": samples / seconds,
+                "samples_per_second": rate,
+                **self._rates(rate),
                 "data_seconds": self.data_seconds,
                 "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
                 "skipped_steps": self.state["skipped_steps"],
@@ -197,6 +203,16 @@ class Telemetry:
         self.started, self.paused_seconds, self.data_seconds = time.perf_counter(), 0.0, 0.0
         self.interval_steps = 0
         self.state["interval_loss"] = self.state["interval_weight"] = 0.0
+
+    def _rates(self, samples_per_second: float) -> dict[str, float]:
+        """Say the throughput in the recipe's units, and what part of the hardware it uses."""
+        rates = {}
+        if "tokens" in self.per_sample:
+            rates["tokens_per_second"] = samples_per_second * self.per_sample["tokens"]
+        if (peak := self.config.telemetry.peak_tflops) and "operations" in self.per_sample:
+            operations = samples_per_second * self.per_sample["operations"]
+            rates["utilisation"] = operations / (peak * 1e12 * self.split.processes)
+        return rates
 
     @property
     def samples_per_second(self) -> float:

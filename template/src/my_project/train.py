@@ -89,7 +89,7 @@ def main(config: Config) -> int:
         call.train()
         with (
             checkpoints,
-            telemetry.Telemetry(accelerator, config, run, split, state, watch) as log,
+            telemetry.Telemetry(accelerator, config, run, split, state, watch, model) as log,
         ):
             samples = log.timed(samples)
             for step in steps:

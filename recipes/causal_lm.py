@@ -1,0 +1,476 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "torch>=2.6",
+#   "torchmetrics>=1.6",
+#   "datasets>=3.2",
+#   "tokenizers>=0.20",
+# ]
+# ///
+"""Pretrain a GPT on any text, from its bytes or from tokens.
+
+Data:  python (the standard library's own source, on every machine), files (every file below
+       data_path that matches pattern, a document each), or the name or local path of a Hugging Face
+       data set with a column of text: --recipe.init_args.data
+Tokens: bytes, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face hub:
+       --recipe.init_args.tokenizer
+Documents are tokenised once and packed end to end into blocks, with an end-of-text token between
+them; a block may hold the end of one document and the start of the next, and the model sees across.
+The blocks lie in cache_path, memory-mapped; where that is a disk of the node, once per node.
+Model: pre-norm blocks (RMSNorm), rotary positions, SwiGLU or GELU, tied embeddings, no biases.
+The card of the default, with its measured loss and time, is configs/causal_lm.yaml.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+# B: blocks in a micro-batch, T: tokens in a block, D: width, H: heads, V: vocabulary
+
+END_OF_BYTES = 256  # after the 256 bytes
+FREE: Any = {"changes_curve": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLM:
+    """Predict the next token; every field can be set from the command line."""
+
+    data: str = "python"
+    """python, files, or a Hugging Face data set's name or path."""
+    data_path: str = field(default="data", metadata=FREE | {"staged": True})
+    """files: the folder that holds them; what stage_to copies."""
+    pattern: str = "**/*.txt"
+    """files: which of them."""
+    text_column: str = "text"
+    """Of a Hugging Face data set."""
+    validation_fraction: float = 0.05
+    """Of the documents, chosen by their hashes."""
+    tokenizer: str = "bytes"
+    """bytes, a tokenizer.json, or a tokenizer's name on the hub."""
+    cache_path: str = field(default="data/causal_lm", metadata=FREE)
+    """Where the packed blocks are kept; a new folder for each data, tokenizer and length."""
+    block_tokens: int = 256
+    """Tokens that a sample predicts."""
+    width: int = 256
+    depth: int = 6
+    heads: int = 4
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    dropout: float = 0.0
+    checkpoint_activations: bool = False
+    """Compute the blocks again in backward in place of keeping what they need; a third slower."""
+    temperature: float = 0.8
+    """Of predict: 0 always takes the likeliest token."""
+    answer_tokens: int = 200
+    """Of predict: how many to write."""
+
+    # ---- data -----------------------------------------------------------------------------------
+    def prepare_data(self) -> dict[str, Any]:
+        """Tokenise and pack the documents, unless the cache has them."""
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width {self.width} must be a multiple of 2 x heads {self.heads}: rotary positions"
+                " turn pairs of numbers in each head"
+            )
+        folder = self._cache()
+        if not folder.exists():
+            self._pack(folder)
+        return json.loads((folder / "about.json").read_text())
+
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Open the blocks, memory-mapped."""
+        from datasets import load_from_disk
+
+        folder = self._cache()
+        train, validation = (
+            Blocks(load_from_disk(str(folder / part))) if data_info[part]["blocks"] else None
+            for part in ("train", "validation")
+        )
+        return train, {"validation": validation} if validation else {}
+
+    def _cache(self) -> Path:
+        """Name the folder of the blocks by all that they follow from."""
+        what = [self.data, self.tokenizer, self.block_tokens, self.validation_fraction]
+        if self.data == "python":
+            what.append(sysconfig.get_python_version())
+        elif self.data == "files":
+            files = sorted(Path(self.data_path).glob(self.pattern))
+            what += [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+        else:
+            what.append(self.text_column)
+        if Path(self.tokenizer).is_file():
+            what.append(Path(self.tokenizer).read_text(encoding="utf-8"))
+        name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+        return Path(self.cache_path) / name
+
+    def _pack(self, folder: Path) -> None:
+        """Write the blocks under another name first: what has the folder's name is complete."""
+        from datasets import Dataset, Features, List, Value, disable_progress_bars
+
+        disable_progress_bars()
+        encode, vocabulary, end = self._encoder()
+        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+        temporary.mkdir(parents=True)
+        about: dict[str, Any] = {"vocabulary": vocabulary, "end": end}
+        features = Features({"tokens": List(Value("int32"), self.block_tokens + 1)})
+        for part in ("train", "validation"):
+            counts = {"documents": 0, "bytes": 0, "tokens": 0}
+
+            def blocks(part: str = part, counts: dict[str, int] = counts) -> Iterator[dict]:
+                rest: list[int] = []
+                for text in self._documents():
+                    if self._is_validation(text) != (part == "validation"):
+                        continue
+                    tokens = [*encode(text), end]
+                    counts["documents"] += 1
+                    counts["bytes"] += len(text.encode())
+                    counts["tokens"] += len(tokens)
+                    rest += tokens
+                    start = 0
+                    # each block begins with the last token of the one before, to predict from
+                    while start + self.block_tokens < len(rest):
+                        yield {"tokens": rest[start : start + self.block_tokens + 1]}
+                        start += self.block_tokens
+                    rest = rest[start:]
+
+            count = 0
+            if next(blocks(counts=dict(counts)), None):  # a generator of nothing is refused
+                packed: Any = Dataset.from_generator(
+                    blocks, features=features, cache_dir=str(temporary / "unpacked")
+                )
+                packed.save_to_disk(str(temporary / part))
+                count = len(packed)
+            about[part] = counts | {"blocks": count}
+        shutil.rmtree(temporary / "unpacked", ignore_errors=True)
+        if about["train"]["blocks"] == 0:
+            shutil.rmtree(temporary)
+            raise ValueError(
+                f"{self.data} ({about['train']['documents']} documents for training) makes not one"
+                f" block of {self.block_tokens + 1} tokens; check data_path and pattern, or lower"
+                " block_tokens"
+            )
+        (temporary / "about.json").write_text(json.dumps(about))
+        try:
+            temporary.rename(folder)
+        except OSError:  # another process was first
+            shutil.rmtree(temporary)
+
+    def _documents(self) -> Iterator[str]:
+        if self.data == "python":
+            root = Path(sysconfig.get_path("stdlib"))
+            skipped = {
+                "test",
+                "tests",
+                "site-packages",
+                "dist-packages",
+                "idle_test",
+                "__pycache__",
+            }
+            for path in sorted(root.rglob("*.py")):
+                if not skipped & set(path.relative_to(root).parts):
+                    yield path.read_text(encoding="utf-8", errors="replace")
+        elif self.data == "files":
+            for path in sorted(Path(self.data_path).glob(self.pattern)):
+                yield path.read_text(encoding="utf-8", errors="replace")
+        else:
+            from datasets import load_dataset
+
+            row: Any
+            for row in load_dataset(self.data, split="train"):
+                yield row[self.text_column]
+
+    def _is_validation(self, text: str) -> bool:
+        draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
+        return draw < self.validation_fraction
+
+    def _encoder(self) -> tuple[Any, int, int]:
+        """Return text -> tokens, the size of the vocabulary, and the end-of-text token."""
+        if self.tokenizer == "bytes":
+            return lambda text: list(text.encode()), END_OF_BYTES + 1, END_OF_BYTES
+        tokenizer = self._tokenizer()
+        vocabulary = tokenizer.get_vocab()
+        names = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+        end = next((vocabulary[name] for name in names if name in vocabulary), None)
+        if end is None:
+            raise ValueError(
+                f"tokenizer {self.tokenizer} has none of {', '.join(names)} to end documents with;"
+                " add one to it"
+            )
+        return lambda text: tokenizer.encode(text).ids, tokenizer.get_vocab_size(), end
+
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
+        if Path(self.tokenizer).is_file():
+            return Tokenizer.from_file(self.tokenizer)
+        return Tokenizer.from_pretrained(self.tokenizer)
+
+    # ---- model and loss -------------------------------------------------------------------------
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        """Build the model with fresh weights."""
+        return GPT(
+            data_info["vocabulary"],
+            self.width,
+            self.depth,
+            self.heads,
+            self.activation,
+            self.dropout,
+            self.checkpoint_activations,
+        )
+
+    def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, int]:
+        """Sum the cross-entropy of the next tokens.
+
+        Args:
+            model: maps tokens (B, T) to logits (B, T, V).
+            batch: (B, T + 1), int64.
+            step: not used.
+
+        Returns:
+            The sum in nats, a scalar, and the number of tokens predicted.
+        """
+        total = _token_losses(model, batch).sum()
+        return total, batch.shape[0] * (batch.shape[1] - 1)
+
+    def per_sample(self, model: nn.Module) -> dict[str, float]:
+        """Count a block's tokens, and its floating-point operations forward and backward.
+
+        6 per weight and token, and attention's 12 x depth x width x T
+        (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B).
+        """
+        weights = sum(p.numel() for p in model.parameters())
+        per_token = 6 * weights + 12 * self.depth * self.width * self.block_tokens
+        return {"tokens": self.block_tokens, "operations": per_token * self.block_tokens}
+
+    # ---- evaluation and use ---------------------------------------------------------------------
+    def build_metrics(self) -> dict[str, Any]:
+        """Name the loss per token in nats, and what it comes to in bits per byte of text."""
+        from torchmetrics import MeanMetric
+
+        return {"loss": MeanMetric(), "bits_per_byte": MeanMetric()}
+
+    def update_metrics(self, model: nn.Module, batch: Tensor, metrics: dict[str, Any]) -> None:
+        """Count one micro-batch."""
+        losses = _token_losses(model, batch)
+        metrics["loss"].update(losses)
+        metrics["bits_per_byte"].update(losses * tokens_per_byte(self._cache()) / math.log(2))
+
+    def sample(self, model: nn.Module) -> str:
+        """Write a little, to be read at each evaluation."""
+        _, _, end = self._encoder()
+        return self._write(model, [end], 60, end)
+
+    def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
+        """Continue the text that the argument is."""
+        encode, _, end = self._encoder()
+        return self._write(model, encode(argument) or [end], self.answer_tokens, end)
+
+    def _write(self, model: nn.Module, tokens: list[int], count: int, end: int) -> str:
+        draw = torch.Generator().manual_seed(0)
+        written = generate(model, tokens, count, self.block_tokens, self.temperature, end, draw)
+        if self.tokenizer == "bytes":
+            return bytes(token for token in written if token < END_OF_BYTES).decode(
+                errors="replace"
+            )
+        return self._tokenizer().decode(written)
+
+
+@lru_cache
+def tokens_per_byte(folder: Path) -> float:
+    """Return the length of the validation text in tokens over that in bytes."""
+    about = json.loads((folder / "about.json").read_text())["validation"]
+    return about["tokens"] / about["bytes"]
+
+
+def _token_losses(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return the cross-entropy of each next token in nats, (B * T), float32."""
+    logits = model(batch[:, :-1])  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: list[int],
+    count: int,
+    longest: int,
+    temperature: float,
+    end: int,
+    draw: torch.Generator,
+) -> list[int]:
+    """Append up to count tokens to a text; the model sees the last `longest` of them."""
+    device = next(model.parameters()).device
+    tokens = list(tokens)
+    for _ in range(count):
+        context = torch.tensor([tokens[-longest:]], device=device)
+        logits = model(context)[0, -1].float().cpu()
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            chances = (logits / temperature).softmax(0)
+            token = int(torch.multinomial(chances, 1, generator=draw))
+        if token == end:
+            break
+        tokens.append(token)
+    return tokens
+
+
+class Blocks(torch.utils.data.Dataset):
+    """Blocks of T + 1 tokens."""
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed.with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return a block (T + 1), int64."""
+        return torch.from_numpy(self.packed[index]["tokens"]).long()
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        """Return several blocks with one read."""
+        return list(torch.from_numpy(self.packed[indices]["tokens"]).long())
+
+
+# ---- the model ----------------------------------------------------------------------------------
+class GPT(nn.Module):
+    """A decoder (Radford et al. 2019) with RMSNorm, rotary positions and SwiGLU, as in Llama.
+
+    Touvron et al. 2023, https://arxiv.org/abs/2302.13971, section 2.2.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        depth: int,
+        heads: int,
+        activation: str,
+        dropout: float,
+        checkpoint_activations: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads, activation, dropout) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight  # tied
+        self.checkpoint_activations, self.head_width = checkpoint_activations, width // heads
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for last in (block.attention.out, block.mlp.out):  # what the residual stream adds up
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * depth))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> logits (B, T, V)."""
+        x = self.embedding(tokens)
+        turns = rotary_turns(tokens.shape[1], self.head_width, x.device)
+        for block in self.blocks:
+            if self.checkpoint_activations and self.training:
+                x = checkpoint(block, x, turns, use_reentrant=False)
+            else:
+                x = block(x, turns)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each beside the residual stream and after a norm."""
+
+    def __init__(self, width: int, heads: int, activation: str, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.mlp = SwiGLU(width) if activation == "swiglu" else GELU(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), turns))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; torch chooses the kernel."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.head_width, self.dropout = heads, width // heads, dropout
+        self.into = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        batch, length, width = x.shape
+        split = self.into(x).view(batch, length, 3, self.heads, self.head_width)
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (B, H, T, D / H)
+        y = F.scaled_dot_product_attention(
+            rotate(query, turns),
+            rotate(key, turns),
+            value,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+        )
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class SwiGLU(nn.Module):
+    """A gated perceptron of 8/3 the width (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = 64 * math.ceil(8 * width / 3 / 64)  # a multiple that suits GPUs
+        self.into = nn.Linear(width, 2 * inner, bias=False)
+        self.out = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        gate, value = self.into(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * value)
+
+
+class GELU(nn.Module):
+    """A perceptron of four times the width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into = nn.Linear(width, 4 * width, bias=False)
+        self.out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.out(F.gelu(self.into(x)))
+
+
+def rotary_turns(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of each position's turns, (T, D / H / 2) each, float32.
+
+    Su et al. 2021, https://arxiv.org/abs/2104.09864.
+    """
+    pairs = torch.arange(0, head_width, 2, device=device, dtype=torch.float32)
+    speeds = 10_000.0 ** (-pairs / head_width)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * speeds
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs of numbers of each head by their position; (B, H, T, D / H)."""
+    cosine, sine = turns
+    left, right = x.float().chunk(2, dim=-1)
+    turned = torch.cat([left * cosine - right * sine, left * sine + right * cosine], dim=-1)
+    return turned.to(x.dtype)

@@ -1,0 +1,1 @@
+../../../../recipes/causal_lm.py

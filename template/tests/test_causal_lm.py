@@ -1,0 +1,223 @@
+"""The recipe: text in blocks, none lost or seen twice; a model that looks back only."""
+
+import dataclasses
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from runs import change, make_config, records, train, weights
+from test_launch import PROJECT
+from torch.nn import functional as F
+from world import run_world
+
+from my_project import predict
+from my_project.config import Config, ConfigError, parse
+from my_project.recipes import causal_lm
+from my_project.recipes.causal_lm import CausalLM
+
+SMALL = {"block_tokens": 16, "width": 32, "depth": 2, "heads": 2}
+
+
+def write(folder, count=12):
+    """Write documents of several lengths, one of them empty and one not of ASCII."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        text = f"Document {number}: " + "the quick brown fox. " * (number % 5)
+        text = {3: "", 4: "Grüße, ☃ and friends. " * 3}.get(number, text)
+        (folder / f"{number:02}.txt").write_text(text)
+    return folder
+
+
+def recipe_of(folder, **settings) -> CausalLM:
+    if not (folder / "texts").exists():
+        write(folder / "texts")
+    options = SMALL | {"data": "files", "data_path": str(folder / "texts")}
+    options |= {"cache_path": str(folder / "cache"), "validation_fraction": 0.3}
+    return CausalLM(**options | settings)
+
+
+def config_of(folder, **settings) -> Config:
+    config = make_config(folder, **settings)
+    return dataclasses.replace(config, recipe=recipe_of(folder))
+
+
+def test_the_blocks_hold_every_document_once_in_order(tmp_path):
+    recipe = recipe_of(tmp_path)
+    about = recipe.prepare_data()
+    train_set, validation = recipe.build_datasets(about)
+    texts = [path.read_text() for path in sorted((tmp_path / "texts").iterdir())]
+    for part, data in {"train": train_set, "validation": validation["validation"]}.items():
+        chosen = [t for t in texts if recipe._is_validation(t) == (part == "validation")]
+        wanted = [token for text in chosen for token in [*text.encode(), 256]]
+        blocks = [data[i].tolist() for i in range(len(data))]
+        assert blocks[0][0] == wanted[0]
+        predicted = [token for block in blocks for token in block[1:]]
+        assert predicted == wanted[1 : 1 + len(predicted)]
+        assert len(wanted) - 1 - len(predicted) < recipe.block_tokens, "only the tail is left"
+        for before, after in pairwise(blocks):
+            assert before[-1] == after[0], "a block is predicted from the one before"
+        assert about[part]["documents"] == len(chosen)
+        assert about[part]["bytes"] == sum(len(text.encode()) for text in chosen)
+    assert torch.equal(train_set.__getitems__([0, 2])[1], train_set[2])
+
+
+def test_what_is_packed_is_packed_once_and_anew_when_it_changes(tmp_path, monkeypatch):
+    recipe = recipe_of(tmp_path)
+    recipe.prepare_data()
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalLM, "_pack", None)
+        recipe.prepare_data()
+    (tmp_path / "texts/00.txt").write_text("Another text, longer than the one before it was.")
+    recipe.prepare_data()
+    dataclasses.replace(recipe, block_tokens=8).prepare_data()
+    assert len(list((tmp_path / "cache").iterdir())) == 3, "and nothing half-made is left"
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_model_looks_back_only_and_begins_at_chance(tmp_path, activation):
+    torch.manual_seed(0)
+    recipe = recipe_of(tmp_path, activation=activation)
+    model = recipe.build_model({"vocabulary": 257})
+    tokens = torch.randint(257, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 257
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+    total, count = recipe.loss(model, torch.randint(257, (4, 17)), 0)
+    assert float(total.detach()) / count == pytest.approx(math.log(257), rel=0.02)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_rotary_positions_depend_on_distance_only():
+    query, key = torch.randn(2, 1, 1, 1, 8)
+    turns = causal_lm.rotary_turns(30, 8, torch.device("cpu"))
+
+    def score(i: int, j: int) -> float:
+        def at(place: int) -> tuple:
+            return tuple(turn[place : place + 1] for turn in turns)
+
+        return float((causal_lm.rotate(query, at(i)) * causal_lm.rotate(key, at(j))).sum())
+
+    assert score(3, 1) == pytest.approx(score(29, 27), abs=1e-5)
+    assert score(3, 1) != pytest.approx(score(3, 2), abs=1e-5)
+
+
+def test_checkpointed_activations_give_the_same_gradients(tmp_path):
+    batch = torch.randint(257, (2, 17))
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        recipe = recipe_of(tmp_path, checkpoint_activations=checkpointed)
+        model = recipe.build_model({"vocabulary": 257})
+        recipe.loss(model, batch, 0)[0].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_one_process_and_two_learn_the_same_and_a_resumed_run_too(tmp_path):
+    one = config_of(tmp_path, run_name="one", batches__global_batch_size=8)
+    two = change(one, run_name="two", batches__micro_batch_size=2)
+    assert train(one) == 0
+    assert run_world(2, train, two) == [0, 0]
+    losses = [r["loss"] for r in records(one)]
+    assert [r["loss"] for r in records(two)] == pytest.approx(losses, rel=1e-5)
+    stopped = change(one, run_name="stopped", steps=5, optim__schedule="constant")
+    assert train(stopped) == 0
+    whole = change(stopped, run_name="whole", steps=10)
+    assert train(whole) == 0
+    assert train(change(stopped, steps=10)) == 0
+    ours, theirs = weights(stopped.folder / "export"), weights(whole.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_it_learns_a_text_by_heart_and_writes_it(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        (tmp_path / f"texts/{number}.txt").write_text("to be or not to be, " * 30)
+    config = config_of(
+        tmp_path, steps=300, batches__global_batch_size=16, optim__lr=0.02,
+        telemetry__peak_tflops=1.0, optim__clip_norm=1.0,
+    )  # fmt: skip
+    recipe = dataclasses.replace(config.recipe, temperature=0.0, answer_tokens=30)
+    config = dataclasses.replace(config, recipe=recipe)
+    assert train(config) == 0
+    last = records(config)[-1]
+    assert last["loss"] < 0.2
+    rate = last["tokens_per_second"]
+    assert rate == pytest.approx(last["samples_per_second"] * 16)
+    model = recipe.build_model({"vocabulary": 257})
+    count = sum(p.numel() for p in model.parameters())
+    operations = 6 * count + 12 * 2 * 32 * 16
+    assert last["utilisation"] == pytest.approx(rate * operations / 1e12)
+    _, about, model = predict.load(config.folder / "export")
+    answer = recipe.predict(model, about, "to be or")
+    assert answer.startswith("to be or not to be, to be")
+    assert recipe.sample(model)
+
+
+def test_bits_per_byte_are_those_of_the_text(tmp_path):
+    recipe = recipe_of(tmp_path)
+    about = recipe.prepare_data()
+    _, sets = recipe.build_datasets(about)
+    model = recipe.build_model(about)
+    metrics = recipe.build_metrics()
+    batch = torch.stack([sets["validation"][i] for i in range(len(sets["validation"]))])
+    with torch.no_grad():
+        recipe.update_metrics(model, batch, metrics)
+        logits = model(batch[:, :-1])
+    nats = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    assert metrics["loss"].compute() == pytest.approx(float(nats), rel=1e-5)
+    per_byte = about["validation"]["tokens"] / about["validation"]["bytes"]
+    bits = float(nats) * per_byte / math.log(2)
+    assert metrics["bits_per_byte"].compute() == pytest.approx(bits, rel=1e-5)
+
+
+def test_a_tokenizer_of_ones_own(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    texts = write(tmp_path / "texts")
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"])
+    tokenizer.train([str(path) for path in texts.iterdir()], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    recipe = recipe_of(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), block_tokens=4)
+    about = recipe.prepare_data()
+    assert about["end"] == 0
+    assert about["train"]["tokens"] < 0.6 * about["train"]["bytes"]
+    model = recipe.build_model(about)
+    assert recipe.predict(model, about, "the quick")
+    without = json.loads(tokenizer.to_str().replace("<|endoftext|>", "<nothing>"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(without))
+    with pytest.raises(ValueError, match="to end documents with"):
+        recipe.prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"block_tokens": 10_000}, "makes not one block of 10001 tokens"),
+        ({"heads": 3}, "must be a multiple of 2 x heads 3"),
+        ({"pattern": "*.none"}, r"\(0 documents for training\) makes not one block"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, settings, sentence):
+    config = dataclasses.replace(make_config(tmp_path), recipe=recipe_of(tmp_path, **settings))
+    with pytest.raises(ConfigError, match=sentence):
+        train(config)
+
+
+@pytest.mark.slow
+def test_the_cards_config_trains_on_the_standard_library(tmp_path):
+    config = parse(["--config", str(PROJECT / "configs/causal_lm.yaml")])
+    recipe = dataclasses.replace(config.recipe, cache_path=str(tmp_path / "cache"))
+    config = dataclasses.replace(config, recipe=recipe, runs_folder=str(tmp_path))
+    config = change(config, steps=6, evaluation__every_steps=None, telemetry__every_steps=1)
+    assert train(config) == 0
+    losses = [r["loss"] for r in records(config)]
+    assert losses[0] == pytest.approx(math.log(257), rel=0.05)
+    assert losses[-1] < losses[0]
