@@ -41,6 +41,7 @@ TEMPLATE_FILES = (
     "accelerate_configs/multi_node_fsdp2.yaml",
     "accelerate_configs/multi_node_hsdp.yaml",
     "configs/causal_lm.yaml",
+    "configs/embedding.yaml",
     "configs/image_classification.yaml",
     "launch/kubeflow.yaml",
     "launch/kubernetes.yaml",
@@ -66,6 +67,7 @@ TEMPLATE_FILES = (
     "src/my_project/recipe.py",
     "src/my_project/recipes/__init__.py",
     "src/my_project/recipes/causal_lm.py",
+    "src/my_project/recipes/embedding.py",
     "src/my_project/recipes/image_classification.py",
     "src/my_project/roll_call.py",
     "src/my_project/run.py",
@@ -81,6 +83,7 @@ TEMPLATE_FILES = (
     "tests/test_causal_lm.py",
     "tests/test_checkpoint.py",
     "tests/test_config.py",
+    "tests/test_embedding.py",
     "tests/test_export.py",
     "tests/test_faults.py",
     "tests/test_gpu.py",
@@ -101,7 +104,7 @@ TEMPLATE_FILES = (
     "tests/world_imports.py",
 )
 # The first is the one that README.md and Makefile name. Each has the files of recipe_files.
-RECIPES = ("image_classification", "causal_lm")
+RECIPES = ("image_classification", "causal_lm", "embedding")
 # The answers that the template carries.
 DEFAULTS = {
     "project_name": "My Project",

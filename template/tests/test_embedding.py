@@ -1,0 +1,137 @@
+"""The recipe: negatives from all processes, gradients to all of them, recall over the whole set."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from runs import change, make_config, records, train, weights
+from test_launch import PROJECT
+from torch.nn import functional as F
+from world import run_world
+
+from my_project import predict
+from my_project.config import Config, ConfigError, parse
+from my_project.recipes.embedding import Embedding, RecallAtK, TwoTowers, ngrams, standard_library
+
+WORDS = (
+    "apple", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island",
+    "jungle", "kettle", "ladder",
+)  # fmt: skip
+
+
+def write(folder, count=48, held_out=23):
+    """Write pairs: two words, and the same two the other way round with something between."""
+    folder.mkdir(exist_ok=True)
+    pairs = [(a, b) for a in WORDS for b in WORDS if a != b][: count + held_out]
+    rows = [{"query": f"{a} {b}", "document": f"{b} with a {a}"} for a, b in pairs]
+    parts = {"train": rows[:count], "validation": rows[count:]}
+    for name, part in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return folder
+
+
+def config_of(folder, **settings) -> Config:
+    recipe = Embedding(data="pairs", data_path=str(write(folder / "pairs")), buckets=512, width=16)
+    settings = {"batches__global_batch_size": 12, "batches__micro_batch_size": 0} | settings
+    return dataclasses.replace(make_config(folder, **settings), recipe=recipe)
+
+
+def test_the_curve_is_the_same_for_any_number_of_processes(tmp_path):
+    one = config_of(tmp_path, run_name="one")
+    assert train(one) == 0
+    expected = records(one)
+    for processes in (2, 3):
+        several = change(one, run_name=f"on_{processes}")
+        assert run_world(processes, train, several) == [0] * processes
+        for ours, theirs in zip(records(several), expected, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
+        ours, theirs = weights(several.folder / "export"), weights(one.folder / "export")
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)
+        name = "validation/recall_at_1"
+        recalls = [records(config, name)[-1][name] for config in (several, one)]
+        assert recalls[0] == pytest.approx(recalls[1])
+
+
+def test_the_loss_is_that_of_all_pairs_at_once(tmp_path):
+    config = config_of(tmp_path)
+    recipe = config.recipe
+    train_set, _ = recipe.build_datasets({})
+    batch = recipe.collate([train_set[i] for i in range(6)])
+    torch.manual_seed(0)
+    model = recipe.build_model({})
+    total, count = recipe.loss(model, batch, 0)
+    assert count == 6
+    query = model.encode(batch["query"], "query")
+    document = model.encode(batch["document"], "document")
+    scores = (query @ document.T) / recipe.temperature
+    own = torch.arange(6)
+    expected = F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)
+    assert float(total.detach()) / 6 == pytest.approx(float(expected.detach()) / 2, rel=1e-4)
+
+
+def test_recall_is_exact(tmp_path):
+    torch.manual_seed(0)
+    queries, documents = torch.randn(2, 3000, 8)
+    near = queries @ documents.T
+    place = (near > near.diagonal()[:, None]).sum(1)
+    for k in (1, 10):
+        metric = RecallAtK(k=k)
+        for part in range(0, 3000, 700):
+            metric.update(queries[part : part + 700], documents[part : part + 700])
+        assert metric.compute() == pytest.approx(float((place < k).float().mean()))
+
+
+def test_it_learns_to_find_is_resumed_and_answers(tmp_path):
+    config = config_of(tmp_path, optim__lr=0.02, steps=60, optim__schedule="constant")
+    half = change(config, run_name="half", steps=30)
+    assert train(half) == 0
+    assert train(change(half, steps=60)) == 0
+    assert train(config) == 0
+    ours, theirs = weights(half.folder / "export"), weights(config.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    found = records(config, "validation/recall_at_1")[-1]
+    assert found["validation/recall_at_1"] > 5 / 23, "by chance 1 / 23"
+    assert found["validation/recall_at_10"] > 18 / 23
+    settings, about, model = predict.load(config.folder / "export")
+    answer = settings.recipe.predict(
+        model, about, "apple bridge\nkettle with a ladder\nbridge with a apple"
+    )
+    assert answer.splitlines()[0].endswith("bridge with a apple")
+
+
+def test_ngrams_are_the_same_on_every_machine():
+    assert ngrams("ab", 1000, 100).tolist() == ngrams("AB", 1000, 100).tolist()
+    assert ngrams("ab", 100_000, 100).tolist() == [91_444, 44_843, 55_580]
+    assert ngrams("", 1000, 100).tolist() == [0]
+    model = TwoTowers(1000, 8, 0.1)
+    lengths = model.encode((torch.tensor([1, 2, 3]), torch.tensor([0, 1])), "query").norm(dim=-1)
+    torch.testing.assert_close(lengths, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"data": "cats"}, "data is cats, but must be python or pairs"),
+        ({"data": "pairs", "data_path": "nowhere"}, "nowhere/train.jsonl is no file"),
+    ],
+)
+def test_data_that_is_not_there_is_refused(tmp_path, settings, sentence):
+    config = dataclasses.replace(make_config(tmp_path), recipe=Embedding(**settings))
+    with pytest.raises(ConfigError, match=sentence):
+        train(config)
+
+
+@pytest.mark.slow
+def test_the_cards_config_trains_on_the_standard_library(tmp_path):
+    pairs = standard_library()
+    assert len(pairs) > 1000
+    assert not any('"""' in document[:50] for _, document in pairs[:200])
+    config = parse(["--config", str(PROJECT / "configs/embedding.yaml")])
+    config = dataclasses.replace(config, runs_folder=str(tmp_path))
+    config = change(config, epochs=None, steps=8, telemetry__every_steps=1)
+    assert train(config) == 0
+    losses = [r["loss"] for r in records(config)]
+    assert losses[-1] < losses[0]
