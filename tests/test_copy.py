@@ -202,7 +202,7 @@ def test_a_changed_file_of_the_loop_is_named_by_a_second_call(tmp_path: Path):
 @pytest.mark.parametrize(
     ("recipe", "folder", "sentence"),
     [
-        ("cats", "your_package", "there is no recipe cats; there are causal_lm, image_cl"),
+        ("cats", "your_package", "there is no recipe cats; there are causal_lm, "),
         ("causal_lm", "nowhere", "nowhere is no folder"),
         ("causal_lm", "my-things", "my-things cannot be imported as a package"),
     ],
