@@ -43,6 +43,7 @@ TEMPLATE_FILES = (
     "configs/causal_lm.yaml",
     "configs/embedding.yaml",
     "configs/image_classification.yaml",
+    "configs/segmentation.yaml",
     "launch/kubeflow.yaml",
     "launch/kubernetes.yaml",
     "launch/local.sh",
@@ -69,6 +70,7 @@ TEMPLATE_FILES = (
     "src/my_project/recipes/causal_lm.py",
     "src/my_project/recipes/embedding.py",
     "src/my_project/recipes/image_classification.py",
+    "src/my_project/recipes/segmentation.py",
     "src/my_project/roll_call.py",
     "src/my_project/run.py",
     "src/my_project/runtime.py",
@@ -98,13 +100,14 @@ TEMPLATE_FILES = (
     "tests/test_resume.py",
     "tests/test_roll_call.py",
     "tests/test_same_curve.py",
+    "tests/test_segmentation.py",
     "tests/test_sharded.py",
     "tests/test_stage.py",
     "tests/world.py",
     "tests/world_imports.py",
 )
 # The first is the one that README.md and Makefile name. Each has the files of recipe_files.
-RECIPES = ("image_classification", "causal_lm", "embedding")
+RECIPES = ("image_classification", "causal_lm", "embedding", "segmentation")
 # The answers that the template carries.
 DEFAULTS = {
     "project_name": "My Project",

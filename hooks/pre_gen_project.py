@@ -15,7 +15,7 @@ from typing import Any
 
 PACKAGE = "my_project"  # as the template calls it
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause")
-RECIPES = ("image_classification", "causal_lm", "embedding")
+RECIPES = ("image_classification", "causal_lm", "embedding", "segmentation")
 
 # By name of distribution and of import, - and . written as _. A package of that name hides the
 # library; a distribution of that name is one that depends on itself.

@@ -170,8 +170,10 @@ def submit(slurm, *arguments: str, limit: str = "10", before_the_end: str = "60"
 
 
 def ended(slurm, job: str, state: str) -> bool:
+    """Tell whether a job has reached a state; any other from which it does not return is wrong."""
     now = slurm.about(job)["JobState"]
-    assert now in (state, "PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), slurm.output(job)
+    last = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "BOOT_FAIL", "DEADLINE"}
+    assert now == state or now not in last, f"{now}\n{slurm.output(job)}"
     return now == state
 
 

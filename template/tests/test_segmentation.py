@@ -1,0 +1,136 @@
+"""The recipe: images of any size, padding that does not count, mean IoU over the whole set."""
+
+import dataclasses
+
+import pytest
+import torch
+from runs import change, make_config, records, train, weights
+from test_launch import PROJECT
+from world import run_world
+
+from my_project import predict
+from my_project.config import Config, ConfigError, parse
+from my_project.recipes.segmentation import IGNORED, Segmentation
+
+SMALL = Segmentation(scenes=24, width=4)
+
+
+def config_of(folder, **settings) -> Config:
+    batches = {"batches__global_batch_size": 8, "batches__micro_batch_size": 2}
+    settings = batches | {"evaluation__batch_size": 1} | settings
+    return dataclasses.replace(make_config(folder, **settings), recipe=SMALL)
+
+
+def folder_of(path, size=(9, 13), label=1):
+    from torchvision.io import write_png
+
+    for part in ("train", "validation"):
+        for kind in ("images", "masks"):
+            (path / part / kind).mkdir(parents=True)
+        for i in range(8):
+            image = torch.full((3, size[0] + i, size[1]), 20 * i, dtype=torch.uint8)
+            mask = torch.full((1, size[0] + i, size[1]), i % 2 * label, dtype=torch.uint8)
+            write_png(image, str(path / part / f"images/{i}.png"))
+            write_png(mask, str(path / part / f"masks/{i}.png"))
+    return path
+
+
+def test_scenes_are_the_same_for_the_same_number_and_differ_in_size():
+    train_set, sets = SMALL.build_datasets({})
+    again, _ = SMALL.build_datasets({})
+    assert all(torch.equal(a, b) for a, b in zip(train_set[3], again[3], strict=True))
+    sizes = {train_set[i][0].shape for i in range(len(train_set))}
+    assert len(sizes) > 10
+    labels = torch.cat([train_set[i][1].flatten() for i in range(24)])
+    assert set(labels.unique().tolist()) == set(range(11))
+    held_out = {d.sum().item() for d, _ in sets["validation"].digits}
+    assert len(sets["validation"]) == 6
+    assert len(held_out) < len(train_set.digits) / 3
+
+
+def test_padding_counts_for_nothing():
+    model = SMALL.build_model({"classes": ["a"] * 11})
+    train_set, _ = SMALL.build_datasets({})
+    images, labels = SMALL.collate([train_set[0], train_set[1]])
+    assert images.shape[2] % 8 == images.shape[3] % 8 == 0
+    total, weight = SMALL.loss(model, (images, labels), 0)
+    assert weight == sum(train_set[i][1].numel() for i in (0, 1))
+    labels_moved = labels.clone()
+    metrics = SMALL.build_metrics()
+    SMALL.update_metrics(model, (images, labels), metrics)
+    found = model(images).argmax(1)
+    right = ((found == labels) & (labels != IGNORED)).sum() / weight
+    assert metrics["accuracy"].compute() == pytest.approx(float(right))
+    labels_moved[labels == IGNORED] = 3
+    assert SMALL.loss(model, (images, labels_moved), 0)[0] > total
+
+
+def test_the_curve_and_the_iou_are_the_same_on_one_and_two_processes(tmp_path):
+    one, two = (config_of(tmp_path, run_name=name, steps=6) for name in ("one", "two"))
+    assert train(one) == 0
+    assert run_world(2, train, two) == [0, 0]
+    for ours, theirs in zip(records(two), records(one), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    ious = [records(c, "validation/mean_iou")[-1]["validation/mean_iou"] for c in (one, two)]
+    assert ious[0] == pytest.approx(ious[1], abs=1e-4)
+
+
+def test_it_is_resumed_and_labels_a_picture(tmp_path):
+    from torchvision.io import decode_image, write_png
+
+    whole = config_of(tmp_path, run_name="whole", steps=8, optim__schedule="constant")
+    half = change(whole, run_name="half", steps=4)
+    assert train(whole) == 0
+    assert train(half) == 0
+    assert train(change(half, steps=8)) == 0
+    ours, theirs = weights(half.folder / "export"), weights(whole.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    settings, about, model = predict.load(whole.folder / "export")
+    image, _ = SMALL.build_datasets({})[0][0]
+    write_png((image * 255).to(torch.uint8), str(tmp_path / "scene.png"))
+    told = settings.recipe.predict(model, about, str(tmp_path / "scene.png"))
+    assert told.startswith(f"{tmp_path}/scene.mask.png: ")
+    assert decode_image(str(tmp_path / "scene.mask.png")).shape[1:] == image.shape[1:]
+
+
+def test_a_folder_of_ones_own_and_a_torchvision_model(tmp_path):
+    folder_of(tmp_path / "data", size=(40, 40))
+    recipe = Segmentation(
+        data="folder", data_path=str(tmp_path / "data"), classes=("no", "yes"),
+        model="lraspp_mobilenet_v3_large",
+    )  # fmt: skip
+    config = dataclasses.replace(config_of(tmp_path, steps=2), recipe=recipe)
+    assert train(config) == 0
+    assert "validation/mean_iou" in records(config, "validation/mean_iou")[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"data": "cats"}, "data is cats, but must be digits or folder"),
+        ({"data": "folder"}, "needs classes"),
+        ({"data": "folder", "classes": ("a", "b"), "data_path": "nowhere"}, "holds no"),
+    ],
+)
+def test_data_that_is_not_there_is_refused(tmp_path, settings, sentence):
+    config = dataclasses.replace(make_config(tmp_path), recipe=Segmentation(**settings))
+    with pytest.raises(ConfigError, match=sentence):
+        train(config)
+
+
+def test_a_mask_with_an_unknown_class_is_named(tmp_path):
+    data = Segmentation(
+        data="folder", data_path=str(folder_of(tmp_path, label=7)), classes=("a", "b")
+    ).build_datasets({})[0]
+    with pytest.raises(ValueError, match=r"1.png has class 7, but there are 2"):
+        data[1]
+
+
+@pytest.mark.slow
+def test_the_cards_config_trains(tmp_path):
+    config = parse(["--config", str(PROJECT / "configs/segmentation.yaml")])
+    config = dataclasses.replace(config, runs_folder=str(tmp_path))
+    config = change(config, epochs=None, steps=10, telemetry__every_steps=1)
+    assert train(config) == 0
+    losses = [r["loss"] for r in records(config)]
+    assert losses[-1] < losses[0]
