@@ -182,3 +182,16 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path):
     assert first["wandb"]["id"]
     other = change(config, run_name="other")
     assert run_world(1, train_noting_trackers, other, [4])[0][0]["wandb"] != first["wandb"]
+
+
+def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_path):
+    config = make_config(tmp_path, steps=2, resume="never")
+    log = config.folder / "logs/node_0/stdout.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("of this launch")
+    assert train(config) == 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [config.run_name]
+    assert train(config) == 0
+    assert log.read_text() == "of this launch"
+    assert (tmp_path / f"{config.run_name}.old-1/export").is_dir()
+    assert not (tmp_path / f"{config.run_name}.old-1/logs").exists()
