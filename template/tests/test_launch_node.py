@@ -46,6 +46,11 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
     ("arguments", "sentence"),
     [
         (["--config_file", f"{WHERE}/cpu.yaml"], "name what to run"),
+        (["--config_file", f"{WHERE}/cpu.yaml", "-m"], "name what to run"),
+        (
+            ["--config_file", f"{WHERE}/cpu.yaml", "--num_machines", "0", *TRAIN],
+            "--num_machines is 0, but must be at least 1",
+        ),
         (list(TRAIN), "give --config_file"),
         (["--config_file", "none.yaml", *TRAIN], "none.yaml is no file"),
         (

@@ -36,10 +36,9 @@ def check(folder, fault: str = "") -> tuple[int, str, str]:
             preflight.code_digest = lambda config: time.sleep(60)
         preflight.SECONDS["what each node is"] = 3.0
         return preflight.main(make_config(folder)), "", ""
-    if fault == "version" and os.environ["RANK"] == "1":
-        preflight.version = lambda name: "0.0.1" if name == "torchmetrics" else "1"
-    elif fault == "version":
-        preflight.version = lambda name: "1"
+    if fault == "version":
+        other = os.environ["RANK"] == "1"
+        preflight.installed = lambda: {"torch": "1", "torchmetrics": "0.0.1" if other else "1"}
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = preflight.main(make_config(folder))

@@ -89,7 +89,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
     """
     import yaml
 
-    if "-m" not in arguments:
+    if "-m" not in arguments[:-1]:
         raise ConfigError("name what to run after the flags, such as -m my_project.train")
     at = arguments.index("-m")
     module, its_arguments = arguments[at + 1], arguments[at + 2 :]
@@ -118,6 +118,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
 
     nodes, processes = value("num_machines", 1), value("num_processes", 1)
     rank, port = value("machine_rank", 0), value("main_process_port", None) or 29500
+    if nodes < 1:
+        raise ConfigError(f"--num_machines is {nodes}, but must be at least 1.")
     if processes % nodes or processes < nodes:
         raise ConfigError(
             f"--num_processes {processes} over --num_machines {nodes} leaves"

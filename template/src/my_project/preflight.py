@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from torch.cuda import nccl
 
 from . import batches, runtime
 from .config import to_yaml
-from .run import RECORDED_PACKAGES, write_atomically
+from .run import installed, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ def facts(config: Config, device: torch.device) -> dict[str, Any]:
         "rank": runtime.world()[1],
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         "python": platform.python_version(),
-        "packages": ", ".join(f"{name} {found}" for name, found in packages().items()),
+        "packages": ", ".join(f"{name} {found}" for name, found in installed().items()),
         "nccl": "",
         "driver": "",
         "code": code_digest(config),
@@ -133,17 +132,6 @@ def facts(config: Config, device: torch.device) -> dict[str, Any]:
             "gpu_bytes": total,
         }
     return about
-
-
-def packages() -> dict[str, str]:
-    """List the versions of the libraries that a run records."""
-    found = {}
-    for name in RECORDED_PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
 
 
 def code_digest(config: Config) -> str:

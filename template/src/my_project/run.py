@@ -260,20 +260,25 @@ def unused_name(folder: Path) -> Path:
     return aside
 
 
-def provenance() -> dict[str, Any]:
-    """Collect what a reader needs to run this again, and no secret."""
-    packages = {}
+def installed() -> dict[str, str]:
+    """List the versions of the libraries that a run depends on, of those that are there."""
+    found = {}
     for package in RECORDED_PACKAGES:
         try:
-            packages[package] = version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
+    return found
+
+
+def provenance() -> dict[str, Any]:
+    """Collect what a reader needs to run this again, and no secret."""
     return {
         "command": [re.sub(r"://[^/@\s]+@", "://", argument) for argument in sys.orig_argv],
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "packages": packages,
+        "packages": installed(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
         "environment": {
