@@ -103,6 +103,7 @@ TEMPLATE_FILES = (
     "tests/test_segmentation.py",
     "tests/test_sharded.py",
     "tests/test_stage.py",
+    "tests/test_streams.py",
     "tests/world.py",
     "tests/world_imports.py",
 )

@@ -17,6 +17,9 @@ Tokens: bytes, the path of a tokenizer.json, or the name of a tokenizer on the H
 Documents are tokenised once and packed end to end into blocks, with an end-of-text token between
 them; a block may hold the end of one document and the start of the next, and the model sees across.
 The blocks lie in cache_path, memory-mapped; where that is a disk of the node, once per node.
+Stream: with --recipe.init_args.lanes 64 no training document is packed to disk; they are read and
+       tokenised beside training. Each process reads its own lanes only. A resumed run passes over
+       what its lanes have given in this epoch, which takes reading and tokenising it again.
 Model: pre-norm blocks (RMSNorm), rotary positions, SwiGLU or GELU, tied embeddings, no biases.
 The card of the default, with its measured loss and time, is configs/causal_lm.yaml.
 """
@@ -25,11 +28,13 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +67,11 @@ class CausalLM:
     """bytes, a tokenizer.json, or a tokenizer's name on the hub."""
     cache_path: str = field(default="data/causal_lm", metadata=FREE)
     """Where the packed blocks are kept; a new folder for each data, tokenizer and length."""
+    lanes: int = 0
+    """Read the training documents as a stream of so many lanes; 0: pack them first. A batch mixes
+    as many documents as there are lanes: best is the global batch size."""
+    validation_blocks: int = 1000
+    """With lanes: the validation set has at most so many blocks."""
     block_tokens: int = 256
     """Tokens that a sample predicts."""
     width: int = 256
@@ -90,7 +100,7 @@ class CausalLM:
         return json.loads((folder / "about.json").read_text())
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Open the blocks, memory-mapped."""
+        """Open the blocks, memory-mapped, or the stream of them."""
         from datasets import load_from_disk
 
         folder = self._cache()
@@ -98,7 +108,8 @@ class CausalLM:
             Blocks(load_from_disk(str(folder / part))) if data_info[part]["blocks"] else None
             for part in ("train", "validation")
         )
-        return train, {"validation": validation} if validation else {}
+        sets = {"validation": validation} if validation else {}
+        return Stream(self) if self.lanes else train, sets
 
     def _cache(self) -> Path:
         """Name the folder of the blocks by all that they follow from."""
@@ -106,10 +117,11 @@ class CausalLM:
         if self.data == "python":
             what.append(sysconfig.get_python_version())
         elif self.data == "files":
-            files = sorted(Path(self.data_path).glob(self.pattern))
-            what += [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+            what += [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in self._files()]
         else:
             what.append(self.text_column)
+        if self.lanes:
+            what.append({"stream": self.validation_blocks})
         if Path(self.tokenizer).is_file():
             what.append(Path(self.tokenizer).read_text(encoding="utf-8"))
         name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
@@ -128,22 +140,20 @@ class CausalLM:
         for part in ("train", "validation"):
             counts = {"documents": 0, "bytes": 0, "tokens": 0}
 
-            def blocks(part: str = part, counts: dict[str, int] = counts) -> Iterator[dict]:
-                rest: list[int] = []
+            def tokens_of(part: str, counts: dict[str, int]) -> Iterator[list[int]]:
                 for text in self._documents():
-                    if self._is_validation(text) != (part == "validation"):
-                        continue
-                    tokens = [*encode(text), end]
-                    counts["documents"] += 1
-                    counts["bytes"] += len(text.encode())
-                    counts["tokens"] += len(tokens)
-                    rest += tokens
-                    start = 0
-                    # each block begins with the last token of the one before, to predict from
-                    while start + self.block_tokens < len(rest):
-                        yield {"tokens": rest[start : start + self.block_tokens + 1]}
-                        start += self.block_tokens
-                    rest = rest[start:]
+                    if self._is_validation(text) == (part == "validation"):
+                        tokens = [*encode(text), end]
+                        counts["documents"] += 1
+                        counts["bytes"] += len(text.encode())
+                        counts["tokens"] += len(tokens)
+                        yield tokens
+
+            def blocks(part: str = part, counts: dict[str, int] = counts) -> Iterator[dict]:
+                most = {"train": 0, "validation": self.validation_blocks}[part]
+                packed = pack(tokens_of(part, counts), self.block_tokens)
+                for block in islice(packed, most if self.lanes else None):
+                    yield {"tokens": block}
 
             count = 0
             if next(blocks(counts=dict(counts)), None):  # a generator of nothing is refused
@@ -154,7 +164,7 @@ class CausalLM:
                 count = len(packed)
             about[part] = counts | {"blocks": count}
         shutil.rmtree(temporary / "unpacked", ignore_errors=True)
-        if about["train"]["blocks"] == 0:
+        if about["train"]["blocks"] == 0 and not self.lanes:
             shutil.rmtree(temporary)
             raise ValueError(
                 f"{self.data} ({about['train']['documents']} documents for training) makes not one"
@@ -167,29 +177,39 @@ class CausalLM:
         except OSError:  # another process was first
             shutil.rmtree(temporary)
 
-    def _documents(self) -> Iterator[str]:
-        if self.data == "python":
-            root = Path(sysconfig.get_path("stdlib"))
-            skipped = {
-                "test",
-                "tests",
-                "site-packages",
-                "dist-packages",
-                "idle_test",
-                "__pycache__",
-            }
-            for path in sorted(root.rglob("*.py")):
-                if not skipped & set(path.relative_to(root).parts):
-                    yield path.read_text(encoding="utf-8", errors="replace")
-        elif self.data == "files":
-            for path in sorted(Path(self.data_path).glob(self.pattern)):
+    def _documents(self, lane: int | None = None, epoch: int = 0) -> Iterator[str]:
+        """Read all documents in order, or those of a lane in the order of an epoch."""
+        if self.data in ("python", "files"):
+            paths = self._python_files() if self.data == "python" else self._files()
+            if lane is not None:
+                random.Random(epoch).shuffle(paths)
+                paths = paths[lane :: self.lanes]
+            for path in paths:
                 yield path.read_text(encoding="utf-8", errors="replace")
-        else:
-            from datasets import load_dataset
+            return
+        from datasets import load_dataset
+        from datasets.distributed import split_dataset_by_node
 
-            row: Any
-            for row in load_dataset(self.data, split="train"):
-                yield row[self.text_column]
+        rows: Any
+        if lane is None and not self.lanes:
+            rows = load_dataset(self.data, split="train")
+        else:
+            rows = load_dataset(self.data, split="train", streaming=True)
+        if lane is not None:
+            rows = rows.shuffle(seed=epoch, buffer_size=1000)
+            rows = split_dataset_by_node(rows, rank=lane, world_size=self.lanes)
+        # by iter(): in a loader worker, `for row in rows` would give it a part of the lane only
+        for some in rows.iter(batch_size=64):
+            yield from some[self.text_column]
+
+    def _files(self) -> list[Path]:
+        return sorted(Path(self.data_path).glob(self.pattern))
+
+    def _python_files(self) -> list[Path]:
+        root = Path(sysconfig.get_path("stdlib"))
+        skipped = {"test", "tests", "site-packages", "dist-packages", "idle_test", "__pycache__"}
+        files = sorted(root.rglob("*.py"))
+        return [path for path in files if not skipped & set(path.relative_to(root).parts)]
 
     def _is_validation(self, text: str) -> bool:
         draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
@@ -265,7 +285,7 @@ class CausalLM:
         """Count one micro-batch."""
         losses = _token_losses(model, batch)
         metrics["loss"].update(losses)
-        metrics["bits_per_byte"].update(losses * tokens_per_byte(self._cache()) / math.log(2))
+        metrics["bits_per_byte"].update(losses * tokens_per_byte(self) / math.log(2))
 
     def sample(self, model: nn.Module) -> str:
         """Write a little, to be read at each evaluation."""
@@ -288,9 +308,9 @@ class CausalLM:
 
 
 @lru_cache
-def tokens_per_byte(folder: Path) -> float:
+def tokens_per_byte(recipe: CausalLM) -> float:
     """Return the length of the validation text in tokens over that in bytes."""
-    about = json.loads((folder / "about.json").read_text())["validation"]
+    about = json.loads((recipe._cache() / "about.json").read_text())["validation"]
     return about["tokens"] / about["bytes"]
 
 
@@ -343,6 +363,37 @@ class Blocks(torch.utils.data.Dataset):
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
         """Return several blocks with one read."""
         return list(torch.from_numpy(self.packed[indices]["tokens"]).long())
+
+
+class Stream:
+    """Blocks of T + 1 tokens that are tokenised as they are read.
+
+    Every epoch has its own order of the documents, and lane i every n-th of them.
+    """
+
+    def __init__(self, recipe: CausalLM) -> None:
+        self.recipe, self.lanes = recipe, recipe.lanes
+
+    def lane(self, i: int, epoch: int, start: int) -> Iterator[Tensor]:
+        """Read the blocks (T + 1), int64, of a lane from the one numbered start on."""
+        recipe = self.recipe
+        encode, _, end = recipe._encoder()
+        documents = recipe._documents(i, epoch)
+        tokens = ([*encode(text), end] for text in documents if not recipe._is_validation(text))
+        for block in islice(pack(tokens, recipe.block_tokens), start, None):
+            yield torch.tensor(block)
+
+
+def pack(documents: Iterable[list[int]], length: int) -> Iterator[list[int]]:
+    """Cut documents, end to end, into blocks; each begins with the last token of the one before."""
+    rest: list[int] = []
+    for tokens in documents:
+        rest += tokens
+        start = 0
+        while start + length < len(rest):
+            yield rest[start : start + length + 1]
+            start += length
+        rest = rest[start:]
 
 
 # ---- the model ----------------------------------------------------------------------------------

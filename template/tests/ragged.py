@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,6 +85,43 @@ class Ragged:
 
     def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
         return (torch.zeros(2, 9, data_info["features"], dtype=getattr(torch, self.dtype)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed(Ragged):
+    """The same samples as a stream, with a book of what was read and seen."""
+
+    lanes: int = 8
+    fewer: int = (
+        3  # samples that one lane has less, another in each epoch; twice as many in every second
+    )
+    book: str = field(default="", metadata={"changes_curve": False})  # a folder
+
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        train, validation = super().build_datasets(data_info)
+        return Lanes(train, self), validation
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
+        with open(f"{self.book}/seen_{os.environ.get('RANK', '0')}", "a") as file:
+            file.write(f"{step} {batch['index'].tolist()}\n")
+        return super().loss(model, batch, step)
+
+
+class Lanes:
+    def __init__(self, samples: Any, recipe: Streamed) -> None:
+        self.samples, self.recipe, self.lanes = samples, recipe, recipe.lanes
+
+    def indices(self, i: int, epoch: int) -> list[int]:
+        draw = torch.Generator().manual_seed(epoch)
+        own = torch.randperm(len(self.samples), generator=draw)[i :: self.lanes].tolist()
+        fewer = self.recipe.fewer * (1 + epoch % 2) if i == epoch % self.lanes else 0
+        return own[: len(own) - fewer]
+
+    def lane(self, i: int, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
+        with open(f"{self.recipe.book}/opened_{os.environ.get('RANK', '0')}", "a") as file:
+            file.write(f"{epoch} {i} {start}\n")
+        for index in self.indices(i, epoch)[start:]:
+            yield self.samples[index]
 
 
 def strike(fault: str) -> None:

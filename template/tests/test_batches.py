@@ -10,11 +10,11 @@ from runs import change, make_config
 
 from my_project.batches import (
     Fetch,
+    Indexed,
     SliceSampler,
     cpus_per_process,
     make_loader,
     split,
-    train_batches,
 )
 
 
@@ -37,7 +37,7 @@ def batches(workers: int = 0, processes: int = 1, steps: range = range(10), **re
     if recipe:
         object.__setattr__(config.recipe, "collate", recipe["collate"])
     parts = [
-        list(train_batches(
+        list(Indexed(
             config, Drawing(), split(config.batches, processes), rank, steps, torch.device("cpu")
         ))
         for rank in range(processes)
@@ -108,7 +108,7 @@ def test_a_whole_micro_batch_is_fetched_at_once_where_nothing_is_seeded():
 def test_loader_options_are_torchs_own():
     config = make_config(None).batches  # type: ignore[arg-type]
     config = change(config, workers=1, loader={"prefetch_factor": 5, "persistent_workers": False})
-    loader = make_loader(config, Fetch(Drawing(), None, 0, True), [], torch.device("cpu"))
+    loader = make_loader(config, Fetch(Drawing(), None, 0, True), torch.device("cpu"))
     assert (loader.prefetch_factor, loader.persistent_workers) == (5, False)
 
 
@@ -117,7 +117,7 @@ def test_default_workers_leave_a_cpu_for_training(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert cpus_per_process() <= 4
     config = change(make_config(None).batches, workers=None)  # type: ignore[arg-type]
-    loader = make_loader(config, Fetch(Drawing(), None, 0, True), [], torch.device("cpu"))
+    loader = make_loader(config, Fetch(Drawing(), None, 0, True), torch.device("cpu"))
     assert loader.num_workers <= 3
 
 
@@ -125,5 +125,6 @@ def test_a_data_set_without_length_is_refused():
     from my_project.batches import total_steps
     from my_project.config import ConfigError
 
+    config = make_config(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="has no length"):
-        total_steps(make_config(None), iter([]))  # type: ignore[arg-type]
+        total_steps(config, iter([]), split(config.batches, 1))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from world import run_world
 
 from my_project import predict
+from my_project.batches import LaneReader
 from my_project.config import Config, ConfigError, parse
 from my_project.recipes import causal_lm
 from my_project.recipes.causal_lm import CausalLM
@@ -195,6 +196,75 @@ def test_a_tokenizer_of_ones_own(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(without))
     with pytest.raises(ValueError, match="to end documents with"):
         recipe.prepare_data()
+
+
+# ---- as a stream --------------------------------------------------------------------------------
+def test_the_lanes_hold_every_training_document_once_in_another_order_each_epoch(tmp_path):
+    recipe = recipe_of(tmp_path, lanes=4, block_tokens=4, validation_blocks=7)
+    about = recipe.prepare_data()
+    stream, sets = recipe.build_datasets(about)
+    assert len(sets["validation"]) == about["validation"]["blocks"] == 7
+    texts = [path.read_text() for path in (tmp_path / "texts").iterdir()]
+    wanted = sorted(text for text in texts if not recipe._is_validation(text))
+    epochs = []
+    for epoch in range(2):
+        lanes = [list(stream.lane(i, epoch, 0)) for i in range(4)]
+        epochs.append(lanes)
+        documents = []
+        for lane in lanes:
+            tokens = [int(lane[0][0]), *torch.cat([block[1:] for block in lane]).tolist()]
+            assert all(a[-1] == b[0] for a, b in pairwise(lane))
+            *whole, cut_off = bytes(token % 256 if token < 256 else 1 for token in tokens).split(
+                b"\1"
+            )
+            documents += [text.decode() for text in whole]
+            missing = [text for text in wanted if text.encode().startswith(cut_off)]
+            assert missing, "only the tail of a lane's last document is left"
+        assert len(documents) >= len(wanted) - 4
+        assert len(documents) == len(set(documents))
+        assert set(documents) <= set(wanted)
+    assert [len(lane) for lane in epochs[0]] != [len(lane) for lane in epochs[1]]
+    for start in (1, 3):
+        assert torch.equal(
+            torch.stack(list(stream.lane(2, 1, start))), torch.stack(epochs[1][2][start:])
+        )
+
+
+def test_a_stream_of_a_hugging_face_data_set_is_whole_in_loader_workers(tmp_path):
+    (tmp_path / "rows").mkdir()
+    texts = [f"row {number} " + "of a table. " * (number % 7) for number in range(80)]
+    for part in range(4):
+        rows = [{"text": text} for text in texts[part::4]]
+        path = tmp_path / f"rows/part_{part}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = recipe_of(tmp_path, lanes=2, data=str(tmp_path / "rows"), validation_fraction=0.0)
+    stream, sets = recipe.build_datasets(recipe.prepare_data())
+    assert sets == {}
+    here = [list(stream.lane(i, 0, 0)) for i in range(2)]
+    rows_seen = sum(int((block == 256).sum()) for lane in here for block in lane)
+    assert rows_seen >= len(texts) - 2
+    reader = LaneReader(stream, [range(2)], 1, 0, 0, 0, seed_samples=False)
+    loader = torch.utils.data.DataLoader(reader, batch_size=None, num_workers=2)
+    parts = [part for part in loader if part is not None]
+    for lane, blocks in enumerate(here):
+        there = [block for part in parts for block in part.get(lane, [])]
+        assert torch.equal(torch.stack(there), torch.stack(blocks[: len(there)]))
+        assert len(there) >= min(map(len, here))
+
+
+def test_a_streamed_text_gives_one_curve_for_one_process_and_two_and_when_resumed(tmp_path):
+    write(tmp_path / "texts", 60)
+    config = config_of(
+        tmp_path, run_name="one", batches__global_batch_size=8, optim__schedule="constant"
+    )
+    recipe = recipe_of(tmp_path, lanes=4, block_tokens=8)
+    one = dataclasses.replace(config, recipe=recipe)
+    two = change(one, run_name="two", batches__micro_batch_size=2)
+    assert train(change(one, steps=7)) == 0
+    assert train(one) == 0
+    assert run_world(2, train, two) == [0, 0]
+    losses = [r["loss"] for r in records(two)]
+    assert [r["loss"] for r in records(one)] == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Step k is global batch k, always: one seeded permutation per epoch, cut into global batches, the
 tail dropped. Micro-batch j of process r is slice j * processes + r of it, so the samples of a step
 are the same for any split, and so are those of each micro-batch. A start at any step costs nothing.
+Data without length or index, a stream, is read in lanes instead: see Stream.
 
 Where torch's generators draw (augmentation, collate, dropout) they are seeded from the sample or
 the micro-batch, so what is drawn depends neither on the process nor on where a run was resumed.
@@ -13,15 +14,18 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, default_collate
+from accelerate.utils import recursively_apply, send_to_device
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from .config import BatchesConfig, Config, ConfigError
 from .faults import heed_only_the_parent
@@ -59,22 +63,49 @@ def split(config: BatchesConfig, processes: int) -> Split:
     )
 
 
-def total_steps(config: Config, train_set: Any) -> int:
-    """Count the optimizer steps of the whole run; refuse a data set that makes no global batch."""
+def is_stream(data: Any) -> bool:
+    """Tell whether a data set is read in lanes."""
+    return hasattr(data, "lanes") and callable(getattr(data, "lane", None))
+
+
+def total_steps(config: Config, train_set: Any, split: Split) -> int:
+    """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
+    size = config.batches.global_batch_size
+    if is_stream(train_set):
+        return _total_steps_of_stream(config, train_set.lanes, split)
     if not hasattr(train_set, "__len__"):
         raise ConfigError(
             f"the training set {type(train_set).__name__} has no length; a recipe's build_datasets"
-            " must return map-style data sets (len(data) and data[index])."
+            " must return map-style data sets (len(data) and data[index]), or for training a stream"
+            " (lanes and lane(i, epoch, start))."
         )
-    steps_per_epoch = len(train_set) // config.batches.global_batch_size
+    steps_per_epoch = len(train_set) // size
     if steps_per_epoch == 0:
         raise ConfigError(
-            f"the training set has {len(train_set)} samples, fewer than one global batch of"
-            f" {config.batches.global_batch_size}; lower batches.global_batch_size."
+            f"the training set has {len(train_set)} samples, fewer than one global batch of {size};"
+            " lower batches.global_batch_size."
         )
     if config.steps is not None:
         return config.steps
     return max(1, round((config.epochs or 0) * steps_per_epoch))
+
+
+def _total_steps_of_stream(config: Config, lanes: int, split: Split) -> int:
+    if config.steps is None:
+        raise ConfigError("a stream has no length that epochs could be counted in; set steps.")
+    if lanes < 1 or split.global_batch_size % lanes:
+        raise ConfigError(
+            f"the stream's {lanes} lanes must divide batches.global_batch_size"
+            f" {split.global_batch_size}: each feeds the same number of its places."
+        )
+    micro_batches = split.processes * split.accumulation
+    if lanes % micro_batches:
+        raise ConfigError(
+            f"{split.processes} process(es) x accumulation {split.accumulation} must divide the"
+            f" stream's {lanes} lanes; choose a multiple of {micro_batches} lanes, or a greater"
+            " batches.micro_batch_size."
+        )
+    return config.steps
 
 
 def seed_of(*parts: Any) -> int:
@@ -132,23 +163,34 @@ class Fetch:
             if hasattr(self.data, "__getitems__"):
                 return self.collate(self.data.__getitems__(indices))
             return self.collate([self.data[index] for index in indices])
-        numpy = sys.modules.get("numpy")  # who has not imported it does not draw from it
-        before = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-        try:
+        with generators_kept():
             samples = []
             for epoch, index in keys:
-                draw = seed_of(self.seed, "sample", epoch, index)
-                torch.default_generator.manual_seed(draw)  # 1 us; torch.manual_seed takes 78
-                random.seed(draw)
-                if numpy:
-                    numpy.random.seed(draw % 2**32)
+                seed_generators(seed_of(self.seed, "sample", epoch, index))
                 samples.append(self.data[index])
             return self.collate(samples)
-        finally:
-            torch.set_rng_state(before[0])
-            random.setstate(before[1])
-            if numpy:
-                numpy.random.set_state(before[2])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put torch's, Python's and NumPy's generators back as they were."""
+    numpy = sys.modules.get("numpy")  # who has not imported it does not draw from it
+    before = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])
+
+
+def seed_generators(seed: int) -> None:
+    """Seed them for what is drawn next."""
+    torch.default_generator.manual_seed(seed)  # 1 us; torch.manual_seed takes 78
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -172,13 +214,12 @@ def cpus_per_process() -> float:
     return cpus / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def make_loader(
-    config: BatchesConfig, fetch: Fetch, sampler: Any, device: torch.device
-) -> DataLoader:
-    """Build the DataLoader over a sampler that yields lists of (epoch, index)."""
+def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: Any) -> DataLoader:
+    """Build the DataLoader of data that collates by itself, with the config's options."""
     workers = config.workers
     if workers is None:
         workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
+    workers = min(workers, how.pop("most_workers", workers))
     options: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": workers > 0,
@@ -187,29 +228,224 @@ def make_loader(
     options["worker_init_fn"] = partial(_start_worker, config.loader.get("worker_init_fn"))
     try:
         return DataLoader(
-            fetch,  # type: ignore[arg-type]  # it has what a batched fetch calls
-            batch_sampler=sampler,
+            data,
             num_workers=workers,
             collate_fn=_unchanged,
-            generator=torch.Generator().manual_seed(fetch.seed),  # else it draws from dropout's
-            **options,
+            generator=torch.Generator().manual_seed(0),  # else it draws from dropout's
+            **options | how,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 
-def on_device(loader: DataLoader, device: torch.device) -> Iterator[Any]:
+def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Move each micro-batch to the device, without waiting for the copy."""
-    for batch in loader:
+    for batch in batches:
         yield batch if device.type == "cpu" else send_to_device(batch, device, non_blocking=True)
 
 
+class Indexed:
+    """The micro-batches of one process, read from a map-style data set."""
+
+    is_short = False  # see Stream
+
+    def __init__(
+        self, config: Config, data: Any, split: Split, rank: int, steps: range, device: torch.device
+    ) -> None:
+        """Begin at steps.start; the arguments are those of Stream."""
+        sampler = SliceSampler(len(data), split, rank, config.seed, steps.start, steps.stop)
+        fetch = Fetch(
+            data, optional(config.recipe, "collate"), config.seed, config.batches.seed_samples
+        )
+        loader = make_loader(config.batches, fetch, device, batch_sampler=sampler)
+        self.batches = on_device(loader, device)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+    def note_short(self, step: int) -> None:
+        """Take no notice."""
+
+
+# ---- streams -------------------------------------------------------------------------------------
+class LaneReader(IterableDataset):
+    """Yield, for each micro-batch of a process, the samples of this worker's lanes.
+
+    A worker reads its own lanes only, so that no data is read twice. What it yields is {lane:
+    samples}, or None when one of its lanes has ended.
+    """
+
+    def __init__(
+        self, stream: Any, lanes: Sequence[Sequence[int]], per_step: int, seed: int, epoch: int,
+        start: int, seed_samples: bool,
+    ) -> None:  # fmt: skip
+        """Begin at a position of the lanes.
+
+        Args:
+            stream: what has `lane(i, epoch, start)`.
+            lanes: of each micro-batch of a step.
+            per_step: samples that a lane gives to each step.
+            seed: of the run.
+            epoch: of the stream.
+            start: samples of each lane that are passed over.
+            seed_samples: whether to seed the generators before each sample.
+        """
+        self.stream, self.lanes, self.per_step, self.seed = stream, lanes, per_step, seed
+        self.epoch, self.start, self.seed_samples = epoch, start, seed_samples
+
+    def __iter__(self) -> Iterator[dict[int, list[Any]] | None]:
+        """Read until the first of the lanes ends."""
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        mine = sorted(lane for lanes in self.lanes for lane in lanes)[worker::workers]
+        open_lanes = {i: iter(self.stream.lane(i, self.epoch, self.start)) for i in mine}
+        position = self.start
+        while True:
+            for lanes in self.lanes:
+                part = {i: self._read(open_lanes[i], i, position) for i in lanes if i in open_lanes}
+                if any(len(samples) < self.per_step for samples in part.values()):
+                    yield None
+                    return
+                yield part
+            position += self.per_step
+
+    def _read(self, samples: Iterator[Any], lane: int, position: int) -> list[Any]:
+        if not self.seed_samples:
+            return list(islice(samples, self.per_step))
+        read = []
+        with generators_kept():
+            for place in range(position, position + self.per_step):
+                seed_generators(seed_of(self.seed, "sample", self.epoch, lane, place))
+                read += islice(samples, 1)
+        return read
+
+
+class Stream:
+    """The micro-batches of one process, read from the lanes of a stream.
+
+    Lane i feeds the places i * n to (i + 1) * n - 1 of every global batch, n being the global batch
+    over the lanes. So which sample stands where follows from the step, for any number of processes
+    that the lanes allow, and a process reads its own lanes only.
+
+    The first lane that ends, ends the epoch for all, before the step that it cannot feed. For that
+    each process reads two steps ahead and says in the small sum of step k (train.py) that it cannot
+    feed step k + 2. The host reads that sum one step late, which is in time, and waits for nothing.
+    """
+
+    def __init__(
+        self, config: Config, data: Any, split: Split, rank: int, steps: range,
+        device: torch.device, state: dict[str, Any], smallest: Callable[[int], int],
+    ) -> None:  # fmt: skip
+        """Begin at steps.start.
+
+        Args:
+            config: of the run.
+            data: the stream.
+            split: of the global batch.
+            rank: of this process.
+            steps: those to be trained.
+            device: where the micro-batches go.
+            state: of the run; its "epoch" and "epoch_start" (a step) are kept up to date here.
+            smallest: returns the smallest of what all processes give; called when an epoch begins.
+        """
+        self.config, self.data, self.split, self.rank = config, data, split, rank
+        self.steps, self.device, self.state, self.smallest = steps, device, state, smallest
+        self.collate = optional(config.recipe, "collate") or default_collate
+        per_micro_batch = data.lanes // (split.processes * split.accumulation)
+        self.per_step = split.global_batch_size // data.lanes
+        self.lanes = [
+            range(m * per_micro_batch, (m + 1) * per_micro_batch)
+            for m in range(rank, split.processes * split.accumulation, split.processes)
+        ]
+        self.ahead: deque[list[Any]] = deque()  # steps that have been read
+        self.is_short = False  # of lanes for the step after the next
+        self.epoch_end: int | None = None  # the step that the next epoch begins with, once known
+        self.batches = on_device(self._batches(), device)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+    def note_short(self, step: int) -> None:
+        """Note that in this step some process was short of lanes."""
+        if self.epoch_end is None and step >= self.opened_at:
+            self.epoch_end = step + 2
+
+    def _batches(self) -> Iterator[Any]:
+        self._open(self.steps.start)
+        for step in self.steps:
+            if step == self.epoch_end:
+                self._next_epoch(step)
+            self._read_ahead(step, 3)
+            batches = self.ahead.popleft()
+            self.is_short = len(self.ahead) < 2
+            yield from batches
+
+    def _open(self, step: int) -> None:
+        """Open the epoch's lanes where this step needs them."""
+        start = (step - self.state["epoch_start"]) * self.per_step
+        reader = LaneReader(
+            self.data, self.lanes, self.per_step, self.config.seed, self.state["epoch"], start,
+            self.config.batches.seed_samples,
+        )  # fmt: skip
+        lanes = sum(map(len, self.lanes))
+        loader = make_loader(
+            self.config.batches, reader, self.device, batch_size=None, most_workers=lanes,
+            pin_memory=False, persistent_workers=False,
+        )  # fmt: skip
+        self.readers, self.parts = max(1, loader.num_workers), iter(loader)
+        self.ahead.clear()
+        self.opened_at, self.has_more, self.epoch_end = step, True, None
+        self._read_ahead(step, 2)
+        fed = self.smallest(len(self.ahead))
+        if fed == 1:
+            self.epoch_end = step + 1
+        elif fed == 0 and start > 0:  # resumed just where the epoch ended
+            self._next_epoch(step)
+        elif fed == 0:
+            raise ConfigError(
+                f"epoch {self.state['epoch']} of the stream ends before its first global batch: one"
+                f" of its {self.data.lanes} lanes has fewer than {self.per_step} samples; use fewer"
+                " lanes or more data."
+            )
+
+    def _next_epoch(self, step: int) -> None:
+        self.state |= {"epoch": self.state["epoch"] + 1, "epoch_start": step}
+        self._open(step)
+
+    def _read_ahead(self, step: int, count: int) -> None:
+        """Have so many steps from this one on read, or as many as there are."""
+        while self.has_more and len(self.ahead) < count:
+            batches = self._read_step(step + len(self.ahead))
+            self.has_more = batches is not None
+            if batches is not None:
+                self.ahead.append(batches)
+
+    def _read_step(self, step: int) -> list[Any] | None:
+        """Join what the workers read into the micro-batches of a step; None if a lane has ended."""
+        batches = []
+        for j, lanes in enumerate(self.lanes):
+            samples: dict[int, list[Any]] = {}
+            for _ in range(self.readers):  # a DataLoader asks its workers in turn
+                part = next(self.parts, None)
+                if part is None:
+                    return None
+                samples |= part
+            with generators_kept():
+                seed_generators(
+                    seed_of(self.config.seed, "collate", step, j * self.split.processes + self.rank)
+                )
+                batch = self.collate([sample for lane in lanes for sample in samples[lane]])
+            if self.device.type == "cuda":
+                batch = recursively_apply(torch.Tensor.pin_memory, batch)
+            batches.append(batch)
+        return batches
+
+
 def train_batches(
-    config: Config, data: Any, split: Split, rank: int, steps: range, device: torch.device
-) -> Iterator[Any]:
+    config: Config, data: Any, split: Split, rank: int, steps: range, device: torch.device,
+    state: dict[str, Any], smallest: Callable[[int], int],
+) -> Indexed | Stream:  # fmt: skip
     """Iterate over the micro-batches of one process for these steps, already on the device."""
-    sampler = SliceSampler(len(data), split, rank, config.seed, steps.start, steps.stop)
-    fetch = Fetch(
-        data, optional(config.recipe, "collate"), config.seed, config.batches.seed_samples
-    )
-    return on_device(make_loader(config.batches, fetch, sampler, device), device)
+    if is_stream(data):
+        return Stream(config, data, split, rank, steps, device, state, smallest)
+    return Indexed(config, data, split, rank, steps, device)

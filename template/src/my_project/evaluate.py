@@ -84,7 +84,7 @@ def _evaluate_one(
     for _ in range(counted, math.ceil(math.ceil(len(data) / processes) / size)):
         index_lists.append([("evaluation", 0)])
     fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
-    loader = make_loader(config.batches, fetch, index_lists, accelerator.device)
+    loader = make_loader(config.batches, fetch, accelerator.device, batch_sampler=index_lists)
 
     build_metrics = optional(recipe, "build_metrics") or _loss_metric
     update = optional(recipe, "update_metrics") or recipe_loss(config)

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -314,14 +315,15 @@ def _batch(config: Config, train_set: Any, micro: int, make: Callable, device: s
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._pytree import tree_map_only
 
-    from .batches import Fetch
+    from . import batches
 
     with unset_fake_temporarily():
         collate = getattr(config.recipe, "collate", None)
+        if batches.is_stream(train_set):
+            train_set = list(islice(train_set.lane(0, 0, 0), micro))
         keys = [(0, index % len(train_set)) for index in range(micro)]
-        batch = Fetch(train_set, collate, config.seed, config.batches.seed_samples).__getitems__(
-            keys
-        )
+        fetch = batches.Fetch(train_set, collate, config.seed, config.batches.seed_samples)
+        batch = fetch.__getitems__(keys)
         batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     return tree_map_only(torch.Tensor, make, batch)
 

@@ -410,6 +410,16 @@ class Reduction:
             self.work.wait()
 
 
+def smallest(accelerator: Accelerator) -> Callable[[int], int]:
+    """Return a function for all processes to call, which returns the smallest of their numbers."""
+
+    def smallest_of_all(number: int) -> int:
+        everywhere: Any = accelerator.gather(torch.tensor([number], device=accelerator.device))
+        return int(everywhere.min())
+
+    return smallest_of_all
+
+
 def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
     """Give every process the main one's buffers (BatchNorm statistics), as DDP does in training."""
     if accelerator.num_processes > 1:

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,10 +66,11 @@ class Telemetry:
         state: dict[str, Any],
         watch: Watch,
         model: torch.nn.Module,
+        feed: Any,
     ) -> None:
         """Continue the record of a run at state["step"]; what a kill has undone is dropped."""
         self.accelerator, self.config, self.run, self.split = accelerator, config, run, split
-        self.watch = watch
+        self.watch, self.feed = watch, feed
         count = optional(config.recipe, "per_sample")
         self.per_sample: dict[str, float] = count(model) if count else {}
         self.unwritten = ""  # what a full disk did not take
@@ -119,8 +120,9 @@ class Telemetry:
         except OSError as error:
             logger.error("a tracker could not finish: %s", error)
 
-    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def timed(self, feed: Iterable[Any]) -> Iterator[Any]:
         """Pass the batches on, adding up the seconds spent waiting for them."""
+        batches = iter(feed)
         while True:
             start = time.perf_counter()
             try:
@@ -143,7 +145,8 @@ class Telemetry:
 
         Args:
             step: its number.
-            sums: loss, weight and stop requests over all processes; norm; this process's own loss.
+            sums: over all processes loss, weight, who wants to stop, who is short of a stream's
+                lanes; norm; this process's own loss.
         """
         self._observe(self.late.push(step, sums))
         self.watch.step_done()
@@ -155,8 +158,10 @@ class Telemetry:
     def _observe(self, seen: tuple[int, list[float]] | None) -> None:
         if seen is None:
             return
-        step, (loss_sum, weight, stop, norm, own_loss) = seen
+        step, (loss_sum, weight, stop, short, norm, own_loss) = seen
         self.stop_requested |= stop > 0
+        if short:
+            self.feed.note_short(step)
         self.interval_steps += 1
         if self.weight_unknown and weight > 0:
             micro_batches = self.split.processes * self.split.accumulation

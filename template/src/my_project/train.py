@@ -35,7 +35,7 @@ def main(config: Config) -> int:
     runtime.check_launch(config, split.accumulation)
     data_info, train_set, validation_sets = prepare_data(config)
     check_best_metric(config, validation_sets)
-    total_steps = batches.total_steps(config, train_set)
+    total_steps = batches.total_steps(config, train_set, split)
     run = Run(config, total_steps, rank)
     if run.finished:
         if rank == 0:
@@ -60,6 +60,8 @@ def main(config: Config) -> int:
         average_applied = average.applied if average else nullcontext
         state = {
             "step": 0,  # optimizer steps done; data, schedule and draws follow from it
+            "epoch": 0,  # of a stream, and the step it began with
+            "epoch_start": 0,
             "weight_per_micro_batch": split.micro_batch_size,  # until the first step tells
             "results": {},  # of the last evaluation
             "evaluated_step": -1,
@@ -82,23 +84,26 @@ def main(config: Config) -> int:
 
         # ---- the loop: step k is global batch k --------------------------------------------------
         steps = range(run.step, total_steps)
-        samples = batches.train_batches(config, train_set, split, rank, steps, device)
+        feed = batches.train_batches(
+            config, train_set, split, rank, steps, device, state, runtime.smallest(accelerator)
+        )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         every_gradient = runtime.needs_every_gradient(call)
         ended = end_of(config, state, total_steps)  # a run killed between its last save and here
         call.train()
         with (
             checkpoints,
-            telemetry.Telemetry(accelerator, config, run, split, state, watch, model) as log,
+            telemetry.Telemetry(accelerator, config, run, split, state, watch, model, feed) as log,
         ):
-            samples = log.timed(samples)
+            samples = log.timed(feed)
             for step in steps:
                 optim.set_learning_rate(
                     optimizer, optim.learning_rate(step, total_steps, config.optim)
                 )
                 backward_scale = 1 / optim.power_of_two(state["weight_per_micro_batch"])
-                # over all processes: loss, weight, whether to stop; norm; this process's own loss
-                sums = torch.zeros(5, dtype=runtime.sum_dtype(device), device=device)
+                # over all processes: loss, weight, whether to stop, whether a stream is short; then
+                # norm, and this process's own loss
+                sums = torch.zeros(6, dtype=runtime.sum_dtype(device), device=device)
                 reduction = runtime.Reduction(accelerator)
                 for j in range(split.accumulation):
                     batch = next(samples)
@@ -109,9 +114,11 @@ def main(config: Config) -> int:
                         sums[0].add_(total.detach())
                         sums[1].add_(weight)
                         if is_last:  # one small sum over processes, under way beside the backward
-                            sums[2].fill_(stop.requested)
-                            sums[4].copy_(sums[0])
-                            reduction.start(sums[:3])
+                            if stop.requested or feed.is_short:
+                                sums[2].fill_(stop.requested)
+                                sums[3].fill_(feed.is_short)
+                            sums[5].copy_(sums[0])
+                            reduction.start(sums[:4])
                         # accelerator.backward also divides by its own accumulation, which is 1:
                         # two operations that a small model feels.
                         scaled = accelerator.scaler.scale(total) if accelerator.scaler else total
@@ -124,7 +131,7 @@ def main(config: Config) -> int:
                 gradients = optim.gradients(trained, every_gradient)
                 scale = (processes / backward_scale) / sums[1]
                 norm = optim.normalise_and_clip_(gradients, scale, config.optim.clip_norm)
-                sums[3].copy_(norm)
+                sums[4].copy_(norm)
                 optim.step_if_finite(optimizer, norm)
                 if accelerator.scaler:
                     accelerator.scaler.update()

@@ -1,0 +1,142 @@
+"""Streams: the same samples at the same places for any split, from any step on."""
+
+import dataclasses
+import json
+from itertools import chain, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from ragged import Streamed
+from runs import change, make_config, records, train, weights
+from world import run_world
+
+from my_project.config import Config, ConfigError
+
+STEPS = 14
+
+
+def config_of(folder, run_name, **recipe) -> Config:
+    book = folder / f"book_{run_name}"
+    book.mkdir(exist_ok=True)
+    return make_config(
+        folder, Streamed(book=str(book), noise=0.1, **recipe), run_name=run_name, steps=STEPS,
+        optim__schedule="constant", optim__warmup_steps=0,
+    )  # fmt: skip
+
+
+def expected(config: Config) -> list[list[int]]:
+    """Say which samples each step sees, by the definition: lane i feeds fixed places."""
+    stream, _ = config.recipe.build_datasets({"features": 6})
+    size = config.batches.global_batch_size
+    steps: list[list[int]] = []
+    epoch = 0
+    while len(steps) < config.steps:
+        lanes = [stream.indices(i, epoch) for i in range(stream.lanes)]
+        each = size // stream.lanes
+        for k in range(min(len(lane) // each for lane in lanes)):
+            steps.append([index for lane in lanes for index in lane[k * each : (k + 1) * each]])
+        epoch += 1
+    return steps[: config.steps]
+
+
+def book(config: Config, name: str) -> list[str]:
+    return (Path(config.recipe.book) / name).read_text().splitlines()
+
+
+def seen(config: Config, processes: int) -> dict[int, list[int]]:
+    """Read the book: the samples of each step in the order of their places."""
+    parts = {}
+    for rank in range(processes):
+        in_step = {}
+        for line in book(config, f"seen_{rank}"):
+            step, _, indices = line.partition(" ")
+            j = in_step[step] = in_step.get(step, -1) + 1
+            parts[int(step), j * processes + rank] = json.loads(indices)
+    steps = {}
+    for step, place in sorted(parts):
+        steps.setdefault(step, []).extend(parts[step, place])
+    return steps
+
+
+def opened(config: Config, rank: int) -> list[list[int]]:
+    return [list(map(int, line.split())) for line in book(config, f"opened_{rank}")]
+
+
+def test_the_same_curve_for_any_split_and_any_workers(tmp_path):
+    one = config_of(tmp_path, "one")
+    assert train(one) == 0
+    wanted = expected(one)
+    assert seen(one, 1) == dict(enumerate(wanted))
+    losses = [record["loss"] for record in records(one)]
+    for processes, workers in ((1, 2), (2, 0), (2, 2), (4, 1)):
+        name = f"{processes}_{workers}"
+        config = change(config_of(tmp_path, name), batches__workers=workers)
+        assert run_world(processes, train, config) == [0] * processes
+        assert seen(config, processes) == dict(enumerate(wanted))
+        assert [record["loss"] for record in records(config)] == pytest.approx(losses, rel=1e-5)
+
+
+def test_an_epoch_ends_with_its_first_lane_and_the_next_has_another_order(tmp_path):
+    config = config_of(tmp_path, "one")
+    stream, _ = config.recipe.build_datasets({"features": 6})
+    lengths = [min(len(stream.indices(i, e)) for i in range(8)) // 2 for e in range(4)]
+    assert len(set(lengths)) > 1, "else the test shows little"
+    assert train(config) == 0
+    starts = {epoch for epoch, _, start in opened(config, 0) if start == 0}
+    assert starts == set(range(len(starts)))
+    first = seen(config, 1)
+    ends = [sum(lengths[:e]) for e in range(4)]
+    for begin, end in pairwise(ends):
+        if end <= STEPS:
+            samples = list(chain.from_iterable(first[k] for k in range(begin, end)))
+            assert len(samples) == len(set(samples)), "no sample twice in an epoch"
+
+
+def test_each_process_reads_its_own_lanes_only(tmp_path):
+    config = change(config_of(tmp_path, "two"), batches__workers=2)
+    assert run_world(2, train, config) == [0, 0]
+    lanes = [sorted(lane for epoch, lane, _ in opened(config, r) if epoch == 0) for r in (0, 1)]
+    assert lanes == [[0, 1, 4, 5], [2, 3, 6, 7]], "each once: workers do not read twice either"
+
+
+def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path):
+    whole = config_of(tmp_path, "whole")
+    assert train(whole) == 0
+    theirs = weights(whole.folder / "export")
+    for stop in range(1, STEPS):
+        config = change(config_of(tmp_path, f"stop_{stop}"), steps=stop)
+        assert train(config) == 0
+        longer = change(config, steps=STEPS)
+        assert train(longer) == 0
+        assert seen(longer, 1) == seen(whole, 1), f"stopped after {stop} steps"
+        ours = weights(longer.folder / "export")
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path):
+    whole = config_of(tmp_path, "whole")
+    assert train(whole) == 0
+    config = change(config_of(tmp_path, "changed"), steps=6)
+    assert run_world(4, train, config) == [0] * 4
+    longer = change(config, steps=STEPS, batches__workers=1)
+    recipe = dataclasses.replace(config.recipe, book=str(tmp_path))
+    assert run_world(2, train, dataclasses.replace(longer, recipe=recipe)) == [0, 0]
+    continued = seen(dataclasses.replace(longer, recipe=recipe), 2)
+    assert continued == {k: v for k, v in seen(whole, 1).items() if k >= 6}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"recipe": {"lanes": 5}}, "5 lanes must divide batches.global_batch_size 16"),
+        ({"recipe": {"lanes": 2}}, r"accumulation 4 must divide the\s+stream's 2 lanes"),
+        ({"steps": None, "epochs": 2.0}, "a stream has no length"),
+        ({"recipe": {"samples": 20}}, "ends before its first global batch"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(tmp_path, settings, sentence):
+    config = config_of(tmp_path, "one", **settings.get("recipe", {}))
+    config = change(config, **{k: v for k, v in settings.items() if k != "recipe"})
+    with pytest.raises(ConfigError, match=sentence):
+        train(config)
