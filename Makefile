@@ -45,7 +45,7 @@ $(PROJECT): | .venv/bin/cookiecutter
 	$(BIN)/uv pip install --quiet --python .venv --group dev
 
 .venv/installed: pyproject.toml template/pyproject.toml | $(PROJECT)
-	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --editable "$(PROJECT)[image_classification,causal_lm,onnx,dev]" onnxruntime
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --editable "$(PROJECT)[image_classification,causal_lm,finetune,onnx,dev]" onnxruntime
 	touch $@
 
 .PHONY: help train test test-all lint bench clean

@@ -42,6 +42,7 @@ TEMPLATE_FILES = (
     "accelerate_configs/multi_node_hsdp.yaml",
     "configs/causal_lm.yaml",
     "configs/embedding.yaml",
+    "configs/finetune.yaml",
     "configs/image_classification.yaml",
     "configs/segmentation.yaml",
     "launch/kubeflow.yaml",
@@ -69,6 +70,7 @@ TEMPLATE_FILES = (
     "src/my_project/recipes/__init__.py",
     "src/my_project/recipes/causal_lm.py",
     "src/my_project/recipes/embedding.py",
+    "src/my_project/recipes/finetune.py",
     "src/my_project/recipes/image_classification.py",
     "src/my_project/recipes/segmentation.py",
     "src/my_project/roll_call.py",
@@ -88,6 +90,7 @@ TEMPLATE_FILES = (
     "tests/test_embedding.py",
     "tests/test_export.py",
     "tests/test_faults.py",
+    "tests/test_finetune.py",
     "tests/test_gpu.py",
     "tests/test_image_classification.py",
     "tests/test_launch.py",
@@ -108,7 +111,7 @@ TEMPLATE_FILES = (
     "tests/world_imports.py",
 )
 # The first is the one that README.md and Makefile name. Each has the files of recipe_files.
-RECIPES = ("image_classification", "causal_lm", "embedding", "segmentation")
+RECIPES = ("image_classification", "causal_lm", "embedding", "finetune", "segmentation")
 # The answers that the template carries.
 DEFAULTS = {
     "project_name": "My Project",
@@ -179,6 +182,14 @@ def replace(text: str, words: dict[str, str]) -> str:
     return re.sub(pattern, lambda found: words[found[0]], text)
 
 
+def without_other_extras(text: str, answers: dict[str, Any]) -> str:
+    """Drop from pyproject.toml what recipes need that were not chosen."""
+    for recipe in RECIPES:
+        if answers["recipe"] not in (recipe, "all"):
+            text = re.sub(rf"(?m)^{recipe} = \[.*\]\n", "", text)
+    return text
+
+
 def next_commands(answers: dict[str, Any], folder: Path) -> str:
     """Spell out how to go on in the project."""
     started_here = Path(os.environ.get("PWD", "")) == folder.parent
@@ -203,7 +214,10 @@ def main(answers: dict[str, Any], project: Path) -> None:
         # In bytes, so that line ends stay as they are.
         content = (project / place).read_bytes()
         with contextlib.suppress(UnicodeDecodeError):  # not text
-            filled = replace(content.decode(), replacements(place, answers)).encode()
+            text = content.decode()
+            if place == "pyproject.toml":
+                text = without_other_extras(text, answers)
+            filled = replace(text, replacements(place, answers)).encode()
             if filled != content:
                 (project / place).write_bytes(filled)
             if place.endswith(".sh") and content.startswith(b"#!"):

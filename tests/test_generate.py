@@ -150,6 +150,12 @@ def default_tree(template: Path, *others: str) -> dict[str, tuple[bytes, bool]]:
     for recipe in POST_GEN.RECIPES[1:]:
         for file in () if recipe in others else POST_GEN.recipe_files(recipe):
             files.pop(file, None)
+    unneeded = tuple(f"{recipe} = [" for recipe in POST_GEN.RECIPES[1:] if recipe not in others)
+    content, executable = files["pyproject.toml"]
+    lines = content.decode().splitlines(keepends=True)
+    kept = "".join(line for line in lines if not line.startswith(unneeded))
+    assert len(kept.splitlines()) == len(lines) - len(unneeded)
+    files["pyproject.toml"] = (kept.encode(), executable)
     files["LICENSE"] = files["LICENSE.MIT"]
     for license in LICENSES:
         del files[f"LICENSE.{license}"]
@@ -382,7 +388,7 @@ def test_the_chosen_license_is_the_only_one(template: Path, desk: Desk, license:
 def test_without_a_license_none_is_claimed(template: Path, desk: Desk):
     project = desk.generate(template, license="none")
     assert not list(project.glob("LICENSE*"))
-    default = (template / "template/pyproject.toml").read_text()
+    default = default_tree(template)["pyproject.toml"][0].decode()
     assert (project / "pyproject.toml").read_text() == default.replace('license = "MIT"\n', "")
     assert "license" not in tomllib.loads((project / "pyproject.toml").read_text())["project"]
 
@@ -440,6 +446,7 @@ def test_the_chosen_recipe_is_the_only_one(two_recipes: Path, desk: Desk, chosen
 def test_all_keeps_every_recipe(two_recipes: Path, desk: Desk):
     project = desk.generate(two_recipes, recipe="all")
     expected = default_tree(two_recipes)
+    expected["pyproject.toml"] = tree(two_recipes / "template")["pyproject.toml"]
     assert tree(project) == expected
 
 

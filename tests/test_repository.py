@@ -1,6 +1,7 @@
 """The two commands of the README, and what keeps the repository in one piece."""
 
 import os
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -73,3 +74,12 @@ def test_dependencies_have_lower_bounds():
     project = tomllib.loads((REPOSITORY / "template/pyproject.toml").read_text())["project"]
     for group in (project["dependencies"], *project["optional-dependencies"].values()):
         assert all(">=" in requirement for requirement in group)
+
+
+def test_what_a_recipe_needs_stands_at_its_head_and_in_its_extra():
+    project = tomllib.loads((REPOSITORY / "template/pyproject.toml").read_text())["project"]
+    for path in (REPOSITORY / "recipes").glob("*.yaml"):
+        text = path.with_suffix(".py").read_text()
+        head = tomllib.loads(re.sub(r"(?m)^# ?", "", text.split("# ///")[1].split("\n", 1)[1]))
+        extra = project["optional-dependencies"][path.stem]
+        assert set(head["dependencies"]) - set(project["dependencies"]) == set(extra), path.stem

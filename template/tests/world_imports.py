@@ -16,6 +16,9 @@ for name in (
     "torchmetrics.classification",
     "torchvision.transforms.v2",  # the recipe's
     "sklearn.datasets",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert",
+    "peft",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

@@ -437,7 +437,11 @@ def export(
 
     def fill(temporary: Path) -> None:
         if export_of := optional(config.recipe, "export"):
-            export_of(model, data_info, temporary)
+            plain = model
+            if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+                plain = config.recipe.build_model(data_info)
+                plain.load_state_dict(weights)
+            export_of(plain, data_info, temporary)
         else:
             save_tensors(weights, temporary / "model.safetensors")
         (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")

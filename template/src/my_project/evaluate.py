@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from . import checkpoint, runtime
 from .batches import Fetch, make_loader, on_device
 from .config import Config, ConfigError, TelemetryConfig, parse
+from .predict import load_model
 from .recipe import optional
 from .run import prepare_data
 
@@ -210,13 +211,17 @@ def end_of(config: Config, state: dict[str, Any], total_steps: int) -> str:
 
 def weights_folder(folder: Path) -> Path:
     """Find the weights that a path means: the export of a run, or its newest checkpoint."""
-    if (folder / "model.safetensors").is_file():
-        return folder
-    if (folder / "export" / "model.safetensors").is_file():
-        return folder / "export"
+    for place in (folder, folder / "export"):
+        if is_export(place) or (place / "manifest.json").is_file():
+            return place
     if found := checkpoint.checkpoints(folder):
         return found[-1]
     raise ConfigError(f"{folder} holds neither an export nor a checkpoint.")
+
+
+def is_export(folder: Path) -> bool:
+    """Tell an export from a checkpoint, or a run folder."""
+    return (folder / "data_info.json").is_file()
 
 
 def config_beside(folder: Path) -> Config:
@@ -238,8 +243,11 @@ def main(arguments: argparse.Namespace) -> int:
     if not data_sets:
         raise ConfigError("the recipe's build_datasets returns no validation set.")
     with runtime.start(config) as accelerator:
-        model = config.recipe.build_model(data_info)
-        checkpoint.load_weights(folder, model)
+        if is_export(folder):
+            model = load_model(folder, config.recipe, data_info)
+        else:
+            model = config.recipe.build_model(data_info)
+            checkpoint.load_weights(folder, model)
         call = accelerator.prepare_model(runtime.Call(model), evaluation_mode=True)
         results = evaluate(accelerator, config, call, data_sets)
         if accelerator.is_main_process:

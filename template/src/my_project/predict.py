@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from .config import Config, ConfigError, exit_with_sentence, parse
-from .recipe import optional
+from .recipe import Recipe, optional
 
 
 def load(folder: Path) -> tuple[Config, dict[str, Any], nn.Module]:
@@ -25,17 +26,33 @@ def load(folder: Path) -> tuple[Config, dict[str, Any], nn.Module]:
     Raises:
         ConfigError: the folder is no export, or its weights do not fit the model.
     """
-    for name in ("config.yaml", "data_info.json", "model.safetensors"):
+    for name in ("config.yaml", "data_info.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} is no export: it has no {name}; give runs/<name>/export.")
     config = parse(["--config", str(folder / "config.yaml")])
     data_info = json.loads((folder / "data_info.json").read_text())
-    model = config.recipe.build_model(data_info)
+    return config, data_info, load_model(folder, config.recipe, data_info).eval()
+
+
+def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Module:
+    """Build the model of an export and load its weights, by the recipe's `load` if it has one.
+
+    Raises:
+        ConfigError: they are not there or do not fit.
+    """
     try:
-        model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+        if load_of := optional(recipe, "load"):
+            loaded: nn.Module = load_of(data_info, folder)
+            return loaded
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: the weights cannot be loaded: {error}") from error
+    model: nn.Module = recipe.build_model(data_info)
+    try:
+        model.load_state_dict(weights, strict=True)
     except RuntimeError as error:
         raise ConfigError(f"{folder}/model.safetensors does not fit the model: {error}") from error
-    return config, data_info, model.eval()
+    return model
 
 
 def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.Module) -> None:

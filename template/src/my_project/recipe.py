@@ -34,7 +34,8 @@ A recipe may also have:
                                                   throughput and utilisation
     predict(model, data_info, argument) -> str    the answer of predict.py
     example_inputs(data_info) -> tuple of tensors     batch first; for predict.py --onnx
-    export(model, data_info, folder) -> None      in place of model.safetensors
+    export(model, data_info, folder) -> None      in place of model.safetensors; with
+    load(data_info, folder) -> torch.nn.Module    which loads that
 
 And its fields may be declared with field(metadata={...}): "changes_curve": False for one that may
 change between two starts of a run (a path); "staged": True for the path of data that `stage_to`

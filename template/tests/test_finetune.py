@@ -1,0 +1,422 @@
+"""The recipe: what is padded does not count; what is exported, transformers and peft load."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from runs import change, make_config, records, train, weights
+from test_launch import PROJECT
+from world import run_world
+
+from my_project import checkpoint, evaluate, predict
+from my_project.config import Config, ConfigError, parse
+from my_project.recipes import finetune
+from my_project.recipes.finetune import Finetune
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of the libraries, among them
+
+TEXTS = {
+    "fruit": ["an apple", "two sweet pears and a plum", "plums", "pears with one sour apple in it"],
+    "tool": ["a hammer", "the long red saw", "nails, nails and a hammer", "saw"],
+}
+PROMPTS = {"fruit": "eat: ", "tool": "use: "}
+
+
+def make_model(folder, decoder: bool):
+    """Write a folder as the hub holds them, weights included."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        BertConfig,
+        GPT2Config,
+        PreTrainedTokenizerFast,
+    )
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[EOS]"]
+    words = [*TEXTS["fruit"], *TEXTS["tool"], *PROMPTS.values()]
+    tokenizer.train_from_iterator(
+        words, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special)
+    )
+    names = {"unk_token": "[UNK]", "eos_token": "[EOS]"}
+    if decoder:
+        config = GPT2Config(
+            vocab_size=tokenizer.get_vocab_size(), n_positions=32, n_embd=16, n_layer=2, n_head=2,
+            bos_token_id=4, eos_token_id=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+        )  # fmt: skip
+    else:
+        names |= {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+        config = BertConfig(
+            vocab_size=tokenizer.get_vocab_size(), hidden_size=16, num_hidden_layers=2,
+            num_attention_heads=2, intermediate_size=32, max_position_embeddings=32,
+        )  # fmt: skip
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    torch.manual_seed(1)
+    kind = AutoModelForCausalLM if decoder else AutoModel
+    kind.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def write_data(path, copies=6):
+    rows = [
+        {"text": text, "label": label, "number": number, "prompt": PROMPTS[label]}
+        for number, (label, texts) in enumerate(TEXTS.items())
+        for text in texts
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * copies))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune")
+    make_model(folder / "encoder", decoder=False)
+    make_model(folder / "decoder", decoder=True)
+    (folder / "data").mkdir()
+    write_data(folder / "data/train.jsonl")
+    write_data(folder / "data/validation.jsonl", copies=1)
+    return folder
+
+
+def recipe_of(folder, **settings) -> Finetune:
+    decoder = settings.get("task") == "causal_lm"
+    options = {"model": str(folder / ("decoder" if decoder else "encoder")), "data": "files"}
+    options |= {"data_path": str(folder / "data"), "prompt_column": "prompt" if decoder else ""}
+    return Finetune(**options | settings)
+
+
+def config_of(tmp_path, folder, run_name="one", **settings) -> Config:
+    config = make_config(
+        tmp_path, run_name=run_name, steps=6, batches__global_batch_size=8, optim__lr=0.01
+    )
+    return dataclasses.replace(config, recipe=recipe_of(folder, **settings))
+
+
+def model_of(recipe: Finetune):
+    torch.manual_seed(0)
+    return recipe.build_model(recipe.prepare_data()).eval()
+
+
+def samples_of(recipe: Finetune) -> list:
+    data, _ = recipe.build_datasets(recipe.prepare_data())
+    return [data[i] for i in range(8)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"task": "causal_lm"}, {"model": "decoder"}])
+def test_what_is_padded_does_not_count(folder, settings):
+    if "model" in settings:  # a decoder that classifies must find the last token of each text
+        settings = {"model": str(folder / "decoder")}
+    recipe = recipe_of(folder, **settings)
+    model, samples = model_of(recipe), samples_of(recipe)
+    with torch.no_grad():
+        total, weight = recipe.loss(model, recipe.collate(samples), 0)
+        parts = [recipe.loss(model, recipe.collate([sample]), 0) for sample in samples]
+    assert len({int(recipe.collate([sample])["input_ids"].shape[1]) for sample in samples}) > 2
+    assert float(total) == pytest.approx(float(sum(part for part, _ in parts)), rel=1e-5)
+    assert int(weight) == sum(int(count) for _, count in parts)
+    metrics = recipe.build_metrics()
+    with torch.no_grad():
+        recipe.update_metrics(model, recipe.collate(samples), metrics)
+    assert float(metrics["loss"].compute()) == pytest.approx(float(total / weight), rel=1e-5)
+
+
+def test_a_prompt_does_not_count_and_the_end_does(folder):
+    recipe = recipe_of(folder, task="causal_lm")
+    tokenizer = recipe._tokenizer()
+    sample = {"text": "a hammer", "prompt": "use: "}
+    batch = recipe.collate([sample])
+    prompt, text = tokenizer("use: ").input_ids, tokenizer("a hammer").input_ids
+    assert batch["input_ids"][0].tolist() == [*prompt, *text, tokenizer.eos_token_id]
+    labels = batch["labels"][0]
+    assert labels[labels != -100].tolist() == [*text, tokenizer.eos_token_id]
+    model = model_of(recipe)
+    assert int(recipe.loss(model, batch, 0)[1]) == len(text) + 1
+    short = dataclasses.replace(recipe, longest=len(prompt))
+    nothing, _ = short.loss(model, short.collate([sample]), 0)
+    assert float(nothing.detach()) == 0.0
+
+
+def test_two_texts_are_told_apart(folder):
+    recipe = recipe_of(folder, second_text_column="prompt")
+    model, samples = model_of(recipe), samples_of(recipe)
+    batch = recipe.collate(samples)
+    first_only = recipe_of(folder).collate(samples)
+    assert batch["input_ids"].shape[1] > first_only["input_ids"].shape[1]
+    assert recipe.predict(model, {"classes": ["fruit", "tool"]}, "a pear\neat: ")
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"task": "causal_lm"}, {"lora_rank": 2, "lora_dropout": 0.1}]
+)
+def test_one_process_and_two_learn_the_same_and_a_resumed_run_too(tmp_path, folder, settings):
+    one = config_of(tmp_path, folder, **settings)
+    one = change(one, optim__schedule="constant")
+    assert train(one) == 0
+    two = change(one, run_name="two")
+    assert run_world(2, train, two) == [0, 0]
+    losses = [r["loss"] for r in records(one)]
+    assert [r["loss"] for r in records(two)] == pytest.approx(losses, rel=1e-5)
+    assert losses[-1] < losses[0]
+    stopped = change(one, run_name="stopped", steps=3)
+    assert train(stopped) == 0
+    assert train(change(stopped, steps=6)) == 0
+    name = "adapter_model.safetensors" if settings.get("lora_rank") else "model.safetensors"
+    ours, theirs = (finetune_weights(config.folder / "export" / name) for config in (stopped, one))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def finetune_weights(path) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def logits_of(recipe, model) -> torch.Tensor:
+    with torch.no_grad():
+        return recipe._logits(model.eval(), recipe.collate(samples_of(recipe)))[0]
+
+
+def trained_model(config: Config):
+    """Build the model of a run from its newest checkpoint."""
+    model = config.recipe.build_model(config.recipe.prepare_data())
+    checkpoint.load_weights(checkpoint.checkpoints(config.folder)[-1], model)
+    return model
+
+
+@pytest.mark.parametrize("task", ["classification", "causal_lm"])
+def test_transformers_loads_the_export_of_a_whole_model(tmp_path, folder, task):
+    import transformers
+
+    config = config_of(tmp_path, folder, task=task)
+    assert train(config) == 0
+    export, recipe = config.folder / "export", config.recipe
+    wanted = logits_of(recipe, trained_model(config))
+    kind = {
+        "classification": transformers.AutoModelForSequenceClassification,
+        "causal_lm": transformers.AutoModelForCausalLM,
+    }[task]
+    torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(export)), wanted)
+    tokens = transformers.AutoTokenizer.from_pretrained(export)("a saw").input_ids
+    assert tokens == recipe._tokenizer()("a saw").input_ids
+    _, about, model = predict.load(export)
+    torch.testing.assert_close(logits_of(recipe, model), wanted)
+    answer = recipe.predict(model, about, "an apple")
+    if task == "classification":
+        assert {line.split()[1] for line in answer.splitlines()} == {"fruit", "tool"}
+        assert kind.from_pretrained(export).config.id2label == {0: "fruit", 1: "tool"}
+    else:
+        assert answer.startswith("an apple")
+
+
+def test_the_export_of_lora_is_the_adapter_alone_or_merged(tmp_path, folder):
+    import transformers
+    from peft import AutoPeftModelForSequenceClassification
+
+    config = config_of(tmp_path, folder, lora_rank=2)
+    before = model_of(config.recipe).state_dict()
+    assert train(config) == 0
+    export, recipe = config.folder / "export", config.recipe
+    model = trained_model(config)
+    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
+    assert changed
+    assert all("lora" in name or "modules_to_save" in name for name in changed)
+    names = {path.name for path in export.iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert "model.safetensors" not in names
+    assert (export / "adapter_model.safetensors").stat().st_size < 20_000
+    wanted = logits_of(recipe, model)
+    from_predict = predict.load(export)[2]
+    from_peft = AutoPeftModelForSequenceClassification.from_pretrained(export, num_labels=2)
+    for loaded in (from_predict, from_peft):
+        torch.testing.assert_close(logits_of(recipe, loaded), wanted)
+
+    merged = change(config, run_name="merged")
+    merged = dataclasses.replace(merged, recipe=dataclasses.replace(recipe, merge_adapter=True))
+    merged = change(merged, evaluation__best_metric="validation/loss", evaluation__best_mode="min")
+    merged = change(merged, evaluation__every_steps=1)  # each of which merges a copy
+    assert train(merged) == 0
+    kind = transformers.AutoModelForSequenceClassification
+    whole = kind.from_pretrained(merged.folder / "export")
+    torch.testing.assert_close(logits_of(recipe, whole), wanted, atol=1e-5, rtol=1e-4)
+    ends = [checkpoint.checkpoints(run.folder)[-1] for run in (config, merged)]
+    ours, theirs = map(weights, ends)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "training went on as if"
+
+
+def export_sharded(config: Config) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = model_of(config.recipe)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    about = config.recipe.prepare_data()
+    checkpoint.export(config.folder / "export", config, about, model, dist.get_rank() == 0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_sharded_model_is_exported_whole(tmp_path, folder):
+    config = config_of(tmp_path, folder, task="causal_lm")
+    config.folder.mkdir()
+    assert run_world(2, export_sharded, config) == [None, None]
+    _, _, model = predict.load(config.folder / "export")
+    whole = model_of(config.recipe)
+    torch.testing.assert_close(logits_of(config.recipe, model), logits_of(config.recipe, whole))
+
+
+def test_evaluating_an_export_gives_what_training_gave(tmp_path, folder, capsys):
+    import argparse
+
+    for run_name, settings in {"whole": {}, "lora": {"lora_rank": 2}}.items():
+        config = config_of(tmp_path, folder, run_name, **settings)
+        assert train(config) == 0
+        capsys.readouterr()
+        assert evaluate.main(argparse.Namespace(folder=str(config.folder))) == 0
+        results = json.loads(capsys.readouterr().out)
+        last = records(config, "validation/loss")[-1]
+        for name in ("validation/loss", "validation/accuracy"):
+            assert results[name] == pytest.approx(last[name], rel=1e-5)
+
+
+def test_the_frozen_weights_may_be_bfloat16(tmp_path, folder, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    config = config_of(tmp_path, folder, lora_rank=2, frozen_dtype="bfloat16")
+    model = model_of(config.recipe)
+    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert (True, torch.bfloat16) not in kinds
+    assert (False, torch.bfloat16) in kinds
+    assert train(change(config, steps=20)) == 0
+    losses = [r["loss"] for r in records(change(config, steps=20))]
+    assert losses[-1] < losses[0]
+
+
+def test_checkpointed_activations_give_the_same_gradients(folder):
+    gradients = []
+    for checkpointed in (False, True):
+        recipe = recipe_of(folder, task="causal_lm", checkpoint_activations=checkpointed)
+        model = model_of(recipe).train()
+        recipe.loss(model, recipe.collate(samples_of(recipe)), 0)[0].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_it_learns_to_answer_a_prompt(tmp_path, folder):
+    config = change(config_of(tmp_path, folder, task="causal_lm"), steps=150)
+    config = change(config, optim__schedule="constant", telemetry__every_steps=50)
+    assert train(config) == 0
+    _, about, model = predict.load(config.folder / "export")
+    answer = config.recipe.predict(model, about, "use: ")
+    assert any(answer.endswith(text.replace(",", " ,")) for text in TEXTS["tool"]), answer
+
+
+# ---- data and models from elsewhere ------------------------------------------------------------
+def test_tables_of_several_kinds_are_read(tmp_path, folder):
+    import datasets
+
+    table = datasets.Dataset.from_json(str(folder / "data/train.jsonl"))
+    table.to_csv(str(tmp_path / "table.csv"))
+    table.to_parquet(str(tmp_path / "table.parquet"))
+    write_data(tmp_path / "table.jsonl")
+    lengths = set()
+    for kind in ("csv", "parquet", "jsonl"):
+        recipe = recipe_of(folder, data_path=str(tmp_path / f"table.{kind}"))
+        about = recipe.prepare_data()
+        assert about["classes"] == ["fruit", "tool"]
+        train_set, sets = recipe.build_datasets(about)
+        lengths.add((len(train_set), len(sets["validation"])))
+        assert sum(lengths and next(iter(lengths))) == 48
+    assert dataclasses.replace(recipe, label_column="number").prepare_data()["classes"] == [
+        "0",
+        "1",
+    ]
+    _, sets = recipe_of(folder).build_datasets(about)
+    assert len(sets["validation"]) == 8, "validation.jsonl beside train.jsonl"
+
+
+def test_the_names_of_a_data_sets_classes_are_kept(tmp_path, folder, monkeypatch):
+    import datasets
+
+    classes = datasets.ClassLabel(names=["tool", "fruit"])
+    rows = {"text": ["a saw", "plums"], "label": [0, 1]}
+    features = datasets.Features({"text": datasets.Value("string"), "label": classes})
+    table = datasets.Dataset.from_dict(rows, features=features)
+    sets = datasets.DatasetDict({"train": table, "test": table})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: sets)
+    recipe = recipe_of(folder, data="someone/somewhat")
+    about = recipe.prepare_data()
+    assert about["classes"] == ["fruit", "tool"]
+    train_set, _ = recipe.build_datasets(about)
+    assert [train_set[i]["label"] for i in range(2)] == [1, 0]
+
+
+def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
+    tmp_path, folder, monkeypatch
+):
+    cached = tmp_path / "models--someone--tiny"
+    shutil.copytree(folder / "encoder", cached / "snapshots/0123456789")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0123456789")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    finetune._snapshot.cache_clear()
+    recipe = recipe_of(folder, model="someone/tiny", lora_rank=2)
+    model = model_of(recipe)
+    recipe.export(model, recipe.prepare_data(), tmp_path / "export")
+    adapter = json.loads((tmp_path / "export/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "someone/tiny"
+    finetune._snapshot.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"model": "someone/not-here"}, "cannot be had from the Hugging Face hub"),
+        ({"label_column": "class"}, "label_column is class, but the data has only text, label"),
+        ({"data_path": "nowhere"}, "data_path nowhere must be a .jsonl, .csv or .parquet file"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, folder, settings, sentence, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = config_of(tmp_path, folder, **settings)
+    with pytest.raises(ConfigError, match=sentence):
+        train(config)
+
+
+def test_a_folder_without_weights_makes_a_new_model(tmp_path, folder):
+    shutil.copytree(folder / "encoder", tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    recipe = recipe_of(folder, model=str(tmp_path / "model"))
+    new, known = (model_of(r).state_dict() for r in (recipe, recipe_of(folder)))
+    assert new.keys() == known.keys()
+    assert not torch.equal(
+        new["bert.embeddings.word_embeddings.weight"],
+        known["bert.embeddings.word_embeddings.weight"],
+    )
+    with pytest.raises(ValueError, match="has no weights that LoRA could leave"):
+        model_of(dataclasses.replace(recipe, lora_rank=2))
+
+
+def test_weights_that_can_run_code_are_refused(tmp_path, folder):
+    shutil.copytree(folder / "encoder", tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    (tmp_path / "model/pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="can run code when it is loaded"):
+        model_of(recipe_of(folder, model=str(tmp_path / "model")))
+
+
+@pytest.mark.slow
+def test_the_cards_config_trains_the_packaged_encoder(tmp_path):
+    config = parse(["--config", str(PROJECT / "configs/finetune.yaml")])
+    config = change(config, runs_folder=str(tmp_path), epochs=None, steps=3)
+    config = change(config, evaluation__every_steps=None, telemetry__every_steps=1)
+    recipe = dataclasses.replace(config.recipe, longest=8)
+    assert train(dataclasses.replace(config, recipe=recipe)) == 0
+    rows = finetune.standard_library()
+    assert {row["label"] for row in rows} == set(finetune.MODULES)
+    assert len(rows) > 1500
