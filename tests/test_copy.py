@@ -99,12 +99,22 @@ def own_model_and_data(repository: Path, package: Path, environment: dict[str, s
     """Run exactly the text that shows how a model and data set of one's own become a recipe."""
     (package / "data.py").write_text(DATA)
     (package / "model.py").write_text(MODEL)
-    (package / "own.py").write_text(*blocks("python"))
-    (repository / "configs/own.yaml").write_text(*blocks("yaml"))
-    run = "python -m your_package.training.train --config configs/own.yaml"
-    succeed(run, repository, environment | {"ACCELERATE_USE_CPU": "true"})
-    result = outcome(repository, "own")["result"]
-    assert result["validation/loss"] < 0.5, "by chance it were ln 3 = 1.1"
+    own, others = blocks("python")
+    (package / "own.py").write_text(own)
+    (package / "others.py").write_text(others)
+    (config,) = blocks("yaml")
+    for name, path in {
+        "own": "own.Own",
+        "data": "others.OtherData",
+        "model": "others.OtherModel",
+    }.items():
+        text = config.replace("own.Own", path)
+        text = text.replace("rings: 3", "rings: 2") if name == "data" else text
+        (repository / f"configs/{name}.yaml").write_text(text)
+        run = f"python -m your_package.training.train --config configs/{name}.yaml"
+        succeed(run, repository, environment | {"ACCELERATE_USE_CPU": "true"})
+        result = outcome(repository, name)["result"]
+        assert result["validation/loss"] < 0.5, "by chance it were ln 3 = 1.1"
 
 
 def by_command(recipe: str, package: Path) -> subprocess.CompletedProcess:
