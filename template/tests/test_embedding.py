@@ -12,7 +12,13 @@ from world import run_world
 
 from my_project import predict
 from my_project.config import Config, ConfigError, parse
-from my_project.recipes.embedding import Embedding, RecallAtK, TwoTowers, ngrams, standard_library
+from my_project.recipes.embedding import (
+    Embedding,
+    RecallAtK,
+    TwoTowers,
+    ngrams,
+    standard_library,
+)
 
 WORDS = (
     "apple", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island",
