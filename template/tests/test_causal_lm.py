@@ -135,6 +135,7 @@ def test_one_process_and_two_learn_the_same_and_a_resumed_run_too(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_it_learns_a_text_by_heart_and_writes_it(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(8):

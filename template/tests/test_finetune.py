@@ -150,7 +150,12 @@ def test_two_texts_are_told_apart(folder):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"task": "causal_lm"}, {"lora_rank": 2, "lora_dropout": 0.1}]
+    "settings",
+    [
+        {"lora_rank": 2, "lora_dropout": 0.1},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"task": "causal_lm"}, marks=pytest.mark.slow),
+    ],
 )
 def test_one_process_and_two_learn_the_same_and_a_resumed_run_too(tmp_path, folder, settings):
     one = config_of(tmp_path, folder, **settings)
@@ -307,6 +312,7 @@ def test_checkpointed_activations_give_the_same_gradients(folder):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_it_learns_to_answer_a_prompt(tmp_path, folder):
     config = change(config_of(tmp_path, folder, task="causal_lm"), steps=150)
     config = change(config, optim__schedule="constant", telemetry__every_steps=50)
