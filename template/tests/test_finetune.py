@@ -252,13 +252,21 @@ def test_the_export_of_lora_is_the_adapter_alone_or_merged(tmp_path, folder):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "training went on as if"
 
 
+def trained_a_little(config: Config):
+    model = model_of(config.recipe)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    return model
+
+
 def export_sharded(config: Config) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    model = model_of(config.recipe)
+    model = trained_a_little(config)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     about = config.recipe.prepare_data()
     checkpoint.export(config.folder / "export", config, about, model, dist.get_rank() == 0)
@@ -271,7 +279,7 @@ def test_a_sharded_model_is_exported_whole(tmp_path, folder):
     config.folder.mkdir()
     assert run_world(2, export_sharded, config) == [None, None]
     _, _, model = predict.load(config.folder / "export")
-    whole = model_of(config.recipe)
+    whole = trained_a_little(config)
     torch.testing.assert_close(logits_of(config.recipe, model), logits_of(config.recipe, whole))
 
 
