@@ -44,8 +44,9 @@ $(PROJECT): | .venv/bin/cookiecutter
 .venv/bin/cookiecutter: | .venv/bin/uv
 	$(BIN)/uv pip install --quiet --python .venv --group dev
 
+# The project lists what its own recipe needs, the template what all of them do.
 .venv/installed: pyproject.toml template/pyproject.toml | $(PROJECT)
-	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --editable "$(PROJECT)[image_classification,causal_lm,finetune,onnx,dev]" onnxruntime
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(PROJECT) onnxruntime
 	touch $@
 
 .PHONY: help train test test-all lint bench clean
