@@ -1,51 +1,126 @@
-"""Copy a recipe, and the loop, into a repository that exists. Needs nothing but Python.
+"""Copy a recipe, and the loop, into a repository that exists. Needs Python 3.11 and nothing else.
 
     python recipes/copy_recipe.py --list
     python recipes/copy_recipe.py causal_lm ../their-repo/their_package
 
 Copies the loop to <package>/training, the recipe to <package>/<recipe>.py, its config to configs/
-and the accelerate configs to accelerate_configs/ of the repository, and puts the recipe's import
-path into the config. Nothing that exists is overwritten. Called again, it brings the loop's files
-up to date, if they are as it left them: it keeps their hashes in <package>/training/.copied.json.
-A project that was generated from the template has the loop already, and gets recipe and config.
+and the accelerate configs to accelerate_configs/ of the repository, and puts the package's name
+where they name the template's. Nothing of yours is overwritten. Called again, it brings up to date
+what is as it left it, by the hashes in <package>/training/.copied.json. A project that was
+generated from the template has the loop already, and gets recipe and config.
 """
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import json
+import keyword
+import os
 import re
+import shlex
 import sys
 import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent.parent  # a clone of the template, or a generated project
-RECORD = ".copied.json"
+HERE = Path(__file__).resolve().parent.parent
+LOOP = HERE / "template/src/my_project"
+RECIPES = {path.stem: path for path in sorted((HERE / "recipes").glob("*.py"))}
+del RECIPES["copy_recipe"]
+MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a repository's own folder
 
 
 class Refused(Exception):
     """What the user can mend, in one sentence."""
 
 
-def loop_folder() -> Path:
-    """Find the loop: in the template, or in a project made from it."""
-    places = [HERE / "template/src", HERE / "src"]
-    for train in [path for place in places for path in sorted(place.glob("*/train.py"))]:
-        if (train.parent / "recipe.py").is_file():
-            return train.parent
-    raise Refused(f"{HERE} holds no loop (src/*/train.py).")
+@dataclass(frozen=True)
+class Package:
+    """The package that a recipe is copied into."""
+
+    folder: Path
+    root: Path
+    """What it is imported from."""
+    repository: Path
+
+    @property
+    def dotted(self) -> str:
+        """Its name in an import."""
+        return ".".join(self.folder.relative_to(self.root).parts)
+
+    @property
+    def is_project(self) -> bool:
+        """Whether it holds the loop itself, as in a generated project."""
+        return holds_loop(self.folder)
+
+    @property
+    def loop(self) -> Path:
+        """Where it has the loop."""
+        return self.folder if self.is_project else self.folder / "training"
+
+    @property
+    def record(self) -> Path:
+        """What was copied, by hash."""
+        return self.loop / ".copied.json"
+
+    def name(self, path: Path) -> str:
+        """Name a file as its owner does."""
+        return path.relative_to(self.repository).as_posix()
 
 
-def recipes() -> dict[str, Path]:
-    """List the recipes by name."""
-    places = [HERE / "recipes", *HERE.glob("src/*/recipes")]
-    found = {path.stem: path for place in places for path in sorted(place.glob("*.py"))}
-    return {name: path for name, path in found.items() if name not in ("copy_recipe", "__init__")}
+@dataclass
+class Changes:
+    """What a copy has done, or found."""
+
+    new: list[Path] = field(default_factory=list)
+    updated: list[Path] = field(default_factory=list)
+    kept: list[Path] = field(default_factory=list)
+    """They differ, and are the user's to change."""
+    differ: list[Path] = field(default_factory=list)
+    """They stand in the way."""
+    dropped: list[Path] = field(default_factory=list)
+    """They were copied once, and are no part of the loop now."""
 
 
-def first_line(recipe: Path) -> str:
-    """Say in a line what a recipe does."""
-    return (ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or "").splitlines()[0]
+def holds_loop(folder: Path) -> bool:
+    """Tell the loop by its description of a recipe."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return "class Recipe(Protocol)" in (folder / "recipe.py").read_text(encoding="utf-8")
+    return False
+
+
+def find_package(folder: Path) -> Package:
+    """Find out how a folder is imported, and which repository it lies in.
+
+    Raises:
+        Refused: it cannot be a package.
+    """
+    if not folder.is_dir():
+        raise Refused(f"{folder} is no folder; give that of your package.")
+    if folder.is_symlink():
+        raise Refused(f"{folder} is a link to {folder.resolve()}; give that folder.")
+    folder = folder.resolve()
+    for mark in MARKS:
+        if (folder / mark).exists():
+            raise Refused(f"{folder} is a repository ({mark}); give the folder of its package.")
+    root = folder.parent
+    if holds_loop(folder) and holds_loop(root / "training"):
+        raise Refused(f"{folder} is the loop; give {root}, the package around it.")
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    marked = (place for place in (root, *root.parents) if any((place / m).exists() for m in MARKS))
+    repository = next(marked, root.parent if root.name == "src" else root)
+    for place in (root, *root.parents):  # above it, packages without __init__.py
+        if place.name == "src" and place != repository and place.is_relative_to(repository):
+            root = place
+            break
+    package = Package(folder, root, repository)
+    for part in folder.relative_to(root).parts:
+        if not part.isidentifier() or keyword.iskeyword(part):
+            raise Refused(f"{part} cannot be imported as a package; give a package's folder.")
+    return package
 
 
 def dependencies(recipe: Path) -> list[str]:
@@ -59,142 +134,205 @@ def dependencies(recipe: Path) -> list[str]:
 
 
 def loop_dependencies() -> list[str]:
-    """Read what the loop needs from the project's own pyproject.toml."""
-    for project in (HERE / "template/pyproject.toml", HERE / "pyproject.toml"):
-        if project.is_file():
-            return list(
-                tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-            )
-    return []
+    """Read what the loop needs."""
+    project = tomllib.loads((HERE / "template/pyproject.toml").read_text(encoding="utf-8"))
+    return list(project["project"]["dependencies"])
 
 
-def import_path(package: Path) -> tuple[str, Path]:
-    """Return a package's dotted name and the folder that it is imported from."""
-    names, folder = [package.name], package.parent
-    while (folder / "__init__.py").is_file():
-        names, folder = [folder.name, *names], folder.parent
-    return ".".join(names), folder
+def named_for(package: Package, text: str, recipe: str) -> str:
+    """Put the package's name, and that of the recipe, where the template's own stand."""
+    loop = package.dotted if package.is_project else f"{package.dotted}.training"
+    places = {"recipes.": f"{package.dotted}.{'recipes.' * package.is_project}", None: f"{loop}."}
+    text = re.sub(rf"(?<![\w.]){LOOP.name}\.(recipes\.)?", lambda found: places[found[1]], text)
+    return re.sub(r"(?<=[/ ])image_classification\b", recipe, text)
 
 
-def repository_of(package: Path) -> Path:
-    """Find the repository: what git or a pyproject.toml marks, else where the package lies."""
-    _, root = import_path(package)
-    for folder in (root, *root.parents):
-        if (folder / ".git").exists() or (folder / "pyproject.toml").is_file():
-            return folder
-    return root
+def plan(name: str, first: str, package: Package) -> Iterator[tuple[Path, bytes, bytes]]:
+    """List what belongs into the repository.
+
+    Args:
+        name: the recipe that is copied.
+        first: the recipe that the loop's docstrings and the accelerate configs name.
+        package: where to.
+
+    Yields:
+        A path, its content and that of the source.
+    """
+
+    def from_source(source: Path, recipe: str) -> tuple[bytes, bytes]:
+        text = source.read_text(encoding="utf-8")
+        return named_for(package, text, recipe).encode(), text.encode()
+
+    if not package.is_project:
+        for source in sorted(LOOP.glob("*.py")):
+            yield package.loop / source.name, *from_source(source, first)
+        for source in sorted((HERE / "accelerate_configs").glob("*.yaml")):
+            place = package.repository / "accelerate_configs" / source.name
+            yield place, *from_source(source, first)
+    folder = package.folder / "recipes" if package.is_project else package.folder
+    yield folder / f"{name}.py", *from_source(RECIPES[name], name)
+    config = package.repository / "configs" / f"{name}.yaml"
+    yield config, *from_source(HERE / f"recipes/{name}.yaml", name)
 
 
 def digest(content: bytes) -> str:
-    """Hash a file's content."""
-    return hashlib.sha256(content).hexdigest()
+    """Hash a text, whatever its line ends."""
+    return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()
 
 
-def is_project(package: Path) -> bool:
-    """Tell whether a package is the loop itself, as in a generated project."""
-    return (package / "train.py").is_file() and (package / "recipe.py").is_file()
+def settings(yaml: bytes) -> list[bytes]:
+    """Read what a config says besides its comments."""
+    lines = (line.split(b"#")[0].rstrip() for line in yaml.splitlines())
+    return [line for line in lines if line]
 
 
-def plan(name: str, package: Path) -> dict[Path, bytes]:
-    """List what belongs into the repository: path and content, the loop's files first."""
-    recipe, loop = recipes()[name], loop_folder()
-    dotted, _ = import_path(package)
-    repository = repository_of(package)
-    configs = (HERE / f"recipes/{name}.yaml", HERE / f"configs/{name}.yaml")
-    config = next(path for path in configs if path.is_file())
-    old, here = loop.name, dotted if is_project(package) else f"{dotted}.training"
-    beside = "recipes." if is_project(package) else ""
+def compare(
+    package: Package, wanted: dict[Path, tuple[bytes, bytes]], record: dict[str, str], keep: bool
+) -> Changes:
+    """Say of each file whether it is new, to be updated, the user's to keep, or in the way."""
+    changes = Changes()
+    for path, (content, source) in wanted.items():
+        if not os.path.lexists(path):
+            changes.new.append(path)
+            continue
+        if not path.is_file():
+            changes.differ.append(path)
+            continue
+        there, copied = path.read_bytes(), record.get(package.name(path))
+        if digest(there) == digest(content):
+            continue
+        in_loop = path.parent == package.loop and not package.is_project
+        if digest(there) in (copied, digest(source)) and not path.is_symlink():
+            changes.updated.append(path)
+        elif copied and (keep or not in_loop or copied == digest(content)):
+            changes.kept.append(path)
+        elif "accelerate_configs" in path.parts and settings(there) == settings(content):
+            changes.kept.append(path)  # another package's
+        else:
+            changes.differ.append(path)
+    changes.differ += in_the_way(package, changes.new)
+    copied_loop = (package.repository / name for name in record)
+    changes.dropped = [path for path in copied_loop if path not in wanted and path.is_file()
+                       and path.parent == package.loop]  # fmt: skip
+    return changes
 
-    def renamed(path: Path) -> bytes:
-        text = path.read_text(encoding="utf-8")
-        return text.replace(f"{old}.recipes.", f"{dotted}.{beside}").replace(
-            f"{old}.", f"{here}."
-        ).encode()  # fmt: skip
 
-    wanted: dict[Path, bytes] = {}
-    if not is_project(package):
-        for path in sorted(loop.glob("*.py")):
-            wanted[package / "training" / path.name] = renamed(path)
-        for path in sorted((HERE / "accelerate_configs").iterdir()):
-            wanted[repository / "accelerate_configs" / path.name] = renamed(path)
-    place = package / "recipes" if is_project(package) else package
-    wanted[place / f"{name}.py"] = recipe.read_bytes()
-    wanted[repository / "configs" / f"{name}.yaml"] = renamed(config)
-    return wanted
+def in_the_way(package: Package, new: Iterable[Path]) -> Iterator[Path]:
+    """Find modules of the same import name: one of the two would be hidden."""
+    for path in new:
+        if path.suffix == ".py" and any(path.with_suffix("").glob("*.py")):
+            yield path.with_suffix("")
+    if not holds_loop(package.loop):
+        yield from package.folder.glob("training.py")
+        names = {path.name for path in LOOP.glob("*.py")}
+        yield from (path for path in package.loop.glob("*.py") if path.name not in names)
 
 
-def copy(name: str, package: Path) -> list[Path]:
-    """Copy what is not there yet, and update the loop; return what was written.
+def check_writable(paths: Iterable[Path]) -> None:
+    """Refuse what cannot be written, before anything is."""
+    for path in paths:
+        there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        if there != path and not there.is_dir():
+            raise Refused(f"{path} cannot be written: {there} is no folder.")
+        if not os.access(there, os.W_OK):
+            raise Refused(f"{path} cannot be written: you may not write to {there}.")
+
+
+def copy(name: str, package: Package, keep: bool = False) -> Changes:
+    """Copy what is not there yet, and update what is as it was copied.
 
     Raises:
-        Refused: files are there that differ; nothing has been written then.
+        Refused: files are in the way, or cannot be written; nothing has been written then.
     """
-    if name not in recipes():
-        raise Refused(f"there is no recipe {name}; there are {', '.join(recipes())}.")
-    if not package.is_dir():
-        raise Refused(f"{package} is no folder; give that of your package.")
-    if not re.fullmatch(r"[A-Za-z_]\w*", package.name):
-        raise Refused(f"{package.name} cannot be imported as a package; give a package's folder.")
-    repository, loop = repository_of(package), package / "training"
-    record_path = loop / RECORD
-    record = json.loads(record_path.read_text()) if record_path.is_file() else {}
-    written, differ = [], []
-    wanted = plan(name, package)
-    for path, content in wanted.items():
-        copied = record.get(path.relative_to(repository).as_posix())
-        if not path.exists():
-            written.append(path)
-        elif (there := path.read_bytes()) == content:
-            continue
-        elif path.parent == loop and copied == digest(there):
-            written.append(path)  # as it was copied: an update
-        elif path.parent == loop or copied is None:
-            differ.append(path)  # recipes and configs that were copied are yours to change
-    if differ:
+    if name not in RECIPES:
+        raise Refused(f"there is no recipe {name}; there are {', '.join(RECIPES)}.")
+    files, first = {}, name
+    if package.record.is_file():
+        try:
+            record = json.loads(package.record.read_text(encoding="utf-8"))
+            files, first = record["files"], record["recipe"]
+        except (ValueError, KeyError, TypeError):
+            raise Refused(
+                f"{package.record} is damaged; mend it, or remove it: what you have changed then"
+                " counts as in the way."
+            ) from None
+    wanted = {path: texts for path, *texts in plan(name, first, package)}
+    changes = compare(package, wanted, files, keep)
+    if changes.differ:
         raise Refused(
             "nothing was copied, since these exist and differ: "
-            + ", ".join(path.relative_to(repository).as_posix() for path in differ)
-            + "; move them away, or copy by hand (recipes/README.md)."
+            + ", ".join(package.name(path) for path in changes.differ)
+            + "; move them away, copy by hand (recipes/README.md), or, where they are files of the"
+            " loop that you have changed, take over by hand what you want and call with --keep."
         )
-    for path in written:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(wanted[path])
-        record[path.relative_to(repository).as_posix()] = digest(wanted[path])
-    if not is_project(package):
-        record_path.write_text(json.dumps(record, indent=1) + "\n")
-    return written
+    to_write = changes.new + changes.updated
+    check_writable([*to_write, *([] if package.is_project else [package.record])])
+    left = set(to_write)
+    try:
+        for path in to_write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(wanted[path][0])
+            left.remove(path)
+    except OSError as error:
+        raise Refused(f"{error}; call again when that is mended.") from error
+    finally:
+        if not package.is_project and package.loop.is_dir():
+            for path in wanted.keys() - left:
+                files[package.name(path)] = digest(wanted[path][0])
+            record = json.dumps({"recipe": first, "files": files}, indent=1)
+            package.record.write_text(f"{record}\n", encoding="utf-8")
+    return changes
+
+
+def report(name: str, package: Package, changes: Changes) -> None:
+    """Say what was done, and how to go on."""
+    count = len(changes.new) + len(changes.updated)
+    print(f"{count} file(s) written to {package.repository}")
+    for title, paths in {
+        "brought up to date": changes.updated,
+        "kept, since they are yours": changes.kept,
+        "no longer part of the loop": changes.dropped,
+    }.items():
+        if paths:
+            print(f"{title}: {', '.join(package.name(path) for path in paths)}")
+    if package.is_project:
+        ours = named_for(package, (LOOP / "recipe.py").read_text(encoding="utf-8"), name)
+        if digest(ours.encode()) != digest((package.folder / "recipe.py").read_bytes()):
+            print("note: recipe.py there is of another version; cruft update brings it to this one")
+    needs = [] if package.is_project else loop_dependencies()
+    needs = dict.fromkeys([*needs, *dependencies(RECIPES[name])])
+    print("add to your dependencies:", *(f'"{need}"' for need in needs))
+    root = package.root.relative_to(package.repository)
+    path = "" if root == Path() else f"PYTHONPATH={shlex.quote(str(root))} "
+    module = f"{package.dotted}.train" if package.is_project else f"{package.dotted}.training.train"
+    print(
+        f"then, in {package.repository} (PYTHONPATH where {package.dotted} is not installed):\n"
+        f"{path}accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml"
+        f" -m {module} --config configs/{name}.yaml"
+    )
 
 
 def main(arguments: list[str]) -> None:
-    """Copy, and say how to go on."""
+    """Copy, or list the recipes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("package", nargs="?", type=Path, help="the folder of your package")
     parser.add_argument("--list", action="store_true", help="the recipes, a line each")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave files of the loop that you have changed"
+    )
     given = parser.parse_args(arguments)
     if given.list:
-        for name, path in recipes().items():
-            print(f"{name:24}{first_line(path)}")
+        for name, path in RECIPES.items():
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            print(f"{name:24}{text.splitlines()[0]}")
         return
     if given.recipe is None or given.package is None:
         raise Refused("give a recipe and the folder of your package, or --list.")
-    package = given.package.resolve()
-    written = copy(given.recipe, package)
-    dotted, root = import_path(package)
-    repository = repository_of(package)
-    print(f"{len(written)} file(s) written to {repository}")
-    loops = [] if is_project(package) else loop_dependencies()
-    needs = dict.fromkeys([*loops, *dependencies(recipes()[given.recipe])])
-    train = f"{dotted}.train" if is_project(package) else f"{dotted}.training.train"
-    print("add to your dependencies:", *(f'"{need}"' for need in needs))
-    path = "" if root == repository else f"PYTHONPATH={root.relative_to(repository)} "
-    print(
-        f"then, in {repository} (PYTHONPATH where {dotted} is not installed):\n{path}accelerate"
-        f" launch --config_file accelerate_configs/cpu_2_processes.yaml -m {train}"
-        f" --config configs/{given.recipe}.yaml"
-    )
+    package = find_package(given.package)
+    report(given.recipe, package, copy(given.recipe, package, given.keep))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 SHORT = " --epochs null --steps 3 --evaluation.every_steps null"
 LAYOUTS = {"flat": "your_package", "src": "src/your_package", "nested": "your_package/vision"}
+DOTTED = {"flat": "your_package", "src": "your_package", "nested": "your_package.vision"}
 DATA = """
 import torch
 
@@ -54,6 +55,7 @@ def make_repository(folder: Path, layout: str) -> tuple[Path, Path, dict[str, st
     environment = dict(os.environ) | {
         "REPO": str(repository),
         "FOLDER": str(package),
+        "PACKAGE": DOTTED[layout],
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(repository / "src" if layout == "src" else repository),
     }
@@ -82,15 +84,20 @@ def outcome(repository: Path, run: str) -> dict:
 def test_copied_by_hand_the_loop_and_a_recipe_run(tmp_path: Path, layout: str):
     repository, package, environment = make_repository(tmp_path, layout)
     _, copying, launching = blocks()
-    dotted = "your_package.vision" if layout == "nested" else "your_package"
-    copying = copying.replace("/your_package/", f"/{dotted}/")
+    dotted = DOTTED[layout]
     launching = launching.replace("-m your_package.", f"-m {dotted}.")
     succeed(copying, REPOSITORY, environment)
     succeed(launching.strip() + SHORT, repository, environment)
     run = repository / "runs/image_classification"
     assert outcome(repository, "image_classification")["outcome"] == "finished"
     assert f"{dotted}.image_classification" in (run / "config.yaml").read_text()
-    assert "my_project" not in "".join(p.read_text() for p in package.rglob("*.yaml"))
+    assert not any("my_project" in path.read_text() for path in repository.rglob("*.yaml"))
+    succeed(copying, REPOSITORY, environment)
+    again = by_command("image_classification", package)
+    assert again.returncode == 0, again.stderr
+    assert "training/train.py" in again.stdout.split("brought up to date")[1], (
+        "names of the package"
+    )
     if layout == "flat":
         own_model_and_data(repository, package, environment)
 
@@ -108,39 +115,111 @@ def own_model_and_data(repository: Path, package: Path, environment: dict[str, s
         "data": "others.OtherData",
         "model": "others.OtherModel",
     }.items():
-        text = config.replace("own.Own", path)
-        text = text.replace("rings: 3", "rings: 2") if name == "data" else text
-        (repository / f"configs/{name}.yaml").write_text(text)
+        (repository / f"configs/{name}.yaml").write_text(config.replace("own.Own", path))
         run = f"python -m your_package.training.train --config configs/{name}.yaml"
         succeed(run, repository, environment | {"ACCELERATE_USE_CPU": "true"})
         result = outcome(repository, name)["result"]
         assert result["validation/loss"] < 0.5, "by chance it were ln 3 = 1.1"
 
 
-def by_command(recipe: str, package: Path) -> subprocess.CompletedProcess:
+def by_command(recipe: str, package: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-S", REPOSITORY / "recipes/copy_recipe.py", recipe, package],
-        capture_output=True, text=True, check=False, cwd=package,
+        [sys.executable, "-S", REPOSITORY / "recipes/copy_recipe.py", recipe, package, *flags],
+        capture_output=True, text=True, check=False, cwd="/",
     )  # fmt: skip
+
+
+def copied(recipe: str, package: Path, *flags: str) -> str:
+    done = by_command(recipe, package, *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(recipe: str, package: Path, *flags: str) -> str:
+    """Call it; it must write nothing."""
+    above = package.parent.parent
+    before = {path: path.read_bytes() for path in sorted(above.rglob("*")) if path.is_file()}
+    done = by_command(recipe, package, *flags)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    after = {path: path.read_bytes() for path in sorted(above.rglob("*")) if path.is_file()}
+    assert after == before
+    return done.stderr
+
+
+def as_if_older(package: Path, *files: str) -> None:
+    """Make files look as if an older version of the template had been copied."""
+    path = package / "training/.copied.json"
+    record = json.loads(path.read_text())
+    repository = package.parent
+    for file in files:
+        (repository / file).write_text("# an older version\n")
+        record["files"][file] = hashlib.sha256((repository / file).read_bytes()).hexdigest()
+    path.write_text(json.dumps(record))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copied_by_command_everything_has_its_place(tmp_path: Path, layout: str):
     repository, package, _ = make_repository(tmp_path, layout)
-    done = by_command("causal_lm", package)
-    assert done.returncode == 0, done.stderr
-    dotted = "your_package.vision" if layout == "nested" else "your_package"
+    shown = copied("causal_lm", package)
+    dotted = DOTTED[layout]
     assert (package / "training/train.py").is_file()
     assert (package / "causal_lm.py").is_file()
     assert (repository / "accelerate_configs/multi_node.yaml").is_file()
     config = (repository / "configs/causal_lm.yaml").read_text()
     assert f"class_path: {dotted}.causal_lm.CausalLM" in config
-    assert '"tokenizers>=0.20"' in done.stdout
-    assert '"accelerate>=1.6"' in done.stdout
-    assert f"-m {dotted}.training.train --config configs/causal_lm.yaml" in done.stdout
-    left = [p for p in repository.rglob("*") if p.is_file() and "my_project" in p.read_text()]
-    assert left == []
+    assert '"tokenizers>=0.20"' in shown
+    assert '"accelerate>=1.6"' in shown
+    assert f"-m {dotted}.training.train --config configs/causal_lm.yaml" in shown
+    texts = {path: path.read_text() for path in repository.rglob("*") if path.is_file()}
+    for name in ("my_project", "configs/image_classification"):
+        assert [path for path, text in texts.items() if name in text] == []
     assert not any(path.is_symlink() for path in repository.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "files", "dotted", "root"),
+    [
+        ("my_project", ["my_project/__init__.py"], "my_project", ""),
+        ("not_my_project", [], "not_my_project", ""),
+        ("my_project/vision", ["my_project/__init__.py"], "my_project.vision", ""),
+        ("src/company/pkg", [], "company.pkg", "PYTHONPATH=src "),
+        ("my code/pkg", [], "pkg", "PYTHONPATH='my code' "),
+    ],
+)
+def test_the_package_is_named_as_it_is_imported(tmp_path, folder, files, dotted, root):
+    repository = tmp_path / "their repo"
+    (repository / folder).mkdir(parents=True)
+    for file in [".git", *files]:
+        (repository / file).touch()
+    shown = copied("segmentation", repository / folder)
+    config = (repository / "configs/segmentation.yaml").read_text()
+    assert f"class_path: {dotted}.segmentation.Segmentation\n" in config
+    last = shown.splitlines()[-1]
+    assert last.startswith(f"{root}accelerate launch ")
+    assert f" -m {dotted}.training.train " in last
+
+
+def test_a_repository_without_git_is_what_setup_py_or_src_marks(tmp_path: Path):
+    marked, plain = tmp_path / "marked/lib/pkg", tmp_path / "plain/src/pkg"
+    for package in (marked, plain):
+        package.mkdir(parents=True)
+    (tmp_path / "marked/setup.py").touch()
+    assert "PYTHONPATH=lib " in copied("embedding", marked)
+    assert "PYTHONPATH=src " in copied("embedding", plain)
+    for name in ("marked", "plain"):
+        assert (tmp_path / name / "configs/embedding.yaml").is_file()
+
+
+def test_two_packages_of_a_repository_share_the_accelerate_configs(tmp_path: Path):
+    repository, package, _ = make_repository(tmp_path, "flat")
+    copied("causal_lm", package)
+    first = (repository / "accelerate_configs/cpu.yaml").read_text()
+    (repository / "second").mkdir()
+    assert "accelerate_configs/cpu.yaml" in copied("embedding", repository / "second")
+    assert (repository / "accelerate_configs/cpu.yaml").read_text() == first
+    assert (repository / "second/training/train.py").is_file()
 
 
 @pytest.mark.slow
@@ -158,56 +237,74 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
     assert outcome(repository, "causal_lm")["outcome"] == "finished"
 
 
-def test_a_second_call_updates_the_loop_and_leaves_what_is_theirs(tmp_path: Path):
+def test_a_second_call_updates_what_is_as_it_was_copied(tmp_path: Path):
     repository, package, _ = make_repository(tmp_path, "flat")
-    by_command("image_classification", package)
-    recipe, config = package / "image_classification.py", repository / "configs/causal_lm.yaml"
+    copied("image_classification", package)
+    assert "0 file(s) written" in copied("image_classification", package)
+    recipe, module = package / "image_classification.py", package / "training/optim.py"
+    as_if_older(package, "your_package/training/optim.py", "your_package/training/gone.py")
+    config = "configs/image_classification.yaml"
+    as_if_older(package, config, "accelerate_configs/cpu.yaml")
     recipe.write_text("# mine now\n")
-    record = package / "training/.copied.json"
-    old = json.loads(record.read_text())
-    module = package / "training/optim.py"
-    module.write_text("# as an older version was copied\n")
-    old["your_package/training/optim.py"] = hashlib.sha256(module.read_bytes()).hexdigest()
-    record.write_text(json.dumps(old))
-    done = by_command("image_classification", package)
-    assert done.returncode == 0, done.stderr
-    assert "1 file(s) written" in done.stdout
-    assert "as an older version" not in module.read_text()
+    shown = copied("image_classification", package)
+    assert "3 file(s) written" in shown
+    assert "kept, since they are yours: your_package/image_classification.py\n" in shown
+    assert "no longer part of the loop: your_package/training/gone.py\n" in shown
+    assert "an older version" not in module.read_text() + (repository / config).read_text()
     assert recipe.read_text() == "# mine now\n"
-    assert "0 file(s) written" in by_command("image_classification", package).stdout
-    assert "2 file(s) written" in by_command("causal_lm", package).stdout
-    assert config.is_file()
+    assert "2 file(s) written" in copied("causal_lm", package)
+
+
+def test_a_module_of_the_loop_that_is_theirs_now_is_kept_until_both_sides_change(tmp_path: Path):
+    _, package, _ = make_repository(tmp_path, "flat")
+    copied("causal_lm", package)
+    train, optim = package / "training/train.py", package / "training/optim.py"
+    train.write_text(train.read_text() + "# mine\n")
+    optim.write_bytes(optim.read_bytes().replace(b"\n", b"\r\n"))
+    shown = copied("segmentation", package)
+    assert "2 file(s) written" in shown
+    assert "kept, since they are yours: your_package/training/train.py\n" in shown
+
+    as_if_older(package, "your_package/training/train.py", "your_package/training/optim.py")
+    train.write_text("# an older version, with something of mine\n")
+    shown = refused("causal_lm", package)
+    assert "exist and differ: your_package/training/train.py;" in shown
+    assert "brought up to date: your_package/training/optim.py\n" in copied(
+        "causal_lm", package, "--keep"
+    )
+    assert "of mine" in train.read_text()
+    assert "0 file(s) written" in copied("causal_lm", package)
 
 
 @pytest.mark.parametrize(
-    "file",
+    ("file", "named"),
     [
-        "your_package/training/optim.py",
-        "your_package/causal_lm.py",
-        "configs/causal_lm.yaml",
-        "accelerate_configs/cpu.yaml",
+        ("your_package/training/optim.py", ""),
+        ("your_package/causal_lm.py", ""),
+        ("configs/causal_lm.yaml", ""),
+        ("accelerate_configs/cpu.yaml", ""),
+        # of the same name in an import, so that one would hide the other
+        ("your_package/training.py", ""),
+        ("your_package/training/loops.py", ""),
+        ("your_package/causal_lm/model.py", "your_package/causal_lm"),
     ],
 )
-def test_nothing_that_exists_is_overwritten(tmp_path: Path, file: str):
+def test_what_stands_in_the_way_is_named(tmp_path: Path, file: str, named: str):
     repository, package, _ = make_repository(tmp_path, "flat")
     (repository / file).parent.mkdir(parents=True, exist_ok=True)
     (repository / file).write_text("theirs")
-    before = sorted(repository.rglob("*"))
-    done = by_command("causal_lm", package)
-    assert done.returncode == 2
-    assert f"nothing was copied, since these exist and differ: {file};" in done.stderr
-    assert sorted(repository.rglob("*")) == before
-    assert (repository / file).read_text() == "theirs"
+    shown = refused("causal_lm", package)
+    assert f"nothing was copied, since these exist and differ: {named or file};" in shown
+    assert shown == refused("causal_lm", package, "--keep")
 
 
-def test_a_changed_file_of_the_loop_is_named_by_a_second_call(tmp_path: Path):
-    _, package, _ = make_repository(tmp_path, "flat")
-    by_command("causal_lm", package)
-    with (package / "training/train.py").open("a") as train:
-        train.write("# mine\n")
-    done = by_command("causal_lm", package)
-    assert done.returncode == 2
-    assert "exist and differ: your_package/training/train.py;" in done.stderr
+def test_nothing_is_written_through_a_link(tmp_path: Path):
+    repository, package, _ = make_repository(tmp_path, "flat")
+    (package / "embedding.py").symlink_to(tmp_path / "elsewhere.py")
+    assert "exist and differ: your_package/embedding.py;" in refused("embedding", package)
+    assert not (tmp_path / "elsewhere.py").exists()
+    (repository / "link").symlink_to(package)
+    assert f"link is a link to {package}; give" in refused("embedding", repository / "link")
 
 
 @pytest.mark.parametrize(
@@ -216,17 +313,30 @@ def test_a_changed_file_of_the_loop_is_named_by_a_second_call(tmp_path: Path):
         ("cats", "your_package", "there is no recipe cats; there are causal_lm, "),
         ("causal_lm", "nowhere", "nowhere is no folder"),
         ("causal_lm", "my-things", "my-things cannot be imported as a package"),
+        ("causal_lm", "class", "class cannot be imported as a package"),
+        ("causal_lm", "", "their-repo is a repository (.git); give the folder of its package"),
+        ("causal_lm", "your_package", "configs/causal_lm.yaml cannot be written: "),
+        ("causal_lm", "your_package", ".copied.json is damaged; mend it, or remove it"),
     ],
 )
 def test_what_cannot_be_copied_is_refused(tmp_path, recipe, folder, sentence):
     repository, package, _ = make_repository(tmp_path, "flat")
-    (repository / "my-things").mkdir()
-    done = by_command(recipe, package) if folder == "your_package" else subprocess.run(
-        [sys.executable, REPOSITORY / "recipes/copy_recipe.py", recipe, repository / folder],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert sentence in done.stderr
+    for name in ("my-things", "class"):
+        (repository / name).mkdir()
+    if "written" in sentence:
+        (repository / "configs").write_text("no folder")
+    if "damaged" in sentence:
+        copied(recipe, package)
+        (package / "training/.copied.json").write_text("<<<<<<< HEAD")
+    assert sentence in refused(recipe, repository / folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path: Path):
+    repository, package, _ = make_repository(tmp_path, "flat")
+    repository.chmod(0o555)
+    assert "you may not write to" in refused("causal_lm", package)
+    repository.chmod(0o755)
 
 
 def test_the_recipes_are_listed():
@@ -252,18 +362,30 @@ def test_every_recipe_and_its_config_find_each_other(tmp_path: Path):
         assert re.match(r"\w+\(", shown)
 
 
-def test_a_generated_project_takes_another_recipe(tmp_path: Path):
+def test_a_generated_project_takes_another_recipe(tmp_path: Path, template: Path):
+    generate = [sys.executable, "-m", "cookiecutter", "--no-input", "-o", tmp_path, template]
+    names = ["project_name=Leaf Scanner", "package_name=leafscan"]
+    home = os.environ | {"HOME": str(tmp_path)}
+    subprocess.run([*generate, *names], env=home, capture_output=True, check=True)
     project = tmp_path / "leaf-scanner"
     package = project / "src/leafscan"
-    (package / "recipes").mkdir(parents=True)
-    for name in ("__init__.py", "train.py", "recipe.py", "recipes/__init__.py"):
-        (package / name).write_text("")
-    (project / "pyproject.toml").write_text("")
-    done = by_command("causal_lm", package)
-    assert done.returncode == 0, done.stderr
-    assert "2 file(s) written" in done.stdout
+    shown = copied("causal_lm", package)
+    assert "2 file(s) written" in shown
+    assert "another version" not in shown
     assert (package / "recipes/causal_lm.py").is_file()
     config = (project / "configs/causal_lm.yaml").read_text()
     assert "class_path: leafscan.recipes.causal_lm.CausalLM" in config
-    assert "-m leafscan.train --config configs/causal_lm.yaml" in done.stdout
+    assert "-m leafscan.train --config configs/causal_lm.yaml" in shown
     assert not (package / "training").exists()
+    with (package / "recipe.py").open("a") as recipe:
+        recipe.write("# another\n")
+    assert "recipe.py there is of another version" in copied("causal_lm", package)
+
+
+def test_a_package_that_only_looks_like_a_project_gets_the_loop(tmp_path: Path):
+    _, package, _ = make_repository(tmp_path, "flat")
+    for name in ("train.py", "recipe.py"):
+        (package / name).write_text("# theirs\n")
+    copied("embedding", package)
+    assert (package / "training/recipe.py").is_file()
+    assert "is the loop; give" in refused("embedding", package / "training")
