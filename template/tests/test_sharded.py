@@ -5,6 +5,7 @@ Accelerate shards on GPUs only, see test_gpu.py; what is saved and read is the s
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from runs import make_config
 from world import run_world
 
-from my_project import checkpoint, files, optim
+from my_project import checkpoint, files, optim, runtime
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run import Run
 
@@ -252,3 +253,78 @@ def test_training_goes_on_with_the_weights_after_averaged_ones_were_evaluated(tm
     """Sharded modules may keep gathered weights after a forward."""
     config = make_config(tmp_path, batches__micro_batch_size=2)
     assert run_world(2, in_group, evaluate_average, config) == [[True, True]] * 2
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Deep(torch.nn.Module):
+    """Layers in a ModuleList, an output tied to the embedding, and weights of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 5)
+        self.layers = torch.nn.ModuleList([Layer(5), Layer(5)])
+        self.tower = torch.nn.Sequential(Layer(5), torch.nn.Linear(5, 5))
+        self.output = torch.nn.Linear(5, 11, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.tower(x))
+
+
+def test_blocks_can_be_called_and_hold_tied_weights_whole():
+    assert runtime.sharded_blocks(Deep(), 30) == (["Layer"], 55 + 30)
+    assert runtime.sharded_blocks(Deep(), 31) == ([], 55 + 4 * 30)
+    assert runtime.sharded_blocks(torch.nn.Sequential(Deep()), 60) == (["Deep"], 55 + 4 * 30)
+
+
+def shard_as_accelerate_does() -> tuple[list[str], float]:
+    """Shard by accelerate's own function, and compare a gradient with that of the plain model."""
+    import torch.distributed as dist
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule
+
+    dist.init_process_group("gloo")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=30
+    )
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=["shard"]),
+        mixed_precision="no",
+        is_main_process=True,
+    )
+    torch.manual_seed(0)
+    plain, model = Deep(), Deep()
+    model.load_state_dict(plain.state_dict())
+    runtime.choose_blocks(plugin, model)
+    call = fsdp2_prepare_model(accelerator, runtime.Call(model))
+    tokens = torch.arange(6)
+    call(lambda model, tokens: model(tokens).square().sum(), tokens).backward()
+    plain(tokens).square().sum().backward()
+    difference = max(
+        float((ours.grad.full_tensor() - theirs.grad).abs().max())
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    return [
+        name for name, part in model.named_modules() if isinstance(part, FSDPModule)
+    ], difference
+
+
+def test_accelerate_shards_models_with_lists_of_layers_and_tied_weights():
+    for blocks, difference in run_world(2, shard_as_accelerate_does):
+        assert blocks == ["layers.0", "layers.1", "tower.0"]
+        assert difference < 1e-5

@@ -281,6 +281,8 @@ def _inspect(
 ) -> Model:
     from torch.utils.flop_counter import FlopCounterMode
 
+    from .runtime import sharded_blocks
+
     model = config.recipe.build_model(data_info)
     if device != "cpu":
         model = model.to(device)
@@ -300,7 +302,7 @@ def _inspect(
     return Model(
         parameters=sum(p.numel() for p in parameters),
         trained=trained,
-        block=largest_block(model),
+        block=sharded_blocks(model, LEAST_BLOCK)[1],
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer_bytes=optimizer_bytes(config),
         kept_bytes=max(0, kept[2] - 2 * per_sample),
@@ -348,26 +350,6 @@ def _kept_bytes(config: Config, model: Any, batch: Any, precision: str, device: 
     bytes_kept = sum(storage.nbytes() for storage in seen.values())
     total.backward()
     return bytes_kept
-
-
-def largest_block(model: Any) -> int:
-    """Count the parameters that FSDP2 gathers at once, with accelerate's SIZE_BASED_WRAP.
-
-    From the leaves up, a module with at least LEAST_BLOCK parameters that are in no block yet is
-    one; what is left over is the root's.
-    """
-    largest = 0
-
-    def visit(module: Any) -> int:
-        nonlocal largest
-        left = sum(p.numel() for p in module.parameters(recurse=False))
-        left += sum(visit(child) for child in module.children())
-        if left >= LEAST_BLOCK:
-            largest = max(largest, left)
-            return 0
-        return left
-
-    return max(visit(model), largest)
 
 
 def optimizer_bytes(config: Config) -> float:

@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -28,6 +29,7 @@ from accelerate.utils import (
     gather_object,
 )
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -332,6 +334,8 @@ def prepare(
         What training calls, and what evaluation calls: without DDP and torch.compile, since
         batches there are ragged, but with autocast and FSDP.
     """
+    if plugin := accelerator.state.fsdp_plugin:
+        choose_blocks(plugin, model)
     prepared, _ = accelerator.prepare(Call(model), optimizer)
     if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
@@ -339,6 +343,60 @@ def prepare(
             " its fsdp_config and the number of processes."
         )
     return prepared, accelerator.unwrap_model(prepared, keep_torch_compile=False)
+
+
+def choose_blocks(plugin: Any, model: nn.Module) -> None:
+    """Have accelerate shard by the classes of sharded_blocks where its config says by size.
+
+    Its own choice by size takes also what cannot be gathered by itself: a ModuleList, which is
+    never called, and one half of a tied weight.
+    """
+    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy
+        plugin.transformer_cls_names_to_wrap, _ = sharded_blocks(model, plugin.min_num_params)
+
+
+def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], int]:
+    """Choose the classes whose modules FSDP2 gathers one at a time.
+
+    From the leaves up, a module with at least so many parameters that are in no block yet is a
+    block, and so are all of its class. The root gathers what is left over.
+
+    Returns:
+        The names of the classes, and the number of parameters of the largest block.
+    """
+    holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    classes: set[type] = set()
+
+    def can_be_block(module: nn.Module) -> bool:
+        kind = type(module)
+        is_leaf = not any(module.children())  # a Linear: its class is everywhere
+        if module is model or is_leaf or kind is nn.Sequential:
+            return False
+        inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+        return kind.forward is not nn.Module.forward and inside.items() <= holders.items()
+
+    def left_over(module: nn.Module, note: Callable[[nn.Module, float], bool]) -> float:
+        # of a tied weight, each place that holds it counts its part
+        count = sum(p.numel() / holders[id(p)] for p in module.parameters(recurse=False))
+        count += sum(left_over(child, note) for child in module.children())
+        return 0 if note(module, count) else count
+
+    def choose(module: nn.Module, count: float) -> bool:
+        if count < least or not can_be_block(module):
+            return False
+        classes.add(type(module))
+        return True
+
+    left_over(model, choose)
+    blocks: list[float] = []
+
+    def measure(module: nn.Module, count: float) -> bool:
+        blocks.extend([count] * (type(module) in classes))
+        return type(module) in classes
+
+    root = left_over(model, measure)
+    return sorted(kind.__name__ for kind in classes), round(max([root, *blocks]))
 
 
 def needs_every_gradient(call: Any) -> bool:
