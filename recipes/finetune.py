@@ -17,8 +17,9 @@ Model: minilm (a small encoder, inside a package), a name on the Hugging Face hu
        folder with config.json and a tokenizer but no weights makes a new model. Weights must be
        safetensors, and code from the hub is not run: --recipe.init_args.model
 Data:  python (docstrings of the standard library, and the module that each is from), files
-       (data_path: a .jsonl, .csv or .parquet file, or a folder of them), or the name of a Hugging
-       Face data set: --recipe.init_args.data
+       (data_path: a .jsonl, .csv or .parquet file, or a folder of them, of which those named
+       validation, valid, val, dev, eval or test are held out), or the name of a Hugging Face data
+       set: --recipe.init_args.data. Rows without a text or a label are left out.
 Texts of unequal length are padded to the longest of the micro-batch; what is padded does not count.
 The export is what save_pretrained writes, tokenizer included: from_pretrained loads it. With LoRA
 it is the adapter alone, or the merged model with --recipe.init_args.merge_adapter true.
@@ -27,6 +28,7 @@ The card of the default, with its measured accuracy and time, is configs/finetun
 
 import ast
 import copy
+import json
 import re
 import sysconfig
 import zlib
@@ -59,6 +61,8 @@ class Finetune:
     """minilm, a name on the hub, or a folder."""
     data: str = "python"
     """python, files, or a Hugging Face data set's name."""
+    subset: str = ""
+    """Of a Hugging Face data set, such as mrpc of nyu-mll/glue."""
     data_path: str = field(default="data", metadata=FREE | {"staged": True})
     """files: a file or a folder of them; what stage_to copies."""
     text_column: str = "text"
@@ -72,7 +76,8 @@ class Finetune:
     validation_fraction: float = 0.1
     """Of the samples, chosen by their hashes, where the data has no validation or test split."""
     longest: int = 256
-    """Tokens of a sample; what is longer is cut."""
+    """Tokens of a sample; what is longer is cut, a prompt at its beginning and to no less than half
+    of them."""
     lora_rank: int = 0
     """Train matrices of this rank beside the frozen ones; 0: train all weights."""
     lora_alpha: float = 16.0
@@ -92,19 +97,25 @@ class Finetune:
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
         """Fetch model and data, and list the classes."""
-        folder = self._model_folder(may_download=True)
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model {self.model}: {folder} has no config.json")
-        train, validation = self._rows()
-        for part in (train, validation):
-            self._check_columns(part)
+        self._check_model(self._model_folder(may_download=True))
+        train, validation, is_split_here = self._rows()
         if self.task == "causal_lm":
             return {"classes": []}
-        return {"classes": sorted({_name(train, self.label_column, row) for row in train})}
+        known, held_out = (
+            {_name(part, self.label_column, row) for row in part} for part in (train, validation)
+        )
+        if is_split_here:  # a rare class may have been held out whole
+            known |= held_out
+        if unknown := sorted(held_out - known):
+            raise ValueError(
+                f"the validation data has a class {unknown[0]} in {self.label_column}, the training"
+                f" data has only {', '.join(sorted(known))}"
+            )
+        return {"classes": sorted(known)}
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the texts; collate makes tokens of them."""
-        train, validation = (Texts(rows, self, data_info["classes"]) for rows in self._rows())
+        train, validation = (Texts(rows, self, data_info["classes"]) for rows in self._rows()[:2])
         return train, {"validation": validation} if len(validation) else {}
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -113,7 +124,9 @@ class Finetune:
         Returns:
             What the tokenizer makes for the model, each (B, T), and labels: (B,) or (B, T).
         """
-        tokenizer = self._tokenizer()
+        return self._batch(_tokenizer_of(self._model_folder()), samples)
+
+    def _batch(self, tokenizer: Any, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         if self.task == "classification":
             texts = [[sample["text"] for sample in samples]]
             if self.second_text_column:
@@ -128,6 +141,8 @@ class Finetune:
             prompt = tokenizer(sample["prompt"]).input_ids if self.prompt_column else []
             text = tokenizer(sample["text"], add_special_tokens=not prompt).input_ids
             text = [*text, tokenizer.eos_token_id]
+            room = max(self.longest - len(text), self.longest // 2)
+            prompt = prompt[max(0, len(prompt) - room) :]
             ids.append((prompt + text)[: self.longest])
             labels.append(([NOT_COUNTED] * len(prompt) + text)[: self.longest])
         size = max(map(len, ids))
@@ -140,55 +155,101 @@ class Finetune:
             "labels": torch.tensor([own + [NOT_COUNTED] * (size - len(own)) for own in labels]),
         }
 
-    def _rows(self) -> tuple[Any, Any]:
-        """Read the samples for training and for validation."""
-        if self.data == "python":
-            return _split(standard_library(), self.validation_fraction)
-        from datasets import disable_progress_bars, load_dataset
+    def _rows(self) -> tuple[Any, Any, bool]:
+        """Read the samples for training and for validation, and say if they were split here."""
+        from datasets import Dataset, disable_progress_bars, load_dataset
 
         disable_progress_bars()
+        source: dict[str, Any] = {"path": self.data, "name": self.subset or None}
         if self.data == "files":
-            path = Path(self.data_path)
-            suffixes = {p.suffix for p in path.iterdir()} if path.is_dir() else {path.suffix}
-            kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-            if not path.exists() or len(suffixes & set(kinds)) != 1:
-                raise ValueError(
-                    f"data_path {path} must be a .jsonl, .csv or .parquet file, or a folder of one"
-                    " of these kinds"
-                )
-            kind = (suffixes & set(kinds)).pop()
-            files = {"train": [str(path)]}
-            if path.is_dir():
-                files = {}
-                for part in sorted(path.glob(f"*{kind}")):
-                    held_out = re.match(r"(validation|valid|dev|test)\b", part.stem)
-                    name = "validation" if held_out else "train"
-                    files.setdefault(name, []).append(str(part))
-            sets: Any = load_dataset(kinds[kind], data_files=files)
-        else:
-            sets = load_dataset(self.data)
-        for name in ("validation", "test"):
-            if name in sets:
-                return sets["train"], sets[name]
-        return _split(sets["train"], self.validation_fraction)
+            source = self._files()
+        try:
+            sets: Any = (
+                {"train": Dataset.from_list(standard_library())}
+                if self.data == "python"
+                else load_dataset(**source)
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"data {self.data} cannot be read: {error}") from error
+        if "train" not in sets:
+            raise ValueError(
+                f"data {self.data} has only {', '.join(sets)}, and nothing to train on"
+            )
+        parts = [sets[name] for name in ("train", "validation", "test") if name in sets]
+        parts = [self._complete(part) for part in parts]
+        if not len(parts[0]):
+            raise ValueError(f"data {self.data} has no row with all of its columns filled in")
+        if held_out := [part for part in parts[1:] if len(part)]:
+            return parts[0], held_out[0], False
+        return *_split(parts[0], self.validation_fraction), True
 
-    def _check_columns(self, rows: Any) -> None:
+    def _files(self) -> dict[str, Any]:
+        """Say how load_dataset reads data_path."""
+        path = Path(self.data_path)
+        suffixes = {p.suffix for p in path.iterdir()} if path.is_dir() else {path.suffix}
+        kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+        if not path.exists() or len(suffixes & set(kinds)) != 1:
+            raise ValueError(
+                f"data_path {path} must be a .jsonl, .csv or .parquet file, or a folder of one of"
+                " these kinds"
+            )
+        kind = (suffixes & set(kinds)).pop()
+        files: dict[str, list[str]] = {}
+        for file in sorted(path.glob(f"*{kind}")) if path.is_dir() else [path]:
+            found = re.match(r"(?i)(?:(test)|validation|valid|val|dev|eval)(?![a-z])", file.stem)
+            name = "train" if not found or file == path else "test" if found[1] else "validation"
+            files.setdefault(name, []).append(str(file))
+        return {"path": kinds[kind], "data_files": files}
+
+    def _complete(self, rows: Any) -> Any:
+        """Check that the columns are there, and leave out rows that have nothing in one."""
         wanted = {"text_column": self.text_column}
         if self.task == "classification":
             wanted |= {"label_column": self.label_column}
             wanted |= {"second_text_column": self.second_text_column}
         else:
             wanted |= {"prompt_column": self.prompt_column}
+        complete = set(range(len(rows)))
         for setting, column in wanted.items():
-            if column and len(rows) and column not in rows[0]:
+            if not column:
+                continue
+            if column not in rows.column_names:
                 raise ValueError(
-                    f"{setting} is {column}, but the data has only {', '.join(rows[0])}"
+                    f"{setting} is {column}, but the data has only {', '.join(rows.column_names)}"
                 )
+            # a class that has a name but no number is written -1
+            nothing = (None, -1) if _class_names(rows, column) else (None,)
+            complete -= {i for i, value in enumerate(rows[column]) if value in nothing}
+        return rows if len(complete) == len(rows) else rows.select(sorted(complete))
+
+    def _check_model(self, folder: Path) -> None:
+        """Refuse a model that cannot do the task."""
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model {self.model}: {folder} has no config.json")
+        config, tokenizer = AutoConfig.from_pretrained(folder), _tokenizer_of(folder)
+        positions = getattr(config, "max_position_embeddings", None) or self.longest
+        if self.longest > (most := min(positions, tokenizer.model_max_length)):
+            raise ValueError(
+                f"longest is {self.longest}, but model {self.model} takes {most} tokens; lower"
+                " longest"
+            )
+        if self.task == "causal_lm":
+            sees_ahead = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+            if sees_ahead and not getattr(config, "is_decoder", False):
+                raise ValueError(
+                    f"model {self.model} ({config.model_type}) sees the tokens that it would have"
+                    " to predict; take a decoder for task causal_lm"
+                )
+            if tokenizer.eos_token_id is None:
+                raise ValueError(f"the tokenizer of {self.model} has no token that ends a text")
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         """Load the model, with a fresh head for the classes, and put LoRA into it."""
-        model = self._base(self._model_folder(), data_info)
+        model, fresh = self._base(self._model_folder(), data_info)
         if self.checkpoint_activations:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if not self.lora_rank:
@@ -202,6 +263,7 @@ class Finetune:
             lora_alpha=self.lora_alpha,  # type: ignore[arg-type]  # a float will do
             lora_dropout=self.lora_dropout,
             target_modules=self.lora_modules,
+            modules_to_save=fresh or None,  # they are in no other file
         )
         adapted = get_peft_model(model, settings)
         for parameter in adapted.parameters():
@@ -232,14 +294,18 @@ class Finetune:
             return logits, labels
         return logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
 
-    def _base(self, folder: Path, data_info: dict[str, Any]) -> Any:
-        """Build the model without LoRA, from a folder with weights or only a configuration."""
+    def _base(self, folder: Path, data_info: dict[str, Any]) -> tuple[Any, list[str]]:
+        """Build the model without LoRA, from a folder with weights or only a configuration.
+
+        Returns:
+            The model, and the names of its layers that the weights do not have.
+        """
         import transformers
 
         transformers.logging.set_verbosity_error()  # it warns of the head, which is to be new
         transformers.logging.disable_progress_bar()
         kind: Any = transformers.AutoModelForCausalLM
-        settings: dict[str, Any] = {"pad_token_id": self._tokenizer().pad_token_id}
+        settings: dict[str, Any] = {"pad_token_id": _tokenizer_of(folder).pad_token_id}
         if self.task == "classification":
             kind = transformers.AutoModelForSequenceClassification
             names = data_info["classes"]
@@ -248,7 +314,10 @@ class Finetune:
         config = transformers.AutoConfig.from_pretrained(folder, **settings)
         dtype = getattr(torch, self.frozen_dtype) if self.lora_rank else torch.float32
         if any(folder.glob("*.safetensors")):
-            return kind.from_pretrained(folder, config=config, dtype=dtype, use_safetensors=True)
+            model, about = kind.from_pretrained(
+                folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+            return model, sorted({name.rpartition(".")[0] for name in about["missing_keys"]})
         if any(folder.glob("*.bin")):
             raise ValueError(
                 f"model {self.model} has its weights in a format that can run code when it is"
@@ -259,7 +328,7 @@ class Finetune:
                 f"lora_rank is {self.lora_rank}, but model {self.model} has no weights that LoRA"
                 " could leave as they are; set lora_rank 0"
             )
-        return kind.from_config(config, dtype=dtype)
+        return kind.from_config(config, dtype=dtype), []
 
     def _model_folder(self, may_download: bool = False) -> Path:
         if self.model == "minilm":
@@ -269,9 +338,6 @@ class Finetune:
         if Path(self.model).is_dir():
             return Path(self.model)
         return _snapshot(self.model, may_download)
-
-    def _tokenizer(self) -> Any:
-        return _tokenizer_of(self._model_folder())
 
     # ---- evaluation and use ---------------------------------------------------------------------
     def build_metrics(self) -> dict[str, Any]:
@@ -294,7 +360,7 @@ class Finetune:
 
         Of two texts to classify, the second stands on a line of its own.
         """
-        tokenizer = self._tokenizer()
+        tokenizer = _tokenizer_of(Path(model.name_or_path))  # beside the weights
         if self.task == "causal_lm":
             tokens = tokenizer(argument, return_tensors="pt")
             written = model.generate(
@@ -302,8 +368,10 @@ class Finetune:
                 pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
             )  # fmt: skip
             return tokenizer.decode(written[0], skip_special_tokens=True)
-        text, _, second = argument.partition("\n")
-        batch = self.collate([{"text": text, "second": second, "label": 0}])
+        text, second = argument, ""
+        if self.second_text_column:
+            text, _, second = argument.partition("\n")
+        batch = self._batch(tokenizer, [{"text": text, "second": second, "label": 0}])
         chances = self._logits(model, batch)[0].softmax(-1)[0]
         order = chances.argsort(descending=True).tolist()
         return "\n".join(f"{chances[i]:.3f} {data_info['classes'][i]}" for i in order[:5])
@@ -321,15 +389,15 @@ class Finetune:
             model.peft_config["default"].base_model_name_or_path = str(base)
             settings["save_embedding_layers"] = False  # else peft asks the hub for the vocabulary
         model.save_pretrained(folder, **settings)
-        self._tokenizer().save_pretrained(folder)
+        _tokenizer_of(self._model_folder()).save_pretrained(folder)
 
     def load(self, data_info: dict[str, Any], folder: Path) -> nn.Module:
         """Load what export has written."""
         if not (folder / "adapter_config.json").is_file():
-            return self._base(folder, data_info)
+            return self._base(folder, data_info)[0]
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(self._base(self._model_folder(), data_info), folder)
+        return PeftModel.from_pretrained(self._base(self._model_folder(), data_info)[0], folder)
 
 
 class Texts(torch.utils.data.Dataset):
@@ -349,27 +417,25 @@ class Texts(torch.utils.data.Dataset):
         columns["second"] = recipe.second_text_column
         sample = {name: row[column] for name, column in columns.items() if column}
         if recipe.task == "classification":
-            name = _name(self.rows, recipe.label_column, row)
-            if name not in self.number:
-                raise ValueError(f"the validation data has a class {name}, the training data none")
-            sample["label"] = self.number[name]
+            sample["label"] = self.number[_name(self.rows, recipe.label_column, row)]
         return sample
 
 
 def _name(rows: Any, column: str, row: dict[str, Any]) -> str:
     """Return the class of a row, by its name where the data set has names for its numbers."""
-    names = getattr(getattr(rows, "features", {}).get(column), "names", None)
+    names = _class_names(rows, column)
     return names[row[column]] if names else str(row[column])
+
+
+def _class_names(rows: Any, column: str) -> list[str] | None:
+    return getattr(getattr(rows, "features", {}).get(column), "names", None)
 
 
 def _split(rows: Any, fraction: float) -> tuple[Any, Any]:
     """Hold a part of the rows out, chosen by their hashes."""
     held_out = [zlib.crc32(repr(row).encode()) / 2**32 < fraction for row in rows]
     parts = [[i for i, held in enumerate(held_out) if held == part] for part in (False, True)]
-    if isinstance(rows, list):
-        train, validation = ([rows[i] for i in part] for part in parts)
-    else:
-        train, validation = (rows.select(part) for part in parts)
+    train, validation = (rows.select(part) for part in parts)
     return train, validation
 
 
@@ -381,17 +447,34 @@ def _snapshot(name: str, may_download: bool) -> Path:
 
     files = ["*.json", "*.safetensors", "*.txt", "*.model"]
     try:
-        return Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+        folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
+        if not may_download or _has_weights(folder):
+            return folder
     except LocalEntryNotFoundError:
         if not may_download:
             raise
     try:
-        return Path(snapshot_download(name, allow_patterns=files))
+        folder = Path(snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model {name} is neither minilm nor a folder, and cannot be had from the Hugging Face"
             f" hub: {error}"
         ) from error
+    if not _has_weights(folder):
+        raise ValueError(
+            f"model {name} has no weights in safetensors on the Hugging Face hub, or they cannot be"
+            " had; other formats can run code when they are loaded: convert them"
+        )
+    return folder
+
+
+def _has_weights(folder: Path) -> bool:
+    """Tell whether all files of the weights are there; a download may have been cut off."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return all((folder / part).is_file() for part in parts)
+    return any(folder.glob("*.safetensors"))
 
 
 @lru_cache

@@ -86,7 +86,7 @@ def recipe_of(folder, **settings) -> Finetune:
     decoder = settings.get("task") == "causal_lm"
     options = {"model": str(folder / ("decoder" if decoder else "encoder")), "data": "files"}
     options |= {"data_path": str(folder / "data"), "prompt_column": "prompt" if decoder else ""}
-    return Finetune(**options | settings)
+    return Finetune(**{"longest": 32} | options | settings)
 
 
 def config_of(tmp_path, folder, run_name="one", **settings) -> Config:
@@ -126,7 +126,7 @@ def test_what_is_padded_does_not_count(folder, settings):
 
 def test_a_prompt_does_not_count_and_the_end_does(folder):
     recipe = recipe_of(folder, task="causal_lm")
-    tokenizer = recipe._tokenizer()
+    tokenizer = finetune._tokenizer_of(recipe._model_folder())
     sample = {"text": "a hammer", "prompt": "use: "}
     batch = recipe.collate([sample])
     prompt, text = tokenizer("use: ").input_ids, tokenizer("a hammer").input_ids
@@ -135,9 +135,10 @@ def test_a_prompt_does_not_count_and_the_end_does(folder):
     assert labels[labels != -100].tolist() == [*text, tokenizer.eos_token_id]
     model = model_of(recipe)
     assert int(recipe.loss(model, batch, 0)[1]) == len(text) + 1
-    short = dataclasses.replace(recipe, longest=len(prompt))
-    nothing, _ = short.loss(model, short.collate([sample]), 0)
-    assert float(nothing.detach()) == 0.0
+    short = dataclasses.replace(recipe, longest=4)
+    cut = short.collate([sample | {"text": "a hammer and nails"}])["input_ids"][0].tolist()
+    both = tokenizer("a hammer and nails").input_ids
+    assert cut == [*prompt[-2:], *both[:2]], "something is left to learn after a long prompt"
 
 
 def test_two_texts_are_told_apart(folder):
@@ -146,7 +147,15 @@ def test_two_texts_are_told_apart(folder):
     batch = recipe.collate(samples)
     first_only = recipe_of(folder).collate(samples)
     assert batch["input_ids"].shape[1] > first_only["input_ids"].shape[1]
-    assert recipe.predict(model, {"classes": ["fruit", "tool"]}, "a pear\neat: ")
+    about = {"classes": ["fruit", "tool"]}
+    lines = "a pear\neat: ", "a pear"
+    logits: list[torch.Tensor] = []
+    model.register_forward_hook(lambda model, arguments, output: logits.append(output.logits))
+    for one in (recipe, recipe_of(folder)):
+        for argument in (*lines, "a pear eat: "):
+            assert one.predict(model, about, argument)
+    assert not torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[3], logits[5]), "without a second text, a line end is a space"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ def test_transformers_loads_the_export_of_a_whole_model(tmp_path, folder, task):
     }[task]
     torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(export)), wanted)
     tokens = transformers.AutoTokenizer.from_pretrained(export)("a saw").input_ids
-    assert tokens == recipe._tokenizer()("a saw").input_ids
+    assert tokens == finetune._tokenizer_of(recipe._model_folder())("a saw").input_ids
     _, about, model = predict.load(export)
     torch.testing.assert_close(logits_of(recipe, model), wanted)
     answer = recipe.predict(model, about, "an apple")
@@ -345,7 +354,8 @@ def test_tables_of_several_kinds_are_read(tmp_path, folder):
         assert about["classes"] == ["fruit", "tool"]
         train_set, sets = recipe.build_datasets(about)
         lengths.add((len(train_set), len(sets["validation"])))
-        assert sum(lengths and next(iter(lengths))) == 48
+        assert len(train_set) + len(sets["validation"]) == 48
+    assert len(lengths) == 1, "one split for the same rows"
     assert dataclasses.replace(recipe, label_column="number").prepare_data()["classes"] == [
         "0",
         "1",
@@ -354,20 +364,58 @@ def test_tables_of_several_kinds_are_read(tmp_path, folder):
     assert len(sets["validation"]) == 8, "validation.jsonl beside train.jsonl"
 
 
+@pytest.mark.parametrize("name", ["val", "dev_2", "Test", "validation_matched", "eval.clean"])
+def test_files_are_held_out_by_their_names(tmp_path, folder, name):
+    write_data(tmp_path / "testimony.jsonl")
+    write_data(tmp_path / f"{name}.jsonl", copies=1)
+    recipe = recipe_of(folder, data_path=str(tmp_path))
+    train_set, sets = recipe.build_datasets(recipe.prepare_data())
+    assert (len(train_set), len(sets["validation"])) == (48, 8)
+    write_data(tmp_path / "test.jsonl", copies=2)
+    _, sets = recipe.build_datasets(recipe.prepare_data())
+    assert len(sets["validation"]) == (24 if name == "Test" else 8), "test only where it is alone"
+
+
+def test_rows_without_a_text_or_a_label_are_left_out(tmp_path, folder):
+    write_data(tmp_path / "train.jsonl", copies=1)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        for row in ({"text": "a nail"}, {"label": "tool"}):
+            file.write(json.dumps(row) + "\n")
+    recipe = recipe_of(folder, data_path=str(tmp_path), validation_fraction=0.0)
+    about = recipe.prepare_data()
+    train_set, _ = recipe.build_datasets(about)
+    assert about["classes"] == ["fruit", "tool"]
+    assert len(train_set) == 8
+
+
+def test_a_class_that_was_held_out_whole_is_known(tmp_path, folder):
+    rows = [{"text": f"text {i}", "label": f"class {i}"} for i in range(20)]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = recipe_of(folder, data_path=str(tmp_path / "all.jsonl"), validation_fraction=0.5)
+    about = recipe.prepare_data()
+    assert len(about["classes"]) == 20
+    _, sets = recipe.build_datasets(about)
+    assert [sets["validation"][i]["label"] for i in range(len(sets["validation"]))]
+
+
 def test_the_names_of_a_data_sets_classes_are_kept(tmp_path, folder, monkeypatch):
     import datasets
 
     classes = datasets.ClassLabel(names=["tool", "fruit"])
     rows = {"text": ["a saw", "plums"], "label": [0, 1]}
+    rows = {name: [*values, values[0]] for name, values in rows.items()}
+    rows["label"][2] = -1  # as SNLI marks what its annotators did not agree on
     features = datasets.Features({"text": datasets.Value("string"), "label": classes})
     table = datasets.Dataset.from_dict(rows, features=features)
     sets = datasets.DatasetDict({"train": table, "test": table})
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: sets)
-    recipe = recipe_of(folder, data="someone/somewhat")
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda path, name: {path + name: sets}["it/small"]
+    )
+    recipe = recipe_of(folder, data="it/", subset="small")
     about = recipe.prepare_data()
     assert about["classes"] == ["fruit", "tool"]
     train_set, _ = recipe.build_datasets(about)
-    assert [train_set[i]["label"] for i in range(2)] == [1, 0]
+    assert [sample["label"] for sample in train_set] == [1, 0]
 
 
 def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
@@ -385,11 +433,53 @@ def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
     adapter = json.loads((tmp_path / "export/adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "someone/tiny"
     finetune._snapshot.cache_clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (cached / "snapshots/0123456789/model.safetensors").unlink()  # as a tokenizer alone leaves it
+    with pytest.raises(ValueError, match="someone/tiny"):
+        dataclasses.replace(recipe, lora_rank=0).prepare_data()
+    finetune._snapshot.cache_clear()
+
+
+def test_layers_that_the_weights_do_not_have_go_with_the_adapter(tmp_path, folder):
+    from transformers import AutoModelForMaskedLM
+
+    shutil.copytree(folder / "encoder", tmp_path / "model")
+    AutoModelForMaskedLM.from_pretrained(folder / "encoder").save_pretrained(tmp_path / "model")
+    recipe = recipe_of(folder, model=str(tmp_path / "model"), lora_rank=2)
+    about = recipe.prepare_data()
+    model = model_of(recipe)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    (tmp_path / "export").mkdir()
+    recipe.export(model, about, tmp_path / "export")
+    loaded = recipe.load(about, tmp_path / "export")
+    torch.testing.assert_close(logits_of(recipe, loaded), logits_of(recipe, model))
+
+
+def test_an_export_needs_nothing_of_where_it_was_trained(tmp_path, folder):
+    for task in ("classification", "causal_lm"):
+        model = tmp_path / f"model_{task}"
+        shutil.copytree(folder / ("encoder" if task == "classification" else "decoder"), model)
+        config = config_of(tmp_path, folder, run_name=task, task=task, model=str(model))
+        assert train(change(config, steps=1)) == 0
+        shutil.rmtree(model)
+        moved = tmp_path / f"moved_{task}"
+        config.folder.rename(moved)
+        loaded, about, model = predict.load(moved / "export")
+        assert loaded.recipe.predict(model, about, "an apple")
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        (
+            {"task": "causal_lm", "model": "encoder"},
+            "sees the tokens that it would have to predict",
+        ),
+        ({"longest": 40}, "longest is 40, but model .* takes 32 tokens"),
+        ({"lora_rank": 2, "lora_modules": "no_such_layer"}, "No modules were targeted"),
         ({"model": "someone/not-here"}, "cannot be had from the Hugging Face hub"),
         ({"label_column": "class"}, "label_column is class, but the data has only text, label"),
         ({"data_path": "nowhere"}, "data_path nowhere must be a .jsonl, .csv or .parquet file"),
@@ -397,6 +487,8 @@ def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, folder, settings, sentence, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if settings.get("model") == "encoder":
+        settings = settings | {"model": str(folder / "encoder")}
     config = config_of(tmp_path, folder, **settings)
     with pytest.raises(ConfigError, match=sentence):
         train(config)

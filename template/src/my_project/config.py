@@ -71,7 +71,8 @@ class OptimConfig:
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights, evaluated and exported in their place."""
     max_nonfinite_steps: int = free(20)
-    """End the run when the gradient is not finite in so many steps in a row."""
+    """End the run when so many steps in a row teach nothing: a gradient that is not finite, or a
+    loss that counts no sample."""
 
 
 @dataclass(frozen=True, kw_only=True)

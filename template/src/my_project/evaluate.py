@@ -25,7 +25,7 @@ from .batches import Fetch, make_loader, on_device
 from .config import Config, ConfigError, TelemetryConfig, parse
 from .predict import load_model
 from .recipe import optional
-from .run import prepare_data
+from .run import build_model, prepare_data
 
 logger = logging.getLogger(__name__)
 
@@ -193,8 +193,11 @@ def note_best(config: Config, state: dict[str, Any], results: dict[str, float]) 
     if name is None:
         return False
     sign = 1 if config.evaluation.best_mode == "max" else -1
-    better = state["best"] is None or sign * results[name] > sign * state["best"]
-    state["best"] = results[name] if better else state["best"]
+    value = results[name]
+    better = not math.isnan(value) and (
+        state["best"] is None or sign * value > sign * state["best"]
+    )
+    state["best"] = value if better else state["best"]
     state["evaluations_since_best"] = 0 if better else state["evaluations_since_best"] + 1
     return better
 
@@ -246,7 +249,7 @@ def main(arguments: argparse.Namespace) -> int:
         if is_export(folder):
             model = load_model(folder, config.recipe, data_info)
         else:
-            model = config.recipe.build_model(data_info)
+            model = build_model(config, data_info)
             checkpoint.load_weights(folder, model)
         call = accelerator.prepare_model(runtime.Call(model), evaluation_mode=True)
         results = evaluate(accelerator, config, call, data_sets)

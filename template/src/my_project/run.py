@@ -24,6 +24,8 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -232,19 +234,37 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     folder = Path(config.runs_folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / ".prepare_data.lock"):
+        with in_a_sentence(config), FileLock(folder / ".prepare_data.lock"):
             data_info = json.loads(json.dumps(config.recipe.prepare_data()))
-        recipe = staged(config.recipe, config.stage_to) if config.stage_to else config.recipe
-        return data_info, *recipe.build_datasets(data_info)
     except TypeError as error:
         if "JSON serializable" not in str(error):
             raise
         raise ConfigError(
             f"the recipe's prepare_data() must return plain JSON: {error}."
         ) from error
+    with in_a_sentence(config):
+        recipe = staged(config.recipe, config.stage_to) if config.stage_to else config.recipe
+        return data_info, *recipe.build_datasets(data_info)
+
+
+def build_model(config: Config, data_info: dict[str, Any]) -> Any:
+    """Let the recipe build its model, with fresh weights or known ones.
+
+    Raises:
+        ConfigError: it cannot be built as the settings say.
+    """
+    with in_a_sentence(config):
+        return config.recipe.build_model(data_info)
+
+
+@contextmanager
+def in_a_sentence(config: Config) -> Iterator[None]:
+    """Say what a user can cause (a wrong path or name) without a traceback, and where."""
+    try:
+        yield
     except ConfigError:
         raise
-    except (ValueError, FileNotFoundError) as error:  # what a user can cause (a wrong path)
+    except (ValueError, FileNotFoundError, IsADirectoryError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = [
             f for f in frames if f.filename == inspect.getsourcefile(type(config.recipe))

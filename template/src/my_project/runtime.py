@@ -334,7 +334,7 @@ def prepare(
         What training calls, and what evaluation calls: without DDP and torch.compile, since
         batches there are ragged, but with autocast and FSDP.
     """
-    if plugin := accelerator.state.fsdp_plugin:
+    if plugin := getattr(accelerator.state, "fsdp_plugin", None):
         choose_blocks(plugin, model)
     prepared, _ = accelerator.prepare(Call(model), optimizer)
     if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):

@@ -173,14 +173,18 @@ class Telemetry:
             self.state["interval_weight"] += weight
         else:
             self.state["skipped_steps"] += 1
-            self.state["nonfinite_in_a_row"] += weight != 0
+            self.state["nonfinite_in_a_row"] += 1
             if not math.isfinite(own_loss):
                 logger.warning("step %d: the loss of this process is %s; skipped", step, own_loss)
             if self.state["nonfinite_in_a_row"] >= self.config.optim.max_nonfinite_steps:
+                count = f"in {self.state['nonfinite_in_a_row']} steps in a row, up to step {step}"
                 raise RuntimeError(
-                    f"the gradient was not finite in {self.state['nonfinite_in_a_row']} steps in a"
-                    f" row, up to step {step}, where the loss of this process is {own_loss}: lower"
-                    " optim.lr, check the data, or raise optim.max_nonfinite_steps"
+                    f"nothing was learned {count}, where the recipe's loss counts no sample: check"
+                    " the data, or raise optim.max_nonfinite_steps"
+                    if weight == 0
+                    else f"the gradient was not finite {count}, where the loss of this process is"
+                    f" {own_loss}: lower optim.lr, check the data, or raise"
+                    " optim.max_nonfinite_steps"
                 )
         if (step + 1) % self.config.telemetry.every_steps == 0 or step + 1 == self.run.total_steps:
             self._record(step, norm)

@@ -15,7 +15,7 @@ import torch
 
 from . import batches, checkpoint, faults, optim, runtime, telemetry
 from .evaluate import check_best_metric, end_of, evaluate, note_best
-from .run import Run, prepare_data
+from .run import Run, build_model, prepare_data
 
 
 def main(config: Config) -> int:
@@ -53,7 +53,7 @@ def main(config: Config) -> int:
         is_main, device = accelerator.is_main_process, accelerator.device
         runtime.begin(accelerator, run, {"config": config, "data_info": data_info})
         resume_from = runtime.from_main(accelerator, lambda: checkpoint.choose(run))
-        model = runtime.place(accelerator, config, recipe.build_model(data_info))
+        model = runtime.place(accelerator, config, build_model(config, data_info))
         optimizer = optim.build_optimizer(config.optim, recipe, model)
         call, evaluation_call = runtime.prepare(accelerator, model, optimizer)
         average = optim.Average(model, config.optim.ema_decay) if config.optim.ema_decay else None
