@@ -18,8 +18,10 @@ Documents are tokenised once and packed end to end into blocks, with an end-of-t
 them; a block may hold the end of one document and the start of the next, and the model sees across.
 The blocks lie in cache_path, memory-mapped; where that is a disk of the node, once per node.
 Stream: with --recipe.init_args.lanes 64 no training document is packed to disk; they are read and
-       tokenised beside training. Each process reads its own lanes only. A resumed run passes over
-       what its lanes have given in this epoch, which takes reading and tokenising it again.
+       tokenised beside training. Each process reads its own lanes only; where a Hugging Face data
+       set has fewer files than lanes, a lane has to read them all and keeps its part. A resumed run
+       passes over what its lanes have given in this epoch, which takes reading and tokenising it
+       again: raise distributed.startup_timeout_seconds where that is long.
 Model: pre-norm blocks (RMSNorm), rotary positions, SwiGLU or GELU, tied embeddings, no biases.
 The card of the default, with its measured loss and time, is configs/causal_lm.yaml.
 """
@@ -31,7 +33,7 @@ import os
 import random
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -59,6 +61,8 @@ class CausalLM:
     """files: the folder that holds them; what stage_to copies."""
     pattern: str = "**/*.txt"
     """files: which of them."""
+    subset: str = ""
+    """Of a Hugging Face data set, such as wikitext-2-raw-v1 of Salesforce/wikitext."""
     text_column: str = "text"
     """Of a Hugging Face data set."""
     validation_fraction: float = 0.05
@@ -109,7 +113,7 @@ class CausalLM:
             for part in ("train", "validation")
         )
         sets = {"validation": validation} if validation else {}
-        return Stream(self) if self.lanes else train, sets
+        return Stream(self, data_info) if self.lanes else train, sets
 
     def _cache(self) -> Path:
         """Name the folder of the blocks by all that they follow from."""
@@ -117,9 +121,11 @@ class CausalLM:
         if self.data == "python":
             what.append(sysconfig.get_python_version())
         elif self.data == "files":
-            what += [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in self._files()]
+            what += _contents(Path(self.data_path), self._files())
         else:
-            what.append(self.text_column)
+            what += [self.subset, self.text_column]
+            if Path(self.data).exists():
+                what += _contents(Path(self.data), sorted(Path(self.data).rglob("*")))
         if self.lanes:
             what.append({"stream": self.validation_blocks})
         if Path(self.tokenizer).is_file():
@@ -132,15 +138,17 @@ class CausalLM:
         from datasets import Dataset, Features, List, Value, disable_progress_bars
 
         disable_progress_bars()
-        encode, vocabulary, end = self._encoder()
+        about = self._vocabulary()
+        encode, end = encoder(about), about["end"]
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         temporary.mkdir(parents=True)
-        about: dict[str, Any] = {"vocabulary": vocabulary, "end": end}
         features = Features({"tokens": List(Value("int32"), self.block_tokens + 1)})
         for part in ("train", "validation"):
             counts = {"documents": 0, "bytes": 0, "tokens": 0}
 
             def tokens_of(part: str, counts: dict[str, int]) -> Iterator[list[int]]:
+                if part == "validation" and self.validation_fraction == 0:
+                    return
                 for text in self._documents():
                     if self._is_validation(text) == (part == "validation"):
                         tokens = [*encode(text), end]
@@ -177,12 +185,12 @@ class CausalLM:
         except OSError:  # another process was first
             shutil.rmtree(temporary)
 
-    def _documents(self, lane: int | None = None, epoch: int = 0) -> Iterator[str]:
-        """Read all documents in order, or those of a lane in the order of an epoch."""
+    def _documents(self, lane: int | None = None, order: int = 0) -> Iterator[str]:
+        """Read all documents as they lie, or those of a lane in one of many orders."""
         if self.data in ("python", "files"):
             paths = self._python_files() if self.data == "python" else self._files()
             if lane is not None:
-                random.Random(epoch).shuffle(paths)
+                random.Random(order).shuffle(paths)
                 paths = paths[lane :: self.lanes]
             for path in paths:
                 yield path.read_text(encoding="utf-8", errors="replace")
@@ -190,20 +198,30 @@ class CausalLM:
         from datasets import load_dataset
         from datasets.distributed import split_dataset_by_node
 
-        rows: Any
-        if lane is None and not self.lanes:
-            rows = load_dataset(self.data, split="train")
-        else:
-            rows = load_dataset(self.data, split="train", streaming=True)
+        how: dict[str, Any] = {"split": "train", "streaming": bool(self.lanes)}
+        try:
+            rows: Any = load_dataset(self.data, self.subset or None, **how)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"data {self.data} is neither python nor files, and cannot be read as a Hugging"
+                f" Face data set: {error}"
+            ) from error
         if lane is not None:
-            rows = rows.shuffle(seed=epoch, buffer_size=1000)
-            rows = split_dataset_by_node(rows, rank=lane, world_size=self.lanes)
+            rows = rows.shuffle(seed=order, buffer_size=1000)
+            if rows.num_shards >= self.lanes:  # some files each
+                rows = rows.shard(num_shards=self.lanes, index=lane, contiguous=False)
+            else:
+                rows = split_dataset_by_node(rows, rank=lane, world_size=self.lanes)
         # by iter(): in a loader worker, `for row in rows` would give it a part of the lane only
         for some in rows.iter(batch_size=64):
-            yield from some[self.text_column]
+            if self.text_column not in some:
+                raise ValueError(
+                    f"text_column is {self.text_column}, but the data has only {', '.join(some)}"
+                )
+            yield from (text for text in some[self.text_column] if text is not None)
 
     def _files(self) -> list[Path]:
-        return sorted(Path(self.data_path).glob(self.pattern))
+        return sorted(path for path in Path(self.data_path).glob(self.pattern) if path.is_file())
 
     def _python_files(self) -> list[Path]:
         root = Path(sysconfig.get_path("stdlib"))
@@ -215,11 +233,23 @@ class CausalLM:
         draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
         return draw < self.validation_fraction
 
-    def _encoder(self) -> tuple[Any, int, int]:
-        """Return text -> tokens, the size of the vocabulary, and the end-of-text token."""
+    def _vocabulary(self) -> dict[str, Any]:
+        """Return the size of the vocabulary, the end-of-text token, and the tokenizer as JSON."""
         if self.tokenizer == "bytes":
-            return lambda text: list(text.encode()), END_OF_BYTES + 1, END_OF_BYTES
-        tokenizer = self._tokenizer()
+            return {"vocabulary": END_OF_BYTES + 1, "end": END_OF_BYTES, "tokenizer": None}
+        from tokenizers import Tokenizer
+
+        is_file = Path(self.tokenizer).is_file()
+        try:
+            read = Tokenizer.from_file if is_file else Tokenizer.from_pretrained
+            tokenizer = read(self.tokenizer)
+        except Exception as error:  # it raises nothing more precise
+            raise ValueError(
+                f"tokenizer {self.tokenizer} is neither bytes nor a tokenizer.json, and cannot be"
+                f" had from the Hugging Face hub: {error}"
+            ) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         vocabulary = tokenizer.get_vocab()
         names = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
         end = next((vocabulary[name] for name in names if name in vocabulary), None)
@@ -228,14 +258,8 @@ class CausalLM:
                 f"tokenizer {self.tokenizer} has none of {', '.join(names)} to end documents with;"
                 " add one to it"
             )
-        return lambda text: tokenizer.encode(text).ids, tokenizer.get_vocab_size(), end
-
-    def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer
-
-        if Path(self.tokenizer).is_file():
-            return Tokenizer.from_file(self.tokenizer)
-        return Tokenizer.from_pretrained(self.tokenizer)
+        size = max(vocabulary.values()) + 1  # there may be gaps
+        return {"vocabulary": size, "end": end, "tokenizer": tokenizer.to_str()}
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
@@ -289,22 +313,45 @@ class CausalLM:
 
     def sample(self, model: nn.Module) -> str:
         """Write a little, to be read at each evaluation."""
-        _, _, end = self._encoder()
-        return self._write(model, [end], 60, end)
+        about = json.loads((self._cache() / "about.json").read_text())
+        return self._write(model, about, [about["end"]], 60)
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
         """Continue the text that the argument is."""
-        encode, _, end = self._encoder()
-        return self._write(model, encode(argument) or [end], self.answer_tokens, end)
+        tokens = encoder(data_info)(argument) or [data_info["end"]]
+        return self._write(model, data_info, tokens, self.answer_tokens)
 
-    def _write(self, model: nn.Module, tokens: list[int], count: int, end: int) -> str:
-        draw = torch.Generator().manual_seed(0)
+    def _write(
+        self, model: nn.Module, data_info: dict[str, Any], tokens: list[int], count: int
+    ) -> str:
+        draw, end = torch.Generator().manual_seed(0), data_info["end"]
         written = generate(model, tokens, count, self.block_tokens, self.temperature, end, draw)
-        if self.tokenizer == "bytes":
+        if not data_info["tokenizer"]:
             return bytes(token for token in written if token < END_OF_BYTES).decode(
                 errors="replace"
             )
-        return self._tokenizer().decode(written)
+        return _tokenizer_of(data_info["tokenizer"]).decode(written)
+
+
+def encoder(data_info: dict[str, Any]) -> Callable[[str], list[int]]:
+    """Return what makes tokens of a text, without any that the tokenizer would add."""
+    if not data_info["tokenizer"]:
+        return lambda text: list(text.encode())
+    tokenizer = _tokenizer_of(data_info["tokenizer"])
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@lru_cache
+def _tokenizer_of(text: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(text)
+
+
+def _contents(folder: Path, files: list[Path]) -> list[Any]:
+    """List files by name, size and time, which a staged copy of the folder shares."""
+    stats = ((path.relative_to(folder), path.stat()) for path in files)
+    return [[str(name), stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 @lru_cache
@@ -371,14 +418,14 @@ class Stream:
     Every epoch has its own order of the documents, and lane i every n-th of them.
     """
 
-    def __init__(self, recipe: CausalLM) -> None:
-        self.recipe, self.lanes = recipe, recipe.lanes
+    def __init__(self, recipe: CausalLM, data_info: dict[str, Any]) -> None:
+        self.recipe, self.lanes, self.data_info = recipe, recipe.lanes, data_info
 
-    def lane(self, i: int, epoch: int, start: int) -> Iterator[Tensor]:
+    def lane(self, i: int, epoch: int, start: int, seed: int) -> Iterator[Tensor]:
         """Read the blocks (T + 1), int64, of a lane from the one numbered start on."""
-        recipe = self.recipe
-        encode, _, end = recipe._encoder()
-        documents = recipe._documents(i, epoch)
+        recipe, end = self.recipe, self.data_info["end"]
+        encode = encoder(self.data_info)
+        documents = recipe._documents(i, 1_000_003 * seed + epoch)
         tokens = ([*encode(text), end] for text in documents if not recipe._is_validation(text))
         for block in islice(pack(tokens, recipe.block_tokens), start, None):
             yield torch.tensor(block)

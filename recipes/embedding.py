@@ -193,8 +193,12 @@ class RecallAtK(Metric):
         found, start = torch.zeros((), device=queries.device), 0
         for part in queries.split(1024):
             near = part @ documents.T
-            own = near[torch.arange(len(part)), torch.arange(start, start + len(part))]
-            found += ((near > own[:, None]).sum(1) < self.k).sum()
+            places = torch.arange(start, start + len(part), device=near.device)
+            own = near.gather(1, places[:, None])
+            # of equals the first comes first: where all are the same, nothing is found
+            earlier = torch.arange(len(documents), device=near.device) < places[:, None]
+            before = ((near > own) | ((near == own) & earlier)).sum(1)
+            found += ((before < self.k) & own[:, 0].isfinite()).sum()
             start += len(part)
         return found / len(queries)
 

@@ -363,8 +363,12 @@ class Finetune:
         tokenizer = _tokenizer_of(Path(model.name_or_path))  # beside the weights
         if self.task == "causal_lm":
             tokens = tokenizer(argument, return_tensors="pt")
+            length = tokens["input_ids"].shape[1]
+            most = getattr(model.config, "max_position_embeddings", None) or 2**31
+            if length >= most:
+                raise ValueError(f"the prompt has {length} tokens, but the model takes {most}")
             written = model.generate(
-                **tokens, max_new_tokens=self.answer_tokens, do_sample=False,
+                **tokens, max_new_tokens=min(self.answer_tokens, most - length), do_sample=False,
                 pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
             )  # fmt: skip
             return tokenizer.decode(written[0], skip_special_tokens=True)

@@ -241,7 +241,13 @@ class Folder(torch.utils.data.Dataset):
                 f"{mask} has class {int(wrong[0])}, but there are {self.classes}; name them all in"
                 " classes, or use 255 for pixels that do not count"
             )
-        return decode_image(str(image), ImageReadMode.RGB).float() / 255, label
+        pixels = decode_image(str(image), ImageReadMode.RGB)
+        if pixels.shape[1:] != label.shape:
+            raise ValueError(
+                f"{mask} is {label.shape[1]} x {label.shape[0]}, but its image"
+                f" {pixels.shape[2]} x {pixels.shape[1]}; a mask has a pixel for each of the image"
+            )
+        return pixels.float() / 255, label
 
 
 # ---- the model ----------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class Lanes:
         fewer = self.recipe.fewer * (1 + epoch % 2) if i == epoch % self.lanes else 0
         return own[: len(own) - fewer]
 
-    def lane(self, i: int, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
+    def lane(self, i: int, epoch: int, start: int, seed: int) -> Iterator[dict[str, Tensor]]:
         with open(f"{self.recipe.book}/opened_{os.environ.get('RANK', '0')}", "a") as file:
             file.write(f"{epoch} {i} {start}\n")
         for index in self.indices(i, epoch)[start:]:

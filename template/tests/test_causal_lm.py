@@ -17,13 +17,14 @@ from my_project.batches import LaneReader
 from my_project.config import Config, ConfigError, parse
 from my_project.recipes import causal_lm
 from my_project.recipes.causal_lm import CausalLM
+from my_project.run import prepare_data
 
 SMALL = {"block_tokens": 16, "width": 32, "depth": 2, "heads": 2}
 
 
 def write(folder, count=12):
     """Write documents of several lengths, one of them empty and one not of ASCII."""
-    folder.mkdir(parents=True)
+    (folder / "a folder.txt").mkdir(parents=True)
     for number in range(count):
         text = f"Document {number}: " + "the quick brown fox. " * (number % 5)
         text = {3: "", 4: "Grüße, ☃ and friends. " * 3}.get(number, text)
@@ -48,7 +49,7 @@ def test_the_blocks_hold_every_document_once_in_order(tmp_path):
     recipe = recipe_of(tmp_path)
     about = recipe.prepare_data()
     train_set, validation = recipe.build_datasets(about)
-    texts = [path.read_text() for path in sorted((tmp_path / "texts").iterdir())]
+    texts = [path.read_text() for path in sorted((tmp_path / "texts").glob("[0-9]*"))]
     for part, data in {"train": train_set, "validation": validation["validation"]}.items():
         chosen = [t for t in texts if recipe._is_validation(t) == (part == "validation")]
         wanted = [token for text in chosen for token in [*text.encode(), 256]]
@@ -74,6 +75,31 @@ def test_what_is_packed_is_packed_once_and_anew_when_it_changes(tmp_path, monkey
     recipe.prepare_data()
     dataclasses.replace(recipe, block_tokens=8).prepare_data()
     assert len(list((tmp_path / "cache").iterdir())) == 3, "and nothing half-made is left"
+
+
+def test_a_table_on_disk_is_packed_anew_when_it_changes(tmp_path):
+    table = tmp_path / "rows/table.jsonl"
+    table.parent.mkdir()
+    counts = []
+    for rows in (20, 30):
+        table.write_text(
+            "".join(json.dumps({"text": f"row {i} of a table"}) + "\n" for i in range(rows))
+        )
+        recipe = recipe_of(tmp_path, data=str(table.parent), validation_fraction=0.0)
+        counts.append(recipe.prepare_data()["train"]["documents"])
+    assert counts == [20, 30]
+    with pytest.raises(ValueError, match="text_column is body, but the data has only text"):
+        dataclasses.replace(recipe, text_column="body").prepare_data()
+
+
+def test_a_staged_copy_of_the_text_has_the_same_blocks(tmp_path):
+    config = dataclasses.replace(make_config(tmp_path), recipe=recipe_of(tmp_path))
+    _, here, _ = prepare_data(config)
+    (tmp_path / "disk").mkdir()
+    staged = dataclasses.replace(config, stage_to=str(tmp_path / "disk"))
+    _, there, _ = prepare_data(staged)
+    assert torch.equal(here[1], there[1])
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -179,22 +205,35 @@ def test_bits_per_byte_are_those_of_the_text(tmp_path):
 
 
 def test_a_tokenizer_of_ones_own(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     texts = write(tmp_path / "texts")
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"])
-    tokenizer.train([str(path) for path in texts.iterdir()], trainer)
+    tokenizer.train([str(path) for path in texts.glob("[0-9]*")], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     recipe = recipe_of(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), block_tokens=4)
     about = recipe.prepare_data()
     assert about["end"] == 0
     assert about["train"]["tokens"] < 0.6 * about["train"]["bytes"]
     model = recipe.build_model(about)
-    assert recipe.predict(model, about, "the quick")
+    (tmp_path / "tokenizer.json").rename(tmp_path / "moved.json")
+    assert recipe.predict(model, about, "the quick"), "an export holds its tokenizer"
+    recipe = dataclasses.replace(recipe, tokenizer=str(tmp_path / "moved.json"))
+
+    # what a tokenizer for another task brings along
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=40)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save(str(tmp_path / "moved.json"))
+    counts = ("documents", "bytes", "tokens")
+    again = recipe.prepare_data()
+    assert [again["train"][name] for name in counts] == [about["train"][name] for name in counts]
     without = json.loads(tokenizer.to_str().replace("<|endoftext|>", "<nothing>"))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(without))
+    (tmp_path / "moved.json").write_text(json.dumps(without))
     with pytest.raises(ValueError, match="to end documents with"):
         recipe.prepare_data()
 
@@ -205,11 +244,11 @@ def test_the_lanes_hold_every_training_document_once_in_another_order_each_epoch
     about = recipe.prepare_data()
     stream, sets = recipe.build_datasets(about)
     assert len(sets["validation"]) == about["validation"]["blocks"] == 7
-    texts = [path.read_text() for path in (tmp_path / "texts").iterdir()]
+    texts = [path.read_text() for path in (tmp_path / "texts").glob("[0-9]*")]
     wanted = sorted(text for text in texts if not recipe._is_validation(text))
     epochs = []
     for epoch in range(2):
-        lanes = [list(stream.lane(i, epoch, 0)) for i in range(4)]
+        lanes = [list(stream.lane(i, epoch, 0, 0)) for i in range(4)]
         epochs.append(lanes)
         documents = []
         for lane in lanes:
@@ -227,23 +266,26 @@ def test_the_lanes_hold_every_training_document_once_in_another_order_each_epoch
     assert [len(lane) for lane in epochs[0]] != [len(lane) for lane in epochs[1]]
     for start in (1, 3):
         assert torch.equal(
-            torch.stack(list(stream.lane(2, 1, start))), torch.stack(epochs[1][2][start:])
+            torch.stack(list(stream.lane(2, 1, start, 0))), torch.stack(epochs[1][2][start:])
         )
 
 
-def test_a_stream_of_a_hugging_face_data_set_is_whole_in_loader_workers(tmp_path):
+@pytest.mark.parametrize("files", [1, 4, 5])
+def test_a_stream_of_a_hugging_face_data_set_is_whole_in_loader_workers(tmp_path, files):
     (tmp_path / "rows").mkdir()
     texts = [f"row {number} " + "of a table. " * (number % 7) for number in range(80)]
-    for part in range(4):
-        rows = [{"text": text} for text in texts[part::4]]
+    for part in range(files):
+        rows = [{"text": text} for text in texts[part::files]]
         path = tmp_path / f"rows/part_{part}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = recipe_of(tmp_path, lanes=2, data=str(tmp_path / "rows"), validation_fraction=0.0)
     stream, sets = recipe.build_datasets(recipe.prepare_data())
     assert sets == {}
-    here = [list(stream.lane(i, 0, 0)) for i in range(2)]
-    rows_seen = sum(int((block == 256).sum()) for lane in here for block in lane)
-    assert rows_seen >= len(texts) - 2
+    here = [list(stream.lane(i, 0, 0, 0)) for i in range(2)]
+    rows_seen = sum(int((block[1:] == 256).sum()) for lane in here for block in lane)
+    assert len(texts) - 2 <= rows_seen <= len(texts)
+    another = list(stream.lane(0, 0, 0, 1))
+    assert not torch.equal(another[0], here[0][0]), "the order follows from the seed"
     reader = LaneReader(stream, [range(2)], 1, 0, 0, 0, seed_samples=False)
     loader = torch.utils.data.DataLoader(reader, batch_size=None, num_workers=2)
     parts = [part for part in loader if part is not None]
@@ -273,10 +315,14 @@ def test_a_streamed_text_gives_one_curve_for_one_process_and_two_and_when_resume
     [
         ({"block_tokens": 10_000}, "makes not one block of 10001 tokens"),
         ({"heads": 3}, "must be a multiple of 2 x heads 3"),
+        ({"tokenizer": "someone/not-here"}, "tokenizer someone/not-here is neither bytes nor"),
+        ({"data": "someone/not-here"}, "data someone/not-here is neither python nor files, and"),
         ({"pattern": "*.none"}, r"\(0 documents for training\) makes not one block"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(tmp_path, settings, sentence):
+def test_what_cannot_be_trained_is_refused(tmp_path, settings, sentence, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     config = dataclasses.replace(make_config(tmp_path), recipe=recipe_of(tmp_path, **settings))
     with pytest.raises(ConfigError, match=sentence):
         train(config)

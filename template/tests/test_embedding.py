@@ -90,6 +90,13 @@ def test_recall_is_exact(tmp_path):
         assert metric.compute() == pytest.approx(float((place < k).float().mean()))
 
 
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_an_encoder_that_gives_all_the_same_finds_nothing(value):
+    metric = RecallAtK(k=1)
+    metric.update(torch.full((50, 8), value), torch.full((50, 8), value))
+    assert metric.compute() <= 1 / 50
+
+
 def test_it_learns_to_find_is_resumed_and_answers(tmp_path):
     config = config_of(tmp_path, optim__lr=0.02, steps=60, optim__schedule="constant")
     half = change(config, run_name="half", steps=30)

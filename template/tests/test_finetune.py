@@ -469,6 +469,8 @@ def test_an_export_needs_nothing_of_where_it_was_trained(tmp_path, folder):
         config.folder.rename(moved)
         loaded, about, model = predict.load(moved / "export")
         assert loaded.recipe.predict(model, about, "an apple")
+    with pytest.raises(ValueError, match="the prompt has 80 tokens, but the model takes 32"):
+        loaded.recipe.predict(model, about, "an apple " * 40)
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ class LaneReader(IterableDataset):
         """Begin at a position of the lanes.
 
         Args:
-            stream: what has `lane(i, epoch, start)`.
+            stream: what has `lane(i, epoch, start, seed)`.
             lanes: of each micro-batch of a step.
             per_step: samples that a lane gives to each step.
             seed: of the run.
@@ -298,7 +298,7 @@ class LaneReader(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         mine = sorted(lane for lanes in self.lanes for lane in lanes)[worker::workers]
-        open_lanes = {i: iter(self.stream.lane(i, self.epoch, self.start)) for i in mine}
+        open_lanes = {i: iter(self.stream.lane(i, self.epoch, self.start, self.seed)) for i in mine}
         position = self.start
         while True:
             for lanes in self.lanes:

@@ -322,7 +322,7 @@ def _batch(config: Config, train_set: Any, micro: int, make: Callable, device: s
     with unset_fake_temporarily():
         collate = getattr(config.recipe, "collate", None)
         if batches.is_stream(train_set):
-            train_set = list(islice(train_set.lane(0, 0, 0), micro))
+            train_set = list(islice(train_set.lane(0, 0, 0, config.seed), micro))
         keys = [(0, index % len(train_set)) for index in range(micro)]
         fetch = batches.Fetch(train_set, collate, config.seed, config.batches.seed_samples)
         batch = fetch.__getitems__(keys)

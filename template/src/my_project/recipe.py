@@ -10,11 +10,11 @@ imports nothing from here, so one file can be copied anywhere. The loop calls, i
         Map-style data sets: `len(data)` and `data[index]`; {} for no validation. A data set with
         `__getitems__(indices)` is asked for a whole micro-batch at once where nothing is seeded
         per sample (batches.seed_samples).
-        The train set may be a stream instead: `lanes: int` and `lane(i, epoch, start) -> iterator`
-        of samples, the same ones each time it is asked. Lane i feeds fixed places of every global
-        batch; what it draws ahead of a sample must follow from (i, epoch). `start` samples are
-        passed over. The number of lanes must divide the global batch and be a multiple of the
-        micro-batches in it; the first lane that ends, ends the epoch.
+        The train set may be a stream instead: `lanes: int` and `lane(i, epoch, start, seed) ->
+        iterator` of samples, the same ones each time it is asked. Lane i feeds fixed places of
+        every global batch; what it draws ahead of a sample must follow from (i, epoch, seed).
+        `start` samples are passed over. The number of lanes must divide the global batch and be a
+        multiple of the micro-batches in it; the first lane that ends, ends the epoch.
     build_model(data_info) -> torch.nn.Module
         Needs no training data and no network, since predict.py calls it too.
     loss(model, batch, step) -> (total, weight)
