@@ -73,7 +73,7 @@ def checking(what: str) -> Iterator[None]:
             f"error: preflight stood still for {SECONDS[what]:.0f} s at '{what}', on rank {rank} of"
             f" {size} on {socket.gethostname()} (interface {chosen_interface()}): the processes do"
             " not reach each other by that interface, or one is gone; name the right one in"
-            " launch/network.sh, or look at what the others printed.",
+            " GLOO_SOCKET_IFNAME (launch/network.sh), or look at what the others printed.",
             file=sys.stderr,
             flush=True,
         )

@@ -75,7 +75,8 @@ def interface_to(address: str) -> tuple[str, str]:
         if pattern and not any(_matches(name, pattern) for name in usable):
             raise ConfigError(
                 f"{variable} is {os.environ[variable]}, but {socket.gethostname()} has no such"
-                f" interface to reach others by; it has {listed}. Mend it in launch/network.sh."
+                f" interface to reach others by; it has {listed}. Mend it where it is set"
+                " (launch/network.sh)."
             )
     if gloos:
         first = next(name for name in gloos.split(",") if name in usable)
@@ -317,7 +318,8 @@ def _unreached(failures: list[str]) -> str:
     more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
     return (
         f"{'; '.join(failures[:4])}{more}. Let the nodes open any port to each other, or name the"
-        " interface by which they do in launch/network.sh (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
+        " interface by which they do in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        " (launch/network.sh)."
     )
 
 
