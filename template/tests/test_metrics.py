@@ -12,7 +12,7 @@ from world import run_world
 
 from my_project import runtime
 from my_project.config import Config
-from my_project.evaluate import evaluate
+from my_project.evaluate import evaluate, note_best
 
 
 def evaluate_sizes(configs: list[Config]) -> list[dict[str, float]]:
@@ -90,3 +90,12 @@ def test_without_metrics_the_loss_per_item_is_exact(tmp_path):
         float(weight) for _, weight in pairs
     )
     assert results[0] == {"validation/loss": pytest.approx(mean, rel=1e-6)}
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(tmp_path):
+    config = make_config(tmp_path, evaluation__best_metric="validation/loss")
+    state: dict = {"step": 0, "best": None, "evaluations_since_best": 0}
+    values = [float("nan"), 0.5, float("nan"), 0.7]
+    better = [note_best(config, state, {"validation/loss": value}) for value in values]
+    assert better == [False, True, False, True]
+    assert state["best"] == 0.7
