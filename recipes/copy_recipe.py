@@ -142,7 +142,8 @@ def loop_dependencies() -> list[str]:
 def named_for(package: Package, text: str, recipe: str) -> str:
     """Put the package's name, and that of the recipe, where the template's own stand."""
     loop = package.dotted if package.is_project else f"{package.dotted}.training"
-    places = {"recipes.": f"{package.dotted}.{'recipes.' * package.is_project}", None: f"{loop}."}
+    recipes = f"{package.dotted}.recipes" if package.is_project else package.dotted
+    places = {"recipes.": f"{recipes}.", None: f"{loop}."}
     text = re.sub(rf"(?<![\w.]){LOOP.name}\.(recipes\.)?", lambda found: places[found[1]], text)
     return re.sub(r"(?<=[/ ])image_classification\b", recipe, text)
 
@@ -256,7 +257,7 @@ def copy(name: str, package: Package, keep: bool = False) -> Changes:
                 f"{package.record} is damaged; mend it, or remove it: what you have changed then"
                 " counts as in the way."
             ) from None
-    wanted = {path: texts for path, *texts in plan(name, first, package)}
+    wanted = {path: (text, source) for path, text, source in plan(name, first, package)}
     changes = compare(package, wanted, files, keep)
     if changes.differ:
         raise Refused(
