@@ -144,7 +144,7 @@ def named_for(package: Package, text: str, recipe: str) -> str:
     loop = package.dotted if package.is_project else f"{package.dotted}.training"
     recipes = f"{package.dotted}.recipes" if package.is_project else package.dotted
     places = {"recipes.": f"{recipes}.", None: f"{loop}."}
-    text = re.sub(rf"(?<![\w.]){LOOP.name}\.(recipes\.)?", lambda found: places[found[1]], text)
+    text = re.sub(rf"\b{LOOP.name}\.(recipes\.)?", lambda found: places[found[1]], text)
     return re.sub(r"(?<=[/ ])image_classification\b", recipe, text)
 
 

@@ -303,6 +303,12 @@ def test_nothing_is_written_through_a_link(tmp_path: Path):
     (package / "embedding.py").symlink_to(tmp_path / "elsewhere.py")
     assert "exist and differ: your_package/embedding.py;" in refused("embedding", package)
     assert not (tmp_path / "elsewhere.py").exists()
+    (package / "embedding.py").unlink()
+    copied("embedding", package)
+    as_if_older(package, "your_package/training/optim.py")
+    (package / "training/optim.py").rename(tmp_path / "elsewhere.py")
+    (package / "training/optim.py").symlink_to(tmp_path / "elsewhere.py")
+    assert "exist and differ: your_package/training/optim.py;" in refused("embedding", package)
     (repository / "link").symlink_to(package)
     assert f"link is a link to {package}; give" in refused("embedding", repository / "link")
 

@@ -264,6 +264,15 @@ class Layer(torch.nn.Module):
         return x + torch.tanh(self.inner(x))
 
 
+class Head(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = torch.nn.Linear(5, 11, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(x)
+
+
 class Deep(torch.nn.Module):
     """Layers in a ModuleList, an output tied to the embedding, and weights of the root's own."""
 
@@ -272,18 +281,18 @@ class Deep(torch.nn.Module):
         self.embedding = torch.nn.Embedding(11, 5)
         self.layers = torch.nn.ModuleList([Layer(5), Layer(5)])
         self.tower = torch.nn.Sequential(Layer(5), torch.nn.Linear(5, 5))
-        self.output = torch.nn.Linear(5, 11, bias=False)
-        self.output.weight = self.embedding.weight
+        self.head = Head()
+        self.head.output.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.output(self.tower(x))
+        return self.head(self.tower(x))
 
 
 def test_blocks_can_be_called_and_hold_tied_weights_whole():
-    assert runtime.sharded_blocks(Deep(), 30) == (["Layer"], 55 + 30)
+    assert runtime.sharded_blocks(Deep(), 20) == (["Layer"], 55 + 30)
     assert runtime.sharded_blocks(Deep(), 31) == ([], 55 + 4 * 30)
     assert runtime.sharded_blocks(torch.nn.Sequential(Deep()), 60) == (["Deep"], 55 + 4 * 30)
 
@@ -298,7 +307,7 @@ def shard_as_accelerate_does() -> tuple[list[str], float]:
 
     dist.init_process_group("gloo")
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=30
+        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20
     )
     accelerator: Any = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
@@ -306,12 +315,13 @@ def shard_as_accelerate_does() -> tuple[list[str], float]:
         parallelism_config=SimpleNamespace(fsdp_dim_names=["shard"]),
         mixed_precision="no",
         is_main_process=True,
+        prepare=lambda call, optimizer: (fsdp2_prepare_model(accelerator, call), optimizer),
+        unwrap_model=lambda call, **_: call,
     )
     torch.manual_seed(0)
     plain, model = Deep(), Deep()
     model.load_state_dict(plain.state_dict())
-    runtime.choose_blocks(plugin, model)
-    call = fsdp2_prepare_model(accelerator, runtime.Call(model))
+    call, _ = runtime.prepare(accelerator, model, torch.optim.SGD(model.parameters()))
     tokens = torch.arange(6)
     call(lambda model, tokens: model(tokens).square().sum(), tokens).backward()
     plain(tokens).square().sum().backward()
