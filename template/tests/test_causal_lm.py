@@ -147,6 +147,7 @@ def test_checkpointed_activations_give_the_same_gradients(tmp_path):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_one_process_and_two_learn_the_same_and_a_resumed_run_too(tmp_path):
     one = config_of(tmp_path, run_name="one", batches__global_batch_size=8)
     two = change(one, run_name="two", batches__micro_batch_size=2)

@@ -241,7 +241,7 @@ def make_long_run(folder: Path, steps: int) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(4, 40), pytest.param(20, 120, marks=pytest.mark.slow)]
+    ("kills", "steps"), [(2, 30), pytest.param(20, 120, marks=pytest.mark.slow)]
 )
 def test_killed_at_any_instant_the_same_command_ends_with_the_same_weights(tmp_path, kills, steps):
     reference = make_long_run(tmp_path / "reference", steps)

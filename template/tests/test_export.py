@@ -75,6 +75,7 @@ def test_predict_refuses_a_wrong_folder_and_weights_that_do_not_fit(tmp_path, ex
     assert "Traceback" not in wrong.stderr
 
 
+@pytest.mark.slow
 def test_onnx_gives_the_same_answer(export):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
@@ -121,6 +122,7 @@ def test_best_is_exported_and_training_stops_when_it_gets_no_better(tmp_path):
     assert (config.folder / "best" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_evaluate_command_gives_what_training_reported(tmp_path, export):
     run = export.parent
     done = subprocess.run(

@@ -132,6 +132,7 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     assert "this rank was told to fail" in left["reason"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
     arguments = ("--steps", "2000", "--telemetry.every_steps", "1")
     with launch(tmp_path, *arguments) as run:
