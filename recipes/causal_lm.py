@@ -3,7 +3,7 @@
 # dependencies = [
 #   "torch>=2.6",
 #   "torchmetrics>=1.6",
-#   "datasets>=3.2",
+#   "datasets>=4.0",
 #   "tokenizers>=0.20",
 # ]
 # ///
@@ -19,9 +19,9 @@ them; a block may hold the end of one document and the start of the next, and th
 The blocks lie in cache_path, memory-mapped; where that is a disk of the node, once per node.
 Stream: with --recipe.init_args.lanes 64 no training document is packed to disk; they are read and
        tokenised beside training. Each process reads its own lanes only; where a Hugging Face data
-       set has fewer files than lanes, a lane has to read them all and keeps its part. A resumed run
-       passes over what its lanes have given in this epoch, which takes reading and tokenising it
-       again: raise distributed.startup_timeout_seconds where that is long.
+       set has not so many files, or a multiple, a lane reads them all and keeps its part. A
+       resumed run passes over what its lanes have given in this epoch, which takes reading and
+       tokenising it again: raise distributed.startup_timeout_seconds where that is long.
 Model: pre-norm blocks (RMSNorm), rotary positions, SwiGLU or GELU, tied embeddings, no biases.
 The card of the default, with its measured loss and time, is configs/causal_lm.yaml.
 """
@@ -49,6 +49,7 @@ from torch.utils.checkpoint import checkpoint
 
 END_OF_BYTES = 256  # after the 256 bytes
 FREE: Any = {"changes_curve": False}
+PREPARED: dict["CausalLM", dict[str, Any]] = {}  # what prepare_data has returned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,8 @@ class CausalLM:
         folder = self._cache()
         if not folder.exists():
             self._pack(folder)
-        return json.loads((folder / "about.json").read_text())
+        PREPARED[self] = json.loads((folder / "about.json").read_text())
+        return PREPARED[self]
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Open the blocks, memory-mapped, or the stream of them."""
@@ -117,7 +119,8 @@ class CausalLM:
 
     def _cache(self) -> Path:
         """Name the folder of the blocks by all that they follow from."""
-        what = [self.data, self.tokenizer, self.block_tokens, self.validation_fraction]
+        what: list[Any] = [2]  # the form of what is in it
+        what += [self.data, self.tokenizer, self.block_tokens, self.validation_fraction]
         if self.data == "python":
             what.append(sysconfig.get_python_version())
         elif self.data == "files":
@@ -197,18 +200,19 @@ class CausalLM:
             return
         from datasets import load_dataset
         from datasets.distributed import split_dataset_by_node
+        from datasets.exceptions import DatasetsError
 
         how: dict[str, Any] = {"split": "train", "streaming": bool(self.lanes)}
         try:
             rows: Any = load_dataset(self.data, self.subset or None, **how)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, DatasetsError) as error:
             raise ValueError(
                 f"data {self.data} is neither python nor files, and cannot be read as a Hugging"
                 f" Face data set: {error}"
             ) from error
         if lane is not None:
             rows = rows.shuffle(seed=order, buffer_size=1000)
-            if rows.num_shards >= self.lanes:  # some files each
+            if rows.num_shards >= 8 * self.lanes:  # some files each, if not the same number
                 rows = rows.shard(num_shards=self.lanes, index=lane, contiguous=False)
             else:
                 rows = split_dataset_by_node(rows, rank=lane, world_size=self.lanes)
@@ -309,11 +313,12 @@ class CausalLM:
         """Count one micro-batch."""
         losses = _token_losses(model, batch)
         metrics["loss"].update(losses)
-        metrics["bits_per_byte"].update(losses * tokens_per_byte(self) / math.log(2))
+        text = PREPARED[self]["validation"]
+        metrics["bits_per_byte"].update(losses * text["tokens"] / text["bytes"] / math.log(2))
 
     def sample(self, model: nn.Module) -> str:
         """Write a little, to be read at each evaluation."""
-        about = json.loads((self._cache() / "about.json").read_text())
+        about = PREPARED[self]
         return self._write(model, about, [about["end"]], 60)
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
@@ -352,13 +357,6 @@ def _contents(folder: Path, files: list[Path]) -> list[Any]:
     """List files by name, size and time, which a staged copy of the folder shares."""
     stats = ((path.relative_to(folder), path.stat()) for path in files)
     return [[str(name), stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-
-
-@lru_cache
-def tokens_per_byte(recipe: CausalLM) -> float:
-    """Return the length of the validation text in tokens over that in bytes."""
-    about = json.loads((recipe._cache() / "about.json").read_text())["validation"]
-    return about["tokens"] / about["bytes"]
 
 
 def _token_losses(model: nn.Module, batch: Tensor) -> Tensor:

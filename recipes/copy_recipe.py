@@ -7,7 +7,8 @@ Copies the loop to <package>/training, the recipe to <package>/<recipe>.py, its 
 and the accelerate configs to accelerate_configs/ of the repository, and puts the package's name
 where they name the template's. Nothing of yours is overwritten. Called again, it brings up to date
 what is as it left it, by the hashes in <package>/training/.copied.json. A project that was
-generated from the template has the loop already, and gets recipe and config.
+generated from the template has the loop already, and gets recipe and config (and .copied.json in
+its package).
 """
 
 import argparse
@@ -108,7 +109,7 @@ def find_package(folder: Path) -> Package:
     root = folder.parent
     if holds_loop(folder) and holds_loop(root / "training"):
         raise Refused(f"{folder} is the loop; give {root}, the package around it.")
-    while (root / "__init__.py").is_file():
+    while (root / "__init__.py").is_file() and not any((root / mark).exists() for mark in MARKS):
         root = root.parent
     marked = (place for place in (root, *root.parents) if any((place / m).exists() for m in MARKS))
     repository = next(marked, root.parent if root.name == "src" else root)
@@ -181,12 +182,6 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()
 
 
-def settings(yaml: bytes) -> list[bytes]:
-    """Read what a config says besides its comments."""
-    lines = (line.split(b"#")[0].rstrip() for line in yaml.splitlines())
-    return [line for line in lines if line]
-
-
 def compare(
     package: Package, wanted: dict[Path, tuple[bytes, bytes]], record: dict[str, str], keep: bool
 ) -> Changes:
@@ -207,8 +202,8 @@ def compare(
             changes.updated.append(path)
         elif copied and (keep or not in_loop or copied == digest(content)):
             changes.kept.append(path)
-        elif "accelerate_configs" in path.parts and settings(there) == settings(content):
-            changes.kept.append(path)  # another package's
+        elif "accelerate_configs" in path.parts and b"distributed_type:" in there:
+            changes.kept.append(path)  # of another package, or copied by hand
         else:
             changes.differ.append(path)
     changes.differ += in_the_way(package, changes.new)
@@ -260,14 +255,16 @@ def copy(name: str, package: Package, keep: bool = False) -> Changes:
     wanted = {path: (text, source) for path, text, source in plan(name, first, package)}
     changes = compare(package, wanted, files, keep)
     if changes.differ:
+        merge = ""
+        if any(package.name(path) in files for path in changes.differ):
+            merge = ", or take over by hand what is new in those you have changed and give --keep"
         raise Refused(
             "nothing was copied, since these exist and differ: "
             + ", ".join(package.name(path) for path in changes.differ)
-            + "; move them away, copy by hand (recipes/README.md), or, where they are files of the"
-            " loop that you have changed, take over by hand what you want and call with --keep."
+            + f"; move them away, copy by hand (recipes/README.md){merge}."
         )
     to_write = changes.new + changes.updated
-    check_writable([*to_write, *([] if package.is_project else [package.record])])
+    check_writable([*to_write, package.record])
     left = set(to_write)
     try:
         for path in to_write:
@@ -277,7 +274,7 @@ def copy(name: str, package: Package, keep: bool = False) -> Changes:
     except OSError as error:
         raise Refused(f"{error}; call again when that is mended.") from error
     finally:
-        if not package.is_project and package.loop.is_dir():
+        if package.loop.is_dir():
             for path in wanted.keys() - left:
                 files[package.name(path)] = digest(wanted[path][0])
             record = json.dumps({"recipe": first, "files": files}, indent=1)

@@ -158,33 +158,38 @@ class Finetune:
     def _rows(self) -> tuple[Any, Any, bool]:
         """Read the samples for training and for validation, and say if they were split here."""
         from datasets import Dataset, disable_progress_bars, load_dataset
+        from datasets.exceptions import DatasetsError
 
         disable_progress_bars()
-        source: dict[str, Any] = {"path": self.data, "name": self.subset or None}
-        if self.data == "files":
-            source = self._files()
         try:
-            sets: Any = (
-                {"train": Dataset.from_list(standard_library())}
-                if self.data == "python"
-                else load_dataset(**source)
-            )
-        except (OSError, ValueError) as error:
+            if self.data == "python":
+                sets: Any = {"train": Dataset.from_list(standard_library())}
+            elif self.data == "files":
+                kind, files = self._files()
+                sets = {  # one by one, since those for a test may have other columns
+                    part: load_dataset(kind, data_files=names, split="train")
+                    for part, names in files.items()
+                }
+            else:
+                sets = load_dataset(self.data, self.subset or None)
+        except (OSError, DatasetsError) as error:
             raise ValueError(f"data {self.data} cannot be read: {error}") from error
         if "train" not in sets:
             raise ValueError(
                 f"data {self.data} has only {', '.join(sets)}, and nothing to train on"
             )
-        parts = [sets[name] for name in ("train", "validation", "test") if name in sets]
-        parts = [self._complete(part) for part in parts]
-        if not len(parts[0]):
+        train = self._complete(sets["train"])
+        if not len(train):
             raise ValueError(f"data {self.data} has no row with all of its columns filled in")
-        if held_out := [part for part in parts[1:] if len(part)]:
-            return parts[0], held_out[0], False
-        return *_split(parts[0], self.validation_fraction), True
+        columns = sets["test"].column_names if "test" in sets else []
+        has_test = self.task == "causal_lm" or self.label_column in columns  # contests keep it
+        for part in ("validation", "test") if has_test else ("validation",):
+            if part in sets and len(held_out := self._complete(sets[part])):
+                return train, held_out, False
+        return *_split(train, self.validation_fraction), True
 
-    def _files(self) -> dict[str, Any]:
-        """Say how load_dataset reads data_path."""
+    def _files(self) -> tuple[str, dict[str, list[str]]]:
+        """Say what kind the files of data_path are, and which are for what."""
         path = Path(self.data_path)
         suffixes = {p.suffix for p in path.iterdir()} if path.is_dir() else {path.suffix}
         kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -199,7 +204,7 @@ class Finetune:
             found = re.match(r"(?i)(?:(test)|validation|valid|val|dev|eval)(?![a-z])", file.stem)
             name = "train" if not found or file == path else "test" if found[1] else "validation"
             files.setdefault(name, []).append(str(file))
-        return {"path": kinds[kind], "data_files": files}
+        return kinds[kind], files
 
     def _complete(self, rows: Any) -> Any:
         """Check that the columns are there, and leave out rows that have nothing in one."""
@@ -298,7 +303,7 @@ class Finetune:
         """Build the model without LoRA, from a folder with weights or only a configuration.
 
         Returns:
-            The model, and the names of its layers that the weights do not have.
+            The model, and the names of its layers that are new.
         """
         import transformers
 
@@ -306,18 +311,25 @@ class Finetune:
         transformers.logging.disable_progress_bar()
         kind: Any = transformers.AutoModelForCausalLM
         settings: dict[str, Any] = {"pad_token_id": _tokenizer_of(folder).pad_token_id}
+        has_other_head = False
         if self.task == "classification":
             kind = transformers.AutoModelForSequenceClassification
             names = data_info["classes"]
             settings["id2label"] = dict(enumerate(names))
             settings["label2id"] = {name: i for i, name in enumerate(names)}
+            known = transformers.AutoConfig.from_pretrained(folder)
+            has_other_head = known.id2label != settings["id2label"]
         config = transformers.AutoConfig.from_pretrained(folder, **settings)
         dtype = getattr(torch, self.frozen_dtype) if self.lora_rank else torch.float32
         if any(folder.glob("*.safetensors")):
             model, about = kind.from_pretrained(
-                folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
-            )
-            return model, sorted({name.rpartition(".")[0] for name in about["missing_keys"]})
+                folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True,
+                ignore_mismatched_sizes=has_other_head,
+            )  # fmt: skip
+            new = set(about["missing_keys"])
+            if has_other_head:
+                new |= _reset_head(model, new)
+            return model, _outermost(new)
         if any(folder.glob("*.bin")):
             raise ValueError(
                 f"model {self.model} has its weights in a format that can run code when it is"
@@ -423,6 +435,30 @@ class Texts(torch.utils.data.Dataset):
         if recipe.task == "classification":
             sample["label"] = self.number[_name(self.rows, recipe.label_column, row)]
         return sample
+
+
+def _reset_head(model: Any, new: set[str]) -> set[str]:
+    """Begin anew with the layers that have learnt other classes; return their parameters."""
+    head = {
+        f"{place}.{name}"
+        for place, child in model.named_children()
+        if place != model.base_model_prefix
+        for name, _ in child.named_parameters()
+    }
+    for name in head - new:
+        model.get_submodule(name.rpartition(".")[0]).reset_parameters()
+    return head
+
+
+def _outermost(parameters: set[str]) -> list[str]:
+    """Name the modules that hold parameters, but none inside another, nor what peft adds itself."""
+    modules = {name.rpartition(".")[0] for name in parameters}
+    inside = {*modules, "classifier", "score"}
+    return sorted(
+        name
+        for name in modules - {"", "classifier", "score"}
+        if not any(name[:i] in inside for i in range(len(name)) if name[i] == ".")
+    )
 
 
 def _name(rows: Any, column: str, row: dict[str, Any]) -> str:

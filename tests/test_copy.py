@@ -216,8 +216,13 @@ def test_two_packages_of_a_repository_share_the_accelerate_configs(tmp_path: Pat
     repository, package, _ = make_repository(tmp_path, "flat")
     copied("causal_lm", package)
     first = (repository / "accelerate_configs/cpu.yaml").read_text()
+    own = repository / "accelerate_configs/gpu.yaml"
+    own.write_text(own.read_text() + "gpu_ids: 1\n")
     (repository / "second").mkdir()
-    assert "accelerate_configs/cpu.yaml" in copied("embedding", repository / "second")
+    kept = copied("embedding", repository / "second").split("kept, since they are yours: ")[1]
+    assert {"accelerate_configs/cpu.yaml", "accelerate_configs/gpu.yaml"} <= set(
+        kept.splitlines()[0].split(", ")
+    )
     assert (repository / "accelerate_configs/cpu.yaml").read_text() == first
     assert (repository / "second/training/train.py").is_file()
 
@@ -383,9 +388,11 @@ def test_a_generated_project_takes_another_recipe(tmp_path: Path, template: Path
     assert "class_path: leafscan.recipes.causal_lm.CausalLM" in config
     assert "-m leafscan.train --config configs/causal_lm.yaml" in shown
     assert not (package / "training").exists()
-    with (package / "recipe.py").open("a") as recipe:
-        recipe.write("# another\n")
-    assert "recipe.py there is of another version" in copied("causal_lm", package)
+    for file in (package / "recipe.py", project / "configs/causal_lm.yaml"):
+        file.write_text(file.read_text() + "# mine\n")
+    shown = copied("causal_lm", package)
+    assert "recipe.py there is of another version" in shown
+    assert "kept, since they are yours: configs/causal_lm.yaml\n" in shown
 
 
 def test_a_package_that_only_looks_like_a_project_gets_the_loop(tmp_path: Path):

@@ -376,6 +376,17 @@ def test_files_are_held_out_by_their_names(tmp_path, folder, name):
     assert len(sets["validation"]) == (24 if name == "Test" else 8), "test only where it is alone"
 
 
+def test_a_test_set_without_labels_is_passed_over(tmp_path, folder):
+    write_data(tmp_path / "train.jsonl")
+    (tmp_path / "test.jsonl").write_text('{"id": 1, "text": "a saw"}\n')
+    recipe = recipe_of(folder, data_path=str(tmp_path))
+    train_set, sets = recipe.build_datasets(recipe.prepare_data())
+    assert len(train_set) + len(sets["validation"]) == 48
+    (tmp_path / "train.jsonl").write_text("no json")
+    with pytest.raises(ValueError, match="data files cannot be read"):
+        recipe.prepare_data()
+
+
 def test_rows_without_a_text_or_a_label_are_left_out(tmp_path, folder):
     write_data(tmp_path / "train.jsonl", copies=1)
     with (tmp_path / "train.jsonl").open("a") as file:
@@ -440,22 +451,64 @@ def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
     finetune._snapshot.cache_clear()
 
 
-def test_layers_that_the_weights_do_not_have_go_with_the_adapter(tmp_path, folder):
-    from transformers import AutoModelForMaskedLM
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_layers_that_the_weights_do_not_have_go_with_the_adapter(tmp_path, folder, kind):
+    from transformers import AutoModelForMaskedLM, RobertaConfig
 
     shutil.copytree(folder / "encoder", tmp_path / "model")
-    AutoModelForMaskedLM.from_pretrained(folder / "encoder").save_pretrained(tmp_path / "model")
+    if kind == "bert":  # without its pooler
+        model = AutoModelForMaskedLM.from_pretrained(folder / "encoder")
+    else:  # whose head has two layers
+        model = AutoModelForMaskedLM.from_config(
+            RobertaConfig(vocab_size=200, hidden_size=16, num_hidden_layers=1, pad_token_id=0,
+                          num_attention_heads=2, intermediate_size=32, max_position_embeddings=40)
+        )  # fmt: skip
+    model.save_pretrained(tmp_path / "model")
     recipe = recipe_of(folder, model=str(tmp_path / "model"), lora_rank=2)
     about = recipe.prepare_data()
     model = model_of(recipe)
+    recipe.loss(model, recipe.collate(samples_of(recipe)), 0)[0].backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all(p.grad is not None for p in trained.values())
+    assert any("classifier" in name for name in trained)
     torch.manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter)
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter.data)
     (tmp_path / "export").mkdir()
     recipe.export(model, about, tmp_path / "export")
     loaded = recipe.load(about, tmp_path / "export")
     torch.testing.assert_close(logits_of(recipe, loaded), logits_of(recipe, model))
+
+
+@pytest.mark.parametrize("classes", [("good", "bad"), ("a", "b", "c"), ("fruit", "tool")])
+def test_a_model_that_tells_other_classes_apart_gets_a_new_head(tmp_path, folder, classes):
+    from transformers import AutoModelForSequenceClassification
+
+    shutil.copytree(folder / "encoder", tmp_path / "model")
+    labels = dict(enumerate(classes))
+    theirs = AutoModelForSequenceClassification.from_pretrained(
+        folder / "encoder", id2label=labels, label2id={name: i for i, name in labels.items()}
+    )
+    theirs.save_pretrained(tmp_path / "model")
+    ours = model_of(recipe_of(folder, model=str(tmp_path / "model")))
+    assert ours.classifier.out_features == 2
+    kept = ours.classifier.weight.shape == theirs.classifier.weight.shape and torch.equal(
+        ours.classifier.weight, theirs.classifier.weight
+    )
+    assert kept == (classes == ("fruit", "tool"))
+    torch.testing.assert_close(ours.bert.pooler.dense.weight, theirs.bert.pooler.dense.weight)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft on what GPT-2 has for a Linear
+def test_sharding_leaves_the_models_that_peft_wraps_whole(folder):
+    from my_project.runtime import sharded_blocks
+
+    model = model_of(recipe_of(folder, task="causal_lm", lora_rank=2))
+    names, blocks, root = sharded_blocks(model, 100)
+    assert "GPT2LMHeadModel" not in names
+    assert not {"Linear", "PeftModelForCausalLM", "LoraModel"} & set(names)
+    assert {"GPT2Attention", "GPT2MLP"} <= set(names)
+    assert sum(blocks) + root == sum(p.numel() for p in model.parameters())
 
 
 def test_an_export_needs_nothing_of_where_it_was_trained(tmp_path, folder):

@@ -19,8 +19,8 @@ CLUSTER = plan.Cluster(
     latency_seconds=0.0, samples_per_second=100.0,
 )  # fmt: skip
 MODEL = plan.Model(
-    parameters=1_000_000_000, trained=1_000_000_000, block=50_000_000, buffer_bytes=0,
-    optimizer_bytes=8.0, kept_bytes=0, kept_bytes_per_sample=1_000_000_000,
+    parameters=1_000_000_000, trained=1_000_000_000, block=50_000_000, blocks=19, root=0,
+    buffer_bytes=0, optimizer_bytes=8.0, kept_bytes=0, kept_bytes_per_sample=1_000_000_000,
     operations_per_sample=6_000_000_000,
 )  # fmt: skip
 
@@ -133,7 +133,7 @@ def sharded_state_bytes(folder: str) -> int:
 def test_sharded_state_is_what_fully_shard_holds(tmp_path):
     model = plan.inspect_recipe(make_config(tmp_path, Blocks()), "no")
     two = replace(CLUSTER, nodes=1, gpus_per_node=2)
-    gathered = 4 * model.block
+    gathered = 2 * (model.root + 2 * model.block)
     model = replace(model, kept_bytes=0, kept_bytes_per_sample=0)
     predicted = plan.memory_bytes("FSDP2", model, two, 1) - gathered
     held = run_world(2, sharded_state_bytes, str(tmp_path))

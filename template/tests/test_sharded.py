@@ -292,9 +292,14 @@ class Deep(torch.nn.Module):
 
 
 def test_blocks_can_be_called_and_hold_tied_weights_whole():
-    assert runtime.sharded_blocks(Deep(), 20) == (["Layer"], 55 + 30)
-    assert runtime.sharded_blocks(Deep(), 31) == ([], 55 + 4 * 30)
-    assert runtime.sharded_blocks(torch.nn.Sequential(Deep()), 60) == (["Deep"], 55 + 4 * 30)
+    assert runtime.sharded_blocks(Deep(), 20) == (["Layer"], [30] * 3, 55 + 30)
+    assert runtime.sharded_blocks(Deep(), 31) == ([], [], 55 + 4 * 30)
+    in_one_of_two = torch.nn.Sequential(Deep(), Layer(1))
+    assert runtime.sharded_blocks(in_one_of_two, 60) == (["Deep"], [55 + 4 * 30], 2)
+    assert runtime.sharded_blocks(torch.nn.Sequential(Deep()), 60) == ([], [], 55 + 4 * 30)
+    another = type("Layer", (Layer,), {})(5)
+    twice_named = torch.nn.Sequential(Deep(), another)
+    assert runtime.sharded_blocks(twice_named, 20)[0] == ["Deep"]
 
 
 def shard_as_accelerate_does() -> tuple[list[str], float]:

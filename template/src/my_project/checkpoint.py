@@ -19,6 +19,7 @@ batches.py and runtime.seed_draws.
 import argparse
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -340,8 +341,9 @@ def best_of(folders: list[Path], config: Config) -> Path | None:
             results = read_manifest(folder).get("results", {})
         except ValueError:
             continue
-        if config.evaluation.best_metric in results:
-            values[folder] = results[config.evaluation.best_metric]
+        value = results.get(config.evaluation.best_metric, math.nan)
+        if not math.isnan(value):
+            values[folder] = value
     choose = max if config.evaluation.best_mode == "max" else min
     return choose(values, key=values.__getitem__) if values else None
 

@@ -40,6 +40,8 @@ class Model:
     parameters: int
     trained: int  # those with gradients
     block: int  # parameters of the largest block that sharding gathers at once
+    blocks: int
+    root: int  # parameters in no block, which stay gathered
     buffer_bytes: int
     optimizer_bytes: float  # per trained parameter; an average of the weights included
     kept_bytes: int  # for the backward, whatever the micro-batch: weights in lower precision
@@ -78,16 +80,17 @@ def memory_bytes(
     """Predict the most that a GPU holds at once.
 
     Weights, gradients and the optimizer's state in float32, divided by the shards (ZeRO, section 3,
-    arxiv.org/abs/1910.02054); sharded also one block whole, in the precision of the forward, twice
-    since the next one is fetched meanwhile. DDP's gradients lie in its own buckets, which stay.
-    Without DDP they appear while what was kept for the backward goes, so the larger of both counts,
-    but both when gradients are accumulated; accumulated gradients are whole also where shards are.
+    arxiv.org/abs/1910.02054); sharded also the root and one block whole, in the precision of the
+    forward, and the next block, which is fetched meanwhile. DDP's gradients lie in its own buckets,
+    which stay. Without DDP they appear while what was kept for the backward goes, so the larger of
+    both counts, but both when gradients are accumulated; accumulated gradients are whole also where
+    shards are.
     """
     s = shards(kind, cluster)
     kept = model.kept_bytes + model.kept_bytes_per_sample * micro_batch
     gradients = 4 * model.trained / (1 if accumulation > 1 else s)
     state = 4 * model.parameters / s + model.optimizer_bytes * model.trained / s
-    gathered = 0 if s == 1 else 2 * 2 * model.block
+    gathered = 0 if s == 1 else 2 * (model.root + 2 * model.block)
     in_buckets = kind == "DDP" and cluster.processes > 1
     both = accumulation > 1 or in_buckets
     passing = kept + gradients if both else max(kept, gradients)
@@ -170,7 +173,7 @@ def step_seconds(
         beside = communicated * (1 - 1 / buckets)
         hidden = min(beside, BACKWARD_SHARE * computed / accumulation)
     else:
-        blocks = max(1, math.ceil(model.parameters / max(1, model.block)))
+        blocks = model.blocks + 1  # and the root
         inside = whole if kind == "FSDP2" else cluster.in_node
         communicated = sent["in node"] / inside
         communicated += latency(blocks * (2 * accumulation + 1), shards(kind, cluster))
@@ -284,6 +287,7 @@ def _inspect(
     from .runtime import sharded_blocks
 
     model = config.recipe.build_model(data_info)
+    _, blocks, root = sharded_blocks(model, LEAST_BLOCK)
     if device != "cpu":
         model = model.to(device)
     parameters = list(model.parameters())
@@ -302,7 +306,9 @@ def _inspect(
     return Model(
         parameters=sum(p.numel() for p in parameters),
         trained=trained,
-        block=sharded_blocks(model, LEAST_BLOCK)[1],
+        block=max(blocks, default=0),
+        blocks=len(blocks),
+        root=root,
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer_bytes=optimizer_bytes(config),
         kept_bytes=max(0, kept[2] - 2 * per_sample),

@@ -353,25 +353,31 @@ def choose_blocks(plugin: Any, model: nn.Module) -> None:
     """
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
-        plugin.transformer_cls_names_to_wrap, _ = sharded_blocks(model, plugin.min_num_params)
+        plugin.transformer_cls_names_to_wrap = sharded_blocks(model, plugin.min_num_params)[0]
 
 
-def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], int]:
+def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], int]:
     """Choose the classes whose modules FSDP2 gathers one at a time.
 
     From the leaves up, a module with at least so many parameters that are in no block yet is a
-    block, and so are all of its class. The root gathers what is left over.
+    block, and so are all of its class. The root keeps gathered what is left over.
 
     Returns:
-        The names of the classes, and the number of parameters of the largest block.
+        The names of the classes, the numbers of parameters of the blocks, and that of the root.
     """
+    wrapped = model  # peft has two modules around a model, and calls it past its hooks
+    while len(inner := list(wrapped.children())) == 1 and not list(wrapped.parameters(False)):
+        wrapped = inner[0]
+    # accelerate finds a class by its name
+    names = Counter(kind.__name__ for kind in {type(module) for module in model.modules()})
     holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     classes: set[type] = set()
 
     def can_be_block(module: nn.Module) -> bool:
         kind = type(module)
         is_leaf = not any(module.children())  # a Linear: its class is everywhere
-        if module is model or is_leaf or kind is nn.Sequential:
+        is_around_all = any(inner is wrapped for inner in module.modules())
+        if is_around_all or is_leaf or kind is nn.Sequential or names[kind.__name__] > 1:
             return False
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
         return kind.forward is not nn.Module.forward and inside.items() <= holders.items()
@@ -389,14 +395,14 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], int]:
         return True
 
     left_over(model, choose)
-    blocks: list[float] = []
+    blocks: list[int] = []
 
     def measure(module: nn.Module, count: float) -> bool:
-        blocks.extend([count] * (type(module) in classes))
+        blocks.extend([round(count)] * (type(module) in classes))
         return type(module) in classes
 
-    root = left_over(model, measure)
-    return sorted(kind.__name__ for kind in classes), round(max([root, *blocks]))
+    root = round(left_over(model, measure))
+    return sorted(kind.__name__ for kind in classes), blocks, root
 
 
 def needs_every_gradient(call: Any) -> bool:
