@@ -439,14 +439,15 @@ class Texts(torch.utils.data.Dataset):
 
 def _reset_head(model: Any, new: set[str]) -> set[str]:
     """Begin anew with the layers that have learnt other classes; return their parameters."""
-    head = {
-        f"{place}.{name}"
-        for place, child in model.named_children()
-        if place != model.base_model_prefix
-        for name, _ in child.named_parameters()
-    }
+    parts = dict(model.named_children())
+    if model.base_model_prefix not in parts:
+        return set()
+    del parts[model.base_model_prefix]
+    head = {f"{part}.{name}" for part in parts for name, _ in parts[part].named_parameters()}
     for name in head - new:
-        model.get_submodule(name.rpartition(".")[0]).reset_parameters()
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
     return head
 
 

@@ -245,6 +245,8 @@ def test_the_export_of_lora_is_the_adapter_alone_or_merged(tmp_path, folder):
     wanted = logits_of(recipe, model)
     from_predict = predict.load(export)[2]
     from_peft = AutoPeftModelForSequenceClassification.from_pretrained(export, num_labels=2)
+    answer = recipe.predict(from_predict, {"classes": ["fruit", "tool"]}, "an apple")
+    assert {line.split()[1] for line in answer.splitlines()} == {"fruit", "tool"}
     for loaded in (from_predict, from_peft):
         torch.testing.assert_close(logits_of(recipe, loaded), wanted)
 
