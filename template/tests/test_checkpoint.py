@@ -296,6 +296,16 @@ def test_stopping_often_changes_nothing(tmp_path, cycles, steps):
     assert_same_weights(config, reference)
 
 
+def test_the_best_checkpoint_is_one_whose_metric_is_a_number(tmp_path, monkeypatch):
+    config = make_config(tmp_path, evaluation__best_metric="validation/auroc")
+    values = {"step_1": float("nan"), "step_2": 0.6, "step_3": 0.7, "step_4": float("nan")}
+    monkeypatch.setattr(
+        checkpoint, "read_manifest", lambda f: {"results": {"validation/auroc": values[f.name]}}
+    )
+    assert checkpoint.best_of([Path(name) for name in values], config) == Path("step_3")
+    assert checkpoint.best_of([Path("step_1")], config) is None
+
+
 # ---- trouble with the disk -----------------------------------------------------------------------
 def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
     """Let one save fail at the first file of more than so many bytes, as on a full disk."""
