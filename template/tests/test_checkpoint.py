@@ -285,7 +285,7 @@ def stop_often(config: Config, cycles: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("cycles", "steps"), [(5, 20), pytest.param(50, 160, marks=pytest.mark.slow)]
+    ("cycles", "steps"), [(3, 12), pytest.param(50, 160, marks=pytest.mark.slow)]
 )
 def test_stopping_often_changes_nothing(tmp_path, cycles, steps):
     reference = make_long_run(tmp_path / "reference", steps)

@@ -285,6 +285,7 @@ def export_sharded(config: Config) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_exported_whole(tmp_path, folder):
     config = config_of(tmp_path, folder, task="causal_lm")
     config.folder.mkdir()
@@ -370,12 +371,21 @@ def test_tables_of_several_kinds_are_read(tmp_path, folder):
 def test_files_are_held_out_by_their_names(tmp_path, folder, name):
     write_data(tmp_path / "testimony.jsonl")
     write_data(tmp_path / f"{name}.jsonl", copies=1)
+    _, files = recipe_of(folder, data_path=str(tmp_path))._files()
+    part = "test" if name == "Test" else "validation"
+    assert files == {
+        "train": [str(tmp_path / "testimony.jsonl")],
+        part: [str(tmp_path / f"{name}.jsonl")],
+    }
+
+
+def test_test_files_are_taken_for_validation_where_there_are_none_for_it(tmp_path, folder):
+    write_data(tmp_path / "train.jsonl", copies=3)
     recipe = recipe_of(folder, data_path=str(tmp_path))
-    train_set, sets = recipe.build_datasets(recipe.prepare_data())
-    assert (len(train_set), len(sets["validation"])) == (48, 8)
-    write_data(tmp_path / "test.jsonl", copies=2)
-    _, sets = recipe.build_datasets(recipe.prepare_data())
-    assert len(sets["validation"]) == (24 if name == "Test" else 8), "test only where it is alone"
+    for name, copies in {"test": 2, "validation": 1}.items():
+        write_data(tmp_path / f"{name}.jsonl", copies=copies)
+        train_set, sets = recipe.build_datasets(recipe.prepare_data())
+        assert (len(train_set), len(sets["validation"])) == (24, 8 * copies)
 
 
 def test_a_test_set_without_labels_is_passed_over(tmp_path, folder):

@@ -134,6 +134,7 @@ def test_the_dependencies_at_its_head_are_those_of_the_extra():
     assert set(extra) <= set(head["dependencies"])
 
 
+@pytest.mark.slow
 def test_a_small_run_resumes_and_its_export_predicts(tmp_path):
     """2 processes, workers, augmentation; resumed once; a PNG in, a class out."""
     from PIL import Image

@@ -117,6 +117,7 @@ def test_a_bad_setting_is_one_sentence_and_starts_nothing(tmp_path):
     assert alone.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     with launch(
         tmp_path, "--recipe.init_args.fault", "raise", "--recipe.init_args.fault_at", "3"
