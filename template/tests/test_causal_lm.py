@@ -298,6 +298,7 @@ def test_a_stream_of_a_hugging_face_data_set_is_whole_in_loader_workers(tmp_path
         assert len(there) >= min(map(len, here))
 
 
+@pytest.mark.slow
 def test_a_streamed_text_gives_one_curve_for_one_process_and_two_and_when_resumed(tmp_path):
     write(tmp_path / "texts", 60)
     config = config_of(

@@ -139,6 +139,7 @@ def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, backg
             assert_close(result, reference)
 
 
+@pytest.mark.slow
 def test_of_replicated_shards_one_copy_is_written(tmp_path):
     """As with HSDP: shards inside a node, copies across nodes."""
     one, four = make_config(tmp_path / "one"), make_config(tmp_path / "four")
