@@ -240,9 +240,8 @@ def make_long_run(folder: Path, steps: int) -> Config:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(2, 30), pytest.param(20, 120, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "steps"), [(20, 120)])
 def test_killed_at_any_instant_the_same_command_ends_with_the_same_weights(tmp_path, kills, steps):
     reference = make_long_run(tmp_path / "reference", steps)
     config = make_long_run(tmp_path / "killed", steps)

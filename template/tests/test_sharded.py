@@ -119,7 +119,8 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         )
 
 
-@pytest.mark.parametrize("background", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
 def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, background):
     config = make_config(tmp_path, checkpoints__background=background)
     # one process, nothing sharded: the reference
