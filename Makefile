@@ -10,7 +10,7 @@ help: ## Show this list
 train: .venv/installed ## Generate a project with the default answers and train it on 2 processes
 	cd $(PROJECT) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train
 
-test: .venv/installed ## The tests: under 5 minutes, no root
+test: .venv/installed ## The tests: about 5 minutes, no root
 	cd template && $(BIN)/pytest -q -m "not slow and not gpu"
 	$(BIN)/pytest -q -m "not slow and not root"
 
