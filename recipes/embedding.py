@@ -37,6 +37,8 @@ from torchmetrics import Metric
 
 Bag = tuple[Tensor, Tensor]
 
+TIE = 1e-6  # of scores between -1 and 1; the rounding of float32 embeddings stays below it
+
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
@@ -170,7 +172,7 @@ def _rank() -> int:
 
 
 class RecallAtK(Metric):
-    """The part of the queries whose own document is among the k nearest of the whole set; exact."""
+    """The fraction of queries whose own document is among the k nearest of the whole set; exact."""
 
     full_state_update = False
 
@@ -188,17 +190,24 @@ class RecallAtK(Metric):
         self.documents.append(documents)
 
     def compute(self) -> Tensor:
-        """Compare every query with every document, some queries at a time."""
-        queries, documents = torch.cat(list(self.queries)), torch.cat(list(self.documents))
-        found, start = torch.zeros((), device=queries.device), 0
+        """Compare every query with every document, some queries at a time.
+
+        Documents whose scores are within TIE of that of the query's own share the places they
+        take: rounding, which differs with the batch and the CPU, decides nothing.
+        """
+        # float64: also where float32 products use TF32
+        queries, documents = (
+            torch.cat(list(side)).double() for side in (self.queries, self.documents)
+        )
+        found, start = queries.new_zeros(()), 0
         for part in queries.split(1024):
-            near = part @ documents.T
-            places = torch.arange(start, start + len(part), device=near.device)
-            own = near.gather(1, places[:, None])
-            # of equals the first comes first: where all are the same, nothing is found
-            earlier = torch.arange(len(documents), device=near.device) < places[:, None]
-            before = ((near > own) | ((near == own) & earlier)).sum(1)
-            found += ((before < self.k) & own[:, 0].isfinite()).sum()
+            scores = part @ documents.T
+            index = torch.arange(start, start + len(part), device=scores.device)
+            own = scores.gather(1, index[:, None])
+            better = (scores > own + TIE).sum(1)
+            equal = ((scores - own).abs() <= TIE).sum(1).clamp(min=1)
+            credit = ((self.k - better) / equal.double()).clamp(0, 1)
+            found += (credit * own[:, 0].isfinite()).sum()
             start += len(part)
         return found / len(queries)
 

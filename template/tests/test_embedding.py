@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import random
+from itertools import combinations
 
 import pytest
 import torch
@@ -22,14 +24,20 @@ from my_project.recipes.embedding import (
 
 WORDS = (
     "apple", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island",
-    "jungle", "kettle", "ladder",
+    "jungle", "kettle", "ladder", "meadow",
 )  # fmt: skip
 
 
 def write(folder, count=48, held_out=23):
-    """Write pairs: two words, and the same two the other way round with something between."""
+    """Write pairs: two words, and the same two the other way round with something between.
+
+    No two queries hold the same words: their bags, and so their scores, would be equal.
+    """
     folder.mkdir(exist_ok=True)
-    pairs = [(a, b) for a in WORDS for b in WORDS if a != b][: count + held_out]
+    pairs = list(combinations(WORDS, 2))
+    random.Random(0).shuffle(pairs)
+    pairs = pairs[: count + held_out]
+    assert len(pairs) == count + held_out
     rows = [{"query": f"{a} {b}", "document": f"{b} with a {a}"} for a, b in pairs]
     parts = {"train": rows[:count], "validation": rows[count:]}
     for name, part in parts.items():
@@ -80,7 +88,7 @@ def test_the_loss_is_that_of_all_pairs_at_once(tmp_path):
 
 def test_recall_is_exact(tmp_path):
     torch.manual_seed(0)
-    queries, documents = torch.randn(2, 3000, 8)
+    queries, documents = F.normalize(torch.randn(2, 3000, 8).double(), dim=-1)
     near = queries @ documents.T
     place = (near > near.diagonal()[:, None]).sum(1)
     for k in (1, 10):
@@ -88,6 +96,31 @@ def test_recall_is_exact(tmp_path):
         for part in range(0, 3000, 700):
             metric.update(queries[part : part + 700], documents[part : part + 700])
         assert metric.compute() == pytest.approx(float((place < k).float().mean()))
+
+
+def test_recall_does_not_follow_from_the_last_bit():
+    """Each document stands twice; what a CPU or a batch adds to its scores decides nothing."""
+    torch.manual_seed(0)
+    queries = F.normalize(torch.randn(80, 8), dim=-1)
+    documents = F.normalize(queries[:40] + queries[40:], dim=-1).repeat(2, 1)
+    found = set()
+    for draw in range(8):
+        order = torch.randperm(80)
+        metric = RecallAtK(k=3)
+        for part in order.split(draw + 1):
+            noise = 1e-7 * torch.randn(len(part), 8)
+            metric.update(queries[part], documents[part] + noise)
+        found.add(round(float(metric.compute()), 9))
+    assert len(found) == 1
+
+
+def test_documents_with_equal_scores_share_the_places():
+    metric = RecallAtK(k=1)
+    metric.update(
+        torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]),
+        torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]),
+    )
+    assert float(metric.compute()) == pytest.approx((0.5 + 0 + 1) / 3)
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])
