@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from runs import change, make_config
 
@@ -119,12 +118,3 @@ def test_default_workers_leave_a_cpu_for_training(monkeypatch):
     config = change(make_config(None).batches, workers=None)  # type: ignore[arg-type]
     loader = make_loader(config, Fetch(Drawing(), None, 0, True), torch.device("cpu"))
     assert loader.num_workers <= 3
-
-
-def test_a_data_set_without_length_is_refused():
-    from my_project.batches import total_steps
-    from my_project.config import ConfigError
-
-    config = make_config(None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="has no length"):
-        total_steps(config, iter([]), split(config.batches, 1))

@@ -15,9 +15,9 @@ from world import run_world
 from my_project import predict
 from my_project.batches import LaneReader
 from my_project.config import Config, ConfigError, parse
+from my_project.contract import prepare_data
 from my_project.recipes import causal_lm
 from my_project.recipes.causal_lm import CausalLM
-from my_project.run import prepare_data
 
 SMALL = {"block_tokens": 16, "width": 32, "depth": 2, "heads": 2}
 

@@ -51,6 +51,19 @@ def test_the_resolved_config_reads_back_the_same(config_file, tmp_path):
     assert again.run_name == "my_experiment"
 
 
+def test_an_optimizer_may_be_named_without_a_learning_rate(config_file):
+    """jsonargparse takes a mapping of class_path and init_args alone for a subclass."""
+    text = config_file.read_text()
+    optim = "optim: {class_path: torch.optim.SGD, init_args: {momentum: 0.9}}\n"
+    config_file.write_text("".join(x for x in text.splitlines(True) if "optim" not in x) + optim)
+    config = parse(["--optim.lr", "2", "--config", str(config_file)])
+    assert config.optim.class_path == "torch.optim.SGD"
+    assert config.optim.init_args == {"momentum": 0.9}
+    assert config.optim.lr == 2
+    other = parse(["--config", str(config_file), "--optim", "{class_path: torch.optim.Adagrad}"])
+    assert other.optim.class_path == "torch.optim.Adagrad"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -61,7 +74,7 @@ def test_the_resolved_config_reads_back_the_same(config_file, tmp_path):
         (["--optim.schedule", "wsd"], "optim.decay_steps is 0, but must be at least 1"),
         (["--recipe.init_args.width", "3"], "width"),
         (["--recipe.class_path", "ragged.Missing"], "Missing"),
-        (["--recipe.class_path", "ragged.Samples"], "lacks the methods prepare_data"),
+        (["--recipe.class_path", "ragged.Samples"], "it has no method prepare_data"),
         (["--epochs", "3"], "steps is 5 and epochs is 3.0: state exactly one"),
         (["--evaluation.patience", "2"], "evaluation.best_metric"),
         (["--run_name", "a/b"], "run_name 'a/b'"),

@@ -12,7 +12,8 @@ from world import run_world
 
 from my_project import runtime
 from my_project.config import Config
-from my_project.evaluate import evaluate, note_best
+from my_project.evaluate import evaluate
+from my_project.state import note_best
 
 
 def evaluate_sizes(configs: list[Config]) -> list[dict[str, float]]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from world import run_world
 
-from my_project.config import Config, OptimConfig
+from my_project.config import Config, ConfigError, OptimConfig
 from my_project.optim import build_optimizer, learning_rate
 
 
@@ -61,6 +61,111 @@ def test_weight_decay_spares_biases_and_norms_and_groups_keep_their_lr_scale():
     optimizer = build_optimizer(OptimConfig(), Scaled(), model)
     set_learning_rate(optimizer, 2.0)
     assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+class Grouped(Ragged):
+    def parameter_groups(self, model):
+        return self.groups(model)  # type: ignore[attr-defined]
+
+    def __init__(self, groups):
+        object.__setattr__(self, "groups", groups)
+
+
+GROUPS = {
+    "an iterator": lambda m: [{"params": m.parameters()}],
+    "named": lambda m: [{"params": m.named_parameters()}],
+    "an iterator of groups": lambda m: ({"params": p} for p in m.parameters()),
+    "no groups": lambda m: m.parameters(),
+    "named, no groups": lambda m: m.named_parameters(),
+    "a group that is empty": lambda m: [{"params": []}, {"params": m.parameters()}],
+}
+
+
+@pytest.mark.parametrize("form", GROUPS)
+def test_every_form_of_groups_that_torch_takes_trains(form):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = build_optimizer(OptimConfig(weight_decay=0.2), Grouped(GROUPS[form]), model)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert len(held) == 4
+    assert optimizer.defaults["fused"] is True
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2}
+    before = [p.detach().clone() for p in held]
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(held, before, strict=True))
+
+
+WRONG_GROUPS = {
+    "leaves out 1.weight, 1.bias": lambda m: [{"params": m[0].parameters()}],
+    "holds more than once 0.bias": lambda m: [
+        {"params": m.parameters()}, {"params": [m[0].bias], "lr_scale": 2.0},
+    ],
+    "holds more than once 1.bias": lambda m: [{"params": [*m.parameters(), m[1].bias]}],
+    "the model does not have, a parameter of shape (7,)": lambda m: [
+        {"params": m.parameters()}, {"params": nn.Parameter(torch.zeros(7))},
+    ],
+    "states lr_scal, which AdamW does not take": lambda m: [
+        {"params": m.parameters(), "lr_scal": 0.1}
+    ],
+    "states lr, which AdamW does not take": lambda m: [{"params": m.parameters(), "lr": 0.1}],
+    "must return a list of dicts with params": lambda m: {"params": m.parameters()},
+    "must return a list of dicts": lambda m: [{"parameters": m.parameters()}],
+    "return a list of dicts": lambda m: [{"params": set(m.parameters())}],
+    "a list of dicts with params": lambda m: [m],
+    "a list of dicts with params, as": lambda m: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", WRONG_GROUPS)
+def test_groups_that_would_train_something_else_are_refused(sentence):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    with pytest.raises(ConfigError) as refusal:
+        build_optimizer(OptimConfig(), Grouped(WRONG_GROUPS[sentence]), model)
+    assert sentence in str(refusal.value)
+
+
+def test_frozen_parameters_may_be_in_a_group_or_not():
+    for form in (lambda m: m.parameters(), lambda m: m[1].parameters()):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        model[0].requires_grad_(False)
+        build_optimizer(OptimConfig(), Grouped(form), model)
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        build_optimizer(OptimConfig(), Ragged(), model)
+
+
+def prepare_another(config: Config) -> int:
+    """Train with an optimizer that loses a parameter while accelerate prepares it."""
+    from accelerate import Accelerator
+
+    prepare = Accelerator.prepare
+
+    def lossy(self, model, optimizer):
+        optimizer.param_groups[0]["params"].pop()
+        return prepare(self, model, optimizer)
+
+    Accelerator.prepare = lossy  # type: ignore[method-assign]
+    try:
+        return train(config)
+    finally:
+        Accelerator.prepare = prepare  # type: ignore[method-assign]
+
+
+def test_a_parameter_that_prepare_loses_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"the optimizer leaves out 3\.weight: put every"):
+        prepare_another(make_config(tmp_path))
+
+
+def test_a_run_in_which_every_step_was_skipped_is_not_finished(tmp_path):
+    recipe = Ragged(empty_at=tuple(range(4)))
+    config = make_config(tmp_path, recipe, steps=4)
+    for _ in range(2):  # the same command cannot finish it either
+        with pytest.raises(RuntimeError, match=r"all 4 steps were skipped, .* those of the start"):
+            train(config)
+        assert status(config)["outcome"] == "failed"
+        assert not (config.folder / "export").exists()
+    assert train(change(config, steps=6)) == 0
 
 
 @pytest.mark.parametrize("reason", ["explode_at", "empty_at"])

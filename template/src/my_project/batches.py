@@ -10,16 +10,20 @@ the micro-batch, so what is drawn depends neither on the process nor on where a 
 """
 
 import hashlib
+import io
 import math
 import os
+import pickle
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from .config import BatchesConfig, Config, ConfigError
 from .faults import heed_only_the_parent
 from .recipe import optional
+
+# options of a DataLoader that it refuses, or that mean nothing, without workers
+OF_WORKERS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +75,22 @@ def is_stream(data: Any) -> bool:
     return hasattr(data, "lanes") and callable(getattr(data, "lane", None))
 
 
+def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
+    """Count the samples of each dataset, or the lanes of a stream."""
+    is_lanes = is_stream(train_set)
+    of_train = {"the lanes of the stream": train_set.lanes} if is_lanes else {
+        "the training set": len(train_set)
+    }  # fmt: skip
+    return of_train | {
+        f"validation set {name}": len(data) for name, data in validation_sets.items()
+    }
+
+
 def total_steps(config: Config, train_set: Any, split: Split) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
     size = config.batches.global_batch_size
     if is_stream(train_set):
         return _total_steps_of_stream(config, train_set.lanes, split)
-    if not hasattr(train_set, "__len__"):
-        raise ConfigError(
-            f"the training set {type(train_set).__name__} has no length; a recipe's build_datasets"
-            " must return map-style data sets (len(data) and data[index]), or for training a stream"
-            " (lanes and lane(i, epoch, start))."
-        )
     steps_per_epoch = len(train_set) // size
     if steps_per_epoch == 0:
         raise ConfigError(
@@ -156,8 +168,16 @@ class Fetch:
     def __init__(self, data: Any, collate: Callable | None, seed: int, seed_samples: bool) -> None:
         self.data, self.seed, self.seed_samples = data, seed, seed_samples
         self.collate = collate or default_collate
+        self.is_first = True
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
+        batch = self._fetch(keys)
+        if self.is_first:
+            check_sendable(batch)
+            self.is_first = False
+        return batch
+
+    def _fetch(self, keys: Sequence[tuple[int, int]]) -> Any:
         if not self.seed_samples:
             indices = [index for _, index in keys]
             if hasattr(self.data, "__getitems__"):
@@ -219,12 +239,16 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
     workers = config.workers
     if workers is None:
         workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
+    chosen = config.loader
+    if how.pop("in_this_process", False):
+        workers = 0
+        chosen = {name: value for name, value in chosen.items() if name not in OF_WORKERS}
     workers = min(workers, how.pop("most_workers", workers))
     options: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": workers > 0,
     }
-    options |= config.loader
+    options |= chosen
     options["worker_init_fn"] = partial(_start_worker, config.loader.get("worker_init_fn"))
     try:
         return DataLoader(
@@ -238,10 +262,58 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 
+class _Trial(ForkingPickler):
+    """Pickle as the queue of a loader worker does, but for the contents of tensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Put a number in the place of a tensor that can be sent."""
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.requires_grad and not value.is_leaf:
+            raise TypeError("a tensor that is part of a graph; detach() it")
+        return int, (0,)
+
+
+def check_sendable(batch: Any) -> None:
+    """Refuse, in a loader worker, what cannot be sent from it: its queue would drop it, silently.
+
+    The training process would wait for it until the watch ends the run.
+    """
+    if get_worker_info() is None:
+        return
+    try:
+        _Trial(io.BytesIO()).dump(batch)
+    except Exception as error:  # what pickle raises has many types
+        raise ConfigError(
+            f"a loader worker cannot send what the dataset or collate returned: {error}; return"
+            " tensors, numbers, strings, or lists and dictionaries of these, or set batches.workers"
+            " to 0."
+        ) from error
+
+
+def started(batches: Iterable[Any]) -> Iterator[Any]:
+    """Begin to iterate: a DataLoader starts its workers, which may need the data sent to them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Got pickle error")  # said below
+            return iter(batches)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if "pickle" not in str(error):
+            raise
+        raise ConfigError(
+            f"the dataset or collate cannot be sent to a loader worker: {error}; define its"
+            " functions and classes at the top level of a module, or set batches.workers to 0."
+        ) from error
+
+
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Move each micro-batch to the device, without waiting for the copy."""
-    for batch in batches:
-        yield batch if device.type == "cpu" else send_to_device(batch, device, non_blocking=True)
+    try:
+        for batch in started(batches):
+            is_there = device.type == "cpu"
+            yield batch if is_there else send_to_device(batch, device, non_blocking=True)
+    except ConfigError as error:  # of a loader worker, which puts its traceback before it
+        raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from error
 
 
 class Indexed:
@@ -306,6 +378,8 @@ class LaneReader(IterableDataset):
                 if any(len(samples) < self.per_step for samples in part.values()):
                     yield None
                     return
+                if position == self.start:
+                    check_sendable(part)
                 yield part
             position += self.per_step
 
@@ -392,7 +466,7 @@ class Stream:
             self.config.batches, reader, self.device, batch_size=None, most_workers=lanes,
             pin_memory=False, persistent_workers=False,
         )  # fmt: skip
-        self.readers, self.parts = max(1, loader.num_workers), iter(loader)
+        self.readers, self.parts = max(1, loader.num_workers), started(loader)
         self.ahead.clear()
         self.opened_at, self.has_more, self.epoch_end = step, True, None
         self._read_ahead(step, 2)

@@ -5,7 +5,7 @@
       optimizer.safetensors    "<parameter>/<slot>", so any number of processes reads them
       average.safetensors      with optim.ema_decay
       state.json               the step, the optimizer's numbers, the best value, the fp16 scale
-      manifest.json            size and SHA-256 of each file; written last
+      manifest.json            size and SHA-256 of each file, written last; evaluation results
 
     python -m my_project.checkpoint <run>/checkpoints/step_00000100 weights.safetensors
 
@@ -25,6 +25,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from .files import (
     damage,
     fingerprint,
     flush_to_disk,
+    manifest_text,
     own_piece,
     read_manifest,
     replace_folder,
@@ -53,6 +55,7 @@ from .files import (
 from .optim import Average
 from .recipe import optional
 from .run import Run, unused_name, write_atomically
+from .state import EVALUATION
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +138,29 @@ class Checkpoints:
             }
         )
         writers = len(self.run.hosts) if sharded else 1
-        self._thread = threading.Thread(
-            target=self._write, args=(state, pieces, text, writers), name="checkpoint"
-        )
+        self._start(self._write, state, pieces, text, writers)
+
+    def add_evaluation(self, state: dict[str, Any]) -> None:
+        """Add the results of an evaluation to the checkpoint of its step, if there is one.
+
+        The state is saved before it is evaluated, so that nothing is lost there. The results go
+        into the manifest, which is replaced in one instant; no tensor is written again.
+        """
+        if self.is_main:
+            self._start(self._add_evaluation, {key: state[key] for key in EVALUATION})
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Work in a thread, after the one before it, and wait for it unless it may lag behind."""
+        before = self._thread
+
+        def work() -> None:
+            if before:
+                before.join()
+            function(*arguments)
+
+        self._thread = threading.Thread(target=work, name="checkpoint")
         self._thread.start()
-        if not background:
+        if not self.config.checkpoints.background:
             self.wait()
 
     def wait(self) -> None:
@@ -160,6 +181,7 @@ class Checkpoints:
         """Restore weights, optimizer, fp16 scale and average in place; return the other state."""
         try:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            state |= read_manifest(folder).get("evaluation", {})
             saved, scale = state.pop("optimizer"), state.pop("scaler")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder}/state.json is damaged: {error!r}.") from error
@@ -271,8 +293,8 @@ class Checkpoints:
                 return
             files |= self._files_of_others(temporary, writers)
             content = {"format": FORMAT, "step": state["step"], "files": files}
-            if state.get("evaluated_step") == state["step"]:
-                content["results"] = state["results"]
+            if state["evaluated_step"] == state["step"]:
+                content["evaluation"] = {key: state[key] for key in EVALUATION}
             complete(temporary, folder, content)
             self._rotate()
         except Exception as error:
@@ -286,6 +308,25 @@ class Checkpoints:
             logger.error(
                 "%s could not be saved: %s. The checkpoints before it are as they were; the next"
                 " save tries again.", folder, error,
+            )  # fmt: skip
+
+    def _add_evaluation(self, evaluation: dict[str, Any]) -> None:
+        """Write the manifest again, with these results."""
+        folder = self.folder / f"step_{evaluation['evaluated_step']:08d}"
+        try:
+            content = read_manifest(folder)
+        except ValueError:  # none was saved at this step
+            return
+        try:
+            write_atomically(
+                folder / "manifest.json", manifest_text(content | {"evaluation": evaluation})
+            )
+            flush_to_disk(folder)
+            self._rotate()
+        except OSError as error:
+            logger.error(
+                "the results of an evaluation could not be added to %s: %s. A start from there"
+                " evaluates again.", folder, error,
             )  # fmt: skip
 
     def _files_of_others(self, temporary: Path, writers: int) -> dict[str, Any]:
@@ -338,7 +379,7 @@ def best_of(folders: list[Path], config: Config) -> Path | None:
     values = {}
     for folder in folders:
         try:
-            results = read_manifest(folder).get("results", {})
+            results = read_manifest(folder).get("evaluation", {}).get("results", {})
         except ValueError:
             continue
         value = results.get(config.evaluation.best_metric, math.nan)
@@ -354,7 +395,8 @@ def remove(folder: Path) -> None:
         own = read_manifest(folder)["files"].keys() | {"manifest.json"}
     except ValueError:
         return
-    if {path.name for path in folder.iterdir()} <= own:
+    names = {path.name for path in folder.iterdir()}
+    if all(name in own or name.startswith(".manifest.json.") for name in names):
         removed = folder.with_name(f".{folder.name}.removed")  # so that a kill leaves no half
         os.replace(folder, removed)
         shutil.rmtree(removed, ignore_errors=True)
@@ -423,9 +465,22 @@ def _newest_good(run: Run) -> Path | None:
 
 
 # ---- weights for use -----------------------------------------------------------------------------
+def check(folder: Path) -> None:
+    """Refuse a checkpoint that is damaged."""
+    if problem := damage(folder):
+        raise ConfigError(f"{folder} cannot be used: {problem}.")
+
+
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load an export's or a checkpoint's weights into the plain module; every key must fit."""
+    """Load a checkpoint's weights into the plain module, the averaged ones where it has them.
+
+    Every key must fit.
+    """
     Tensors(folder, "model").fill(model.state_dict())
+    if any(folder.glob("average.*")):
+        averages = Tensors(folder, "average")
+        named = model.named_parameters()
+        averages.fill({name: p.detach() for name, p in named if name in averages.shapes})
 
 
 def export(
@@ -463,8 +518,7 @@ def export_best(run: Run, data_info: dict[str, Any], model: nn.Module, is_main: 
 def merge(arguments: argparse.Namespace) -> int:
     """Write the weights of a checkpoint, sharded or not, into one safetensors file."""
     folder, path = Path(arguments.folder), Path(arguments.file)
-    if problem := damage(folder):
-        raise ConfigError(f"{folder} cannot be used: {problem}.")
+    check(folder)
     if path.exists() or not path.parent.is_dir():
         problem = "exists" if path.exists() else "lies in a folder that does not exist"
         raise ConfigError(f"{path} {problem}; give the name of a new file.")

@@ -12,10 +12,11 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from .recipe import Recipe, missing_methods
+from .recipe import Recipe, problems_of
 
 
 class ConfigError(ValueError):
@@ -83,6 +84,9 @@ class EvaluationConfig:
     """Steps between evaluations; null: at the end only."""
     batch_size: int = free(0)
     """Samples per forward and process; 0: the micro-batch."""
+    sanity_check: bool = free(True)
+    """Before the first step of a new run, evaluate one micro-batch of each validation set and throw
+    the results away, so that a mistake in the metrics ends the run before it has trained."""
     best_metric: str | None = free(None)
     """Such as validation/accuracy: the best weights by it are exported to best/."""
     best_mode: Literal["max", "min"] = free("max")
@@ -264,20 +268,48 @@ def to_dict(config: Any) -> dict[str, Any]:
             kind = type(value)
             class_path = f"{kind.__module__}.{kind.__qualname__}"
             plain[f.name] = {"class_path": class_path, "init_args": to_dict(value)}
-        elif dataclasses.is_dataclass(value):
-            plain[f.name] = to_dict(value)
-        elif isinstance(value, tuple):
-            plain[f.name] = list(value)
-        else:
-            plain[f.name] = os.fspath(value) if isinstance(value, Path) else value
+        elif f.init:  # what follows from other fields is not a setting
+            plain[f.name] = _plain(value)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Turn a value into what YAML has, in the form that `parse` reads back."""
+    match value:
+        case Enum():
+            plain: Any = value.name
+        case Path():
+            plain = os.fspath(value)
+        case dict():
+            plain = {_plain(key): _plain(part) for key, part in value.items()}
+        case set() | frozenset():
+            plain = sorted(map(_plain, value), key=repr)  # the same on every process
+        case list() | tuple():
+            plain = [_plain(part) for part in value]
+        case _:
+            plain = to_dict(value) if dataclasses.is_dataclass(value) else value
     return plain
 
 
 def to_yaml(config: Config) -> str:
-    """Write a config as YAML that `parse` reads back."""
+    """Write a config as YAML that `parse` reads back.
+
+    Raises:
+        ConfigError: a setting is of a type that YAML does not have.
+    """
     import yaml
 
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    plain = to_dict(config)
+    try:
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    except yaml.representer.RepresenterError as error:
+        kind = type(config.recipe)
+        value = error.args[-1]
+        raise ConfigError(
+            f"a setting of {kind.__module__}.{kind.__qualname__} cannot be written to config.yaml:"
+            f" {value!r} is a {type(value).__name__}; use numbers, strings, enums, paths, lists,"
+            " dictionaries or dataclasses of these."
+        ) from error
 
 
 def curve(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -285,12 +317,12 @@ def curve(config: Any, prefix: str = "") -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if not f.metadata.get("changes_curve", True):
+        if not f.init or not f.metadata.get("changes_curve", True):
             continue
         if dataclasses.is_dataclass(value):
             settings |= curve(value, f"{prefix}{f.name}.")
         else:
-            settings[prefix + f.name] = list(value) if isinstance(value, tuple) else value
+            settings[prefix + f.name] = _plain(value)
         if f.name == "recipe":
             settings["recipe"] = type(value).__qualname__
     return settings
@@ -303,6 +335,9 @@ def _parser(description: str, prog: str | None):
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="A YAML file; configs/ holds examples.")
     parser.add_class_arguments(Config)
+    for action in parser._actions:
+        if action.dest == "optim":  # its class_path is the optimizer's, not one of OptimConfig
+            setattr(action, "basetype", None)  # noqa: B010 - an attribute of jsonargparse's own
     return parser
 
 
@@ -328,8 +363,8 @@ def parse(arguments: list[str], description: str = "", prog: str | None = None) 
         message = " ".join(str(error).split())
         if "does not implement protocol" in message:
             class_path = message.split("Import path ")[-1].split(" ")[0]
-            missing = ", ".join(missing_methods(class_path))
-            message = f"recipe {class_path} lacks the methods {missing} (recipe.py lists them)."
+            found = "; ".join(problems_of(class_path)) or message
+            message = f"recipe {class_path}: {found} (recipe.py describes all methods)."
         elif "required" in message and "--config" not in " ".join(arguments):
             message += "; give a config file: --config configs/<name>.yaml"
         raise ConfigError(message.removeprefix("Parser key ")) from error

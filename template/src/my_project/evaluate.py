@@ -1,4 +1,4 @@
-"""Exact metrics for any data set size and number of processes; also a command.
+"""Exact metrics for any dataset size and number of processes; also a command.
 
 python -m my_project.evaluate runs/image_classification
 python -m my_project.evaluate runs/image_classification/checkpoints/step_00000100
@@ -11,6 +11,8 @@ import dataclasses
 import json
 import logging
 import math
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +22,66 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import checkpoint, runtime
-from .batches import Fetch, make_loader, on_device
+from . import checkpoint, contract, runtime
+from .batches import Fetch, generators_kept, make_loader, on_device
 from .config import Config, ConfigError, TelemetryConfig, parse
 from .predict import load_model
 from .recipe import optional
-from .run import build_model, prepare_data
+from .run import finite
+from .telemetry import print_table, shown
 
 logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, config: Config, call: Any, data_sets: dict[str, Any]
+    accelerator: Accelerator,
+    config: Config,
+    call: Any,
+    data_sets: dict[str, Any],
+    *,
+    is_sanity_check: bool = False,
 ) -> dict[str, float]:
-    """Evaluate every named data set; each sample counts once.
+    """Evaluate every named dataset; each sample counts once.
 
     Args:
         accelerator: of this process.
         config: of the run.
         call: the prepared model, called with a function of the plain model (runtime.Call).
         data_sets: map-style, by name.
+        is_sanity_check: take one micro-batch of each, without loader workers.
 
     Returns:
-        The value of each metric, "<data set>/<metric>", the same on every process.
+        The value of each metric, "<dataset>/<metric>", the same on every process.
     """
     call.eval()
     forget_gathered(call)
     runtime.share_buffers(accelerator, call)
     results: dict[str, float] = {}
     for name, data in data_sets.items():
-        for metric, value in _evaluate_one(accelerator, config, call, data).items():
-            results[f"{name}/{metric}"] = value
+        values = _evaluate_one(accelerator, config, call, data, is_sanity_check)
+        results |= {f"{name}/{metric}": value for metric, value in values.items()}
     if sample := optional(config.recipe, "sample"):
         text = call(sample)  # on every process: each holds only a part of a sharded model
-        if accelerator.is_main_process:
+        if accelerator.is_main_process and not is_sanity_check:
             logger.info("sample: %s", text)
     forget_gathered(call)
     call.train()
     return results
+
+
+def sanity_check(
+    accelerator: Accelerator, config: Config, call: Any, data_sets: dict[str, Any]
+) -> None:
+    """Run one micro-batch of each dataset through the evaluation, before the first step.
+
+    So a mistake in a metric ends the run before it has trained. The results are thrown away, the
+    random state is restored: the run is the same as without.
+    """
+    gpus = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with generators_kept(), torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
+        evaluate(accelerator, config, call, data_sets, is_sanity_check=True)
 
 
 def forget_gathered(call: nn.Module) -> None:
@@ -69,35 +92,44 @@ def forget_gathered(call: nn.Module) -> None:
 
 
 def _evaluate_one(
-    accelerator: Accelerator, config: Config, call: Any, data: Any
+    accelerator: Accelerator, config: Config, call: Any, data: Any, is_sanity_check: bool
 ) -> dict[str, float]:
     recipe, processes = config.recipe, accelerator.num_processes
-    if len(data) == 0:
-        raise ConfigError("a validation set is empty; return only sets that hold samples.")
     own = range(accelerator.process_index, len(data), processes)
     batches = config.batches
     size = config.evaluation.batch_size or batches.micro_batch_size
     size = size or max(1, batches.global_batch_size // processes)
     index_lists = [[("evaluation", i) for i in own[k : k + size]] for k in range(0, len(own), size)]
+    forwards = math.ceil(math.ceil(len(data) / processes) / size)
+    if is_sanity_check:
+        index_lists, forwards = index_lists[:1], 1
     counted = len(index_lists)
     # Every process makes the same number of forwards, else sharded models wait for ever: the ones
     # too many go to metrics that are thrown away.
-    for _ in range(counted, math.ceil(math.ceil(len(data) / processes) / size)):
-        index_lists.append([("evaluation", 0)])
+    index_lists += [[("evaluation", 0)]] * (forwards - counted)
     fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
-    loader = make_loader(config.batches, fetch, accelerator.device, batch_sampler=index_lists)
+    loader = make_loader(
+        config.batches, fetch, accelerator.device, batch_sampler=index_lists,
+        in_this_process=is_sanity_check,
+    )  # fmt: skip
 
-    build_metrics = optional(recipe, "build_metrics") or _loss_metric
     update = optional(recipe, "update_metrics") or recipe_loss(config)
-    metrics, thrown_away = (_on(build_metrics(), accelerator.device) for _ in range(2))
+    metrics, thrown_away = (
+        _on(contract.build_metrics(recipe), accelerator.device) for _ in range(2)
+    )
     for k, batch in enumerate(on_device(loader, accelerator.device)):
         call(update, batch, metrics if k < counted else thrown_away)
     merge(accelerator, metrics)
     values: dict[str, float] = {}
     for name, metric in metrics.items():
-        value = metric.compute()
-        for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-            values[f"{name}/{key}" if key else name] = float(part)
+        try:
+            value = metric.compute()
+        except (ValueError, RuntimeError) as error:
+            if not is_sanity_check:
+                raise
+            logger.warning("metric %s cannot be computed of one micro-batch: %s", name, error)
+            continue
+        values |= contract.scalars(recipe, name, value)
     return values
 
 
@@ -105,18 +137,13 @@ def _on(metrics: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: metric.to(device) for name, metric in metrics.items()}
 
 
-def _loss_metric() -> dict[str, Any]:
-    """Build the metric of a recipe that has none: the sum of losses over the sum of weights."""
-    from torchmetrics import MeanMetric
-
-    return {"loss": MeanMetric()}
-
-
 def recipe_loss(config: Config) -> Any:
     """Make an update_metrics out of a recipe's loss."""
 
     def update(model: nn.Module, batch: Any, metrics: dict[str, Any]) -> None:
-        total, weight = config.recipe.loss(model, batch, 0)
+        returned = config.recipe.loss(model, batch, 0)
+        contract.check_loss(config.recipe, returned, with_gradient=False)
+        total, weight = returned
         if weight > 0:
             metrics["loss"].update(total / weight, weight)
 
@@ -171,47 +198,6 @@ def _to_cpu(state: Tensor | list[Tensor]) -> Any:
     return [torch.atleast_1d(tensor.detach().cpu()) for tensor in state]
 
 
-def check_best_metric(config: Config, data_sets: dict[str, Any]) -> None:
-    """Refuse a best_metric that no evaluation will give."""
-    wanted = config.evaluation.best_metric
-    if wanted is None:
-        return
-    metrics = optional(config.recipe, "build_metrics")
-    names = [
-        f"{data}/{metric}" for data in data_sets for metric in (metrics() if metrics else ["loss"])
-    ]
-    if not any(wanted == name or wanted.startswith(f"{name}/") for name in names):
-        raise ConfigError(
-            f"evaluation.best_metric {wanted} is none of {', '.join(names) or 'no metrics at all'}."
-        )
-
-
-def note_best(config: Config, state: dict[str, Any], results: dict[str, float]) -> bool:
-    """Tell whether these results are the best so far, and count those that were not."""
-    state["results"], state["evaluated_step"] = results, state["step"]
-    name = config.evaluation.best_metric
-    if name is None:
-        return False
-    sign = 1 if config.evaluation.best_mode == "max" else -1
-    value = results[name]
-    better = not math.isnan(value) and (
-        state["best"] is None or sign * value > sign * state["best"]
-    )
-    state["best"] = value if better else state["best"]
-    state["evaluations_since_best"] = 0 if better else state["evaluations_since_best"] + 1
-    return better
-
-
-def end_of(config: Config, state: dict[str, Any], total_steps: int) -> str:
-    """Say why the run is at its end, or nothing."""
-    if state["step"] >= total_steps:
-        return "all steps done"
-    patience = config.evaluation.patience
-    if patience is not None and state["evaluations_since_best"] >= patience:
-        return f"{config.evaluation.best_metric} has not got better in {patience} evaluations"
-    return ""
-
-
 def weights_folder(folder: Path) -> Path:
     """Find the weights that a path means: the export of a run, or its newest checkpoint."""
     for place in (folder, folder / "export"):
@@ -236,25 +222,37 @@ def config_beside(folder: Path) -> Config:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Evaluate and print the metrics as a table and, with --json, as JSON."""
+    """Evaluate and print the metrics as a table or, with --json, as JSON.
+
+    The weights are those that training evaluates: of a checkpoint the averaged ones, if there are.
+    """
+    if arguments.json:  # standard output is for the JSON alone
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)
     folder = weights_folder(Path(arguments.folder))
     config = dataclasses.replace(
         config_beside(folder), telemetry=TelemetryConfig(trackers=[]), stage_to=None
     )
     runtime.check_launch(config)
-    data_info, _, data_sets = prepare_data(config)
+    contract.check_recipe(config)
+    data_info, _, data_sets = contract.prepare_data(config)
     if not data_sets:
         raise ConfigError("the recipe's build_datasets returns no validation set.")
     with runtime.start(config) as accelerator:
         if is_export(folder):
             model = load_model(folder, config.recipe, data_info)
         else:
-            model = build_model(config, data_info)
+            runtime.from_main(accelerator, lambda: checkpoint.check(folder))
+            model = contract.build_model(config, data_info)
             checkpoint.load_weights(folder, model)
         call = accelerator.prepare_model(runtime.Call(model), evaluation_mode=True)
         results = evaluate(accelerator, config, call, data_sets)
         if accelerator.is_main_process:
-            print(json.dumps({"weights": str(folder)} | results, indent=1))
+            if arguments.json:
+                print(json.dumps({"weights": str(folder)} | finite(results), allow_nan=False))
+            else:
+                print_table({name: shown(value) for name, value in results.items()}, str(folder))
     return 0
 
 
@@ -263,4 +261,5 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     runtime.command(main, parser.parse_args())

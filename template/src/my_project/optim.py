@@ -3,7 +3,8 @@
 import importlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .config import ConfigError, OptimConfig
-from .recipe import Recipe, optional
+from .recipe import Recipe, optional, place_of
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -39,27 +40,104 @@ def optimizer_class(config: OptimConfig) -> Any:
 
 
 def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer by its class path, fused where the device has it."""
+    """Build the optimizer by its class path, fused where the device has it.
+
+    Raises:
+        ConfigError: the groups do not hold every trained parameter once, or the optimizer refuses
+            its arguments.
+    """
     kind = optimizer_class(config)
     groups_of = optional(recipe, "parameter_groups")
-    groups = groups_of(model) if groups_of else parameter_groups(model, config.weight_decay)
-    if not groups:
-        raise ConfigError("the model has no parameter that requires a gradient.")
-    arguments = {"lr": config.lr} | config.init_args
+    if groups_of:
+        groups = _as_groups(groups_of(model), place_of(groups_of))
+    else:
+        groups = parameter_groups(model, config.weight_decay)
+    check_parameters(groups, model)
     accepted = inspect.signature(kind).parameters
+    arguments = {"lr": config.lr} | config.init_args
+    if "weight_decay" in accepted:  # of groups that do not state their own
+        arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
         arguments["fused"] = all(
             p.is_floating_point() and p.device.type in ("cpu", "cuda")
             for group in groups
             for p in group["params"]
         )
+    stated = {key for group in groups for key in group} - {"params", "lr_scale"}
     try:
         optimizer = kind(groups, **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optim.init_args {config.init_args}: {error}.") from error
+    unknown = stated - (optimizer.defaults.keys() - {"lr"}) if optimizer.defaults else set()
+    if unknown:
+        known = sorted({"params", "lr_scale"} | (optimizer.defaults.keys() - {"lr"}))
+        raise ConfigError(
+            f"parameter_groups ({place_of(groups_of)}) states {', '.join(sorted(unknown))}, which"
+            f" {kind.__name__} does not take; a group may have {', '.join(known)} (the learning"
+            " rate is optim.lr times the group's lr_scale)."
+        )
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
     return optimizer
+
+
+def _as_groups(returned: Any, place: str) -> list[dict[str, Any]]:
+    """Make a list of every group's parameters, which torch also takes as iterators or with names.
+
+    An iterator could be read only once: who looks at the parameters would leave none.
+    """
+    refusal = ConfigError(
+        f"parameter_groups ({place}) must return a list of dicts with params, as for torch.optim."
+    )
+    if isinstance(returned, (dict, Tensor)) or not isinstance(returned, Iterable):
+        raise refusal
+    parts = list(returned)
+    if not any(isinstance(part, dict) for part in parts):
+        parts = [{"params": parts}]
+    groups = []
+    for part in parts:
+        found = part.get("params") if isinstance(part, dict) else None
+        if isinstance(found, (dict, set)) or not isinstance(found, Iterable):
+            raise refusal
+        named = [found] if isinstance(found, Tensor) else list(found)
+        parameters = [item[1] if isinstance(item, tuple) else item for item in named]
+        if not all(isinstance(parameter, Tensor) for parameter in parameters):
+            raise refusal
+        groups.append(part | {"params": parameters})
+    return [group for group in groups if group["params"]]
+
+
+def check_parameters(groups: list[dict[str, Any]], model: nn.Module) -> None:
+    """Refuse groups that do not hold every trained parameter of the model exactly once.
+
+    Raises:
+        ConfigError: names the parameters.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    held = Counter(id(p) for group in groups for p in group["params"])
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    if not trained:
+        raise ConfigError("the model has no parameter that requires a gradient.")
+    problems = {
+        "leaves out": [names[key] for key in names if key in trained and not held[key]],
+        "holds more than once": [names[key] for key in names if held[key] > 1],
+        "holds, though the model does not have,": [
+            f"a parameter of shape {tuple(p.shape)}"
+            for group in groups
+            for p in group["params"]
+            if id(p) not in names
+        ],
+    }
+    if found := [f"{what} {_some(items)}" for what, items in problems.items() if items]:
+        raise ConfigError(
+            f"the optimizer {' and '.join(found)}: put every parameter that is trained into one"
+            " group of parameter_groups, and set requires_grad to False for the others."
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:

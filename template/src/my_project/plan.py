@@ -249,7 +249,7 @@ def inspect_recipe(config: Config, precision: str, device: str = "cpu") -> Model
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from .run import prepare_data
+    from .contract import prepare_data
 
     data_info, train_set, _ = prepare_data(replace(config, stage_to=None))
     try:

@@ -7,7 +7,7 @@ imports nothing from here, so one file can be copied anywhere. The loop calls, i
         What the model must know of the data, as plain JSON (class names, vocabulary size).
         Downloads and tokenises once per cache; called under a file lock, before any process group.
     build_datasets(data_info) -> (train, {name: validation})
-        Map-style data sets: `len(data)` and `data[index]`; {} for no validation. A data set with
+        Map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset with
         `__getitems__(indices)` is asked for a whole micro-batch at once where nothing is seeded
         per sample (batches.seed_samples).
         The train set may be a stream instead: `lanes: int` and `lane(i, epoch, start, seed) ->
@@ -40,8 +40,18 @@ A recipe may also have:
 And its fields may be declared with field(metadata={...}): "changes_curve": False for one that may
 change between two starts of a run (a path); "staged": True for the path of data that `stage_to`
 copies to each node's own disk.
+
+Random numbers: the loop seeds torch's, Python's and NumPy's global generators for each sample, and
+for each micro-batch before `loss`, so that what is drawn from them is the same for any number of
+processes and after any resume. A generator of the recipe's own (torch.Generator,
+numpy.random.default_rng) is not seeded by the loop: one that is made once and drawn from again and
+again gives another curve on another number of processes. Make it where it is used, from the seed
+that `torch.initial_seed()` returns: in a dataset that of the sample (with batches.seed_samples), in
+`loss` that of the micro-batch.
 """
 
+import importlib
+import inspect
 from typing import Any, Protocol
 
 
@@ -62,17 +72,57 @@ class Recipe(Protocol):
 
 
 REQUIRED = ("prepare_data", "build_datasets", "build_model", "loss")
+PARAMETERS = {  # of every method that the loop calls
+    "prepare_data": (),
+    "build_datasets": ("data_info",),
+    "build_model": ("data_info",),
+    "loss": ("model", "batch", "step"),
+    "collate": ("samples",),
+    "parameter_groups": ("model",),
+    "build_metrics": (),
+    "update_metrics": ("model", "batch", "metrics"),
+    "sample": ("model",),
+    "per_sample": ("model",),
+    "predict": ("model", "data_info", "argument"),
+    "example_inputs": ("data_info",),
+    "export": ("model", "data_info", "folder"),
+    "load": ("data_info", "folder"),
+}
 
 
-def missing_methods(class_path: str) -> list[str]:
-    """Name the required methods that the class lacks."""
-    import importlib
+def problems(kind: type) -> list[str]:
+    """List what is wrong with a recipe's methods: required ones missing, wrong parameters."""
+    found = []
+    for name, parameters in PARAMETERS.items():
+        method = getattr(kind, name, None)
+        if method is None:
+            found += [f"it has no method {name}"] if name in REQUIRED else []
+        elif not callable(method):
+            found.append(f"{name} is not a method")
+        else:
+            bound = isinstance(inspect.getattr_static(kind, name), (classmethod, staticmethod))
+            signature = inspect.signature(method)
+            try:
+                signature.bind(*parameters, *([] if bound else ["self"]))
+            except TypeError:
+                wanted = ", ".join(parameters if bound else ("self", *parameters))
+                found.append(f"{name}{signature} ({place_of(method)}) must accept ({wanted})")
+    for one, other in (("build_metrics", "update_metrics"), ("update_metrics", "build_metrics")):
+        if getattr(kind, one, None) is not None and getattr(kind, other, None) is None:
+            found.append(f"it has {one}, which needs {other}, which it has not")
+    return found
 
+
+def problems_of(class_path: str) -> list[str]:
+    """Import a class and list what is wrong with it as a recipe."""
     module, _, name = class_path.rpartition(".")
-    kind = getattr(importlib.import_module(module), name)
-    return [method for method in REQUIRED if not callable(getattr(kind, method, None))] or [
-        "with the right arguments: " + ", ".join(REQUIRED)
-    ]
+    return problems(getattr(importlib.import_module(module), name))
+
+
+def place_of(function: Any) -> str:
+    """Return the file and line where a function is defined."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else "not written in Python"
 
 
 def optional(recipe: Recipe, method: str) -> Any:

@@ -12,9 +12,9 @@ runs/<run_name>/
 """
 
 import fcntl
-import inspect
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -22,19 +22,13 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from filelock import FileLock
-
 from .config import Config, ConfigError, curve, parse, to_yaml
-from .stage import staged
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +54,14 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())  # else a power cut can leave an empty file under the name
     os.replace(temporary, path)
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """Replace by None the numbers that JSON does not have: NaN and the infinities."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
 
 
 class Run:
@@ -98,6 +100,8 @@ class Run:
             "steps": self.total_steps,
             "reason": reason,
         }
+        if "result" in more:
+            more["result"] = finite(more["result"])
         record = {"resumed_from": self.status().get("resumed_from")} | record | more
         try:
             write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
@@ -220,56 +224,6 @@ class Run:
                 f"{self.folder} was trained with other settings: {'; '.join(differing)}. Choose"
                 " another --run_name, or --resume never, which moves that folder aside."
             )
-
-
-def prepare_data(config: Config) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    """Let the recipe prepare and open its data; one process at a time, the others find it done.
-
-    Returns:
-        data_info, the training set, and the validation sets by name.
-
-    Raises:
-        ConfigError: the data is not as the recipe says, or data_info is not plain JSON.
-    """
-    folder = Path(config.runs_folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with in_a_sentence(config), FileLock(folder / ".prepare_data.lock"):
-            data_info = json.loads(json.dumps(config.recipe.prepare_data()))
-    except TypeError as error:
-        if "JSON serializable" not in str(error):
-            raise
-        raise ConfigError(
-            f"the recipe's prepare_data() must return plain JSON: {error}."
-        ) from error
-    with in_a_sentence(config):
-        recipe = staged(config.recipe, config.stage_to) if config.stage_to else config.recipe
-        return data_info, *recipe.build_datasets(data_info)
-
-
-def build_model(config: Config, data_info: dict[str, Any]) -> Any:
-    """Let the recipe build its model, with fresh weights or known ones.
-
-    Raises:
-        ConfigError: it cannot be built as the settings say.
-    """
-    with in_a_sentence(config):
-        return config.recipe.build_model(data_info)
-
-
-@contextmanager
-def in_a_sentence(config: Config) -> Iterator[None]:
-    """Say what a user can cause (a wrong path or name) without a traceback, and where."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, FileNotFoundError, IsADirectoryError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        at = [
-            f for f in frames if f.filename == inspect.getsourcefile(type(config.recipe))
-        ] or frames
-        raise ConfigError(f"{error} ({at[-1].filename}, line {at[-1].lineno})") from error
 
 
 def unused_name(folder: Path) -> Path:

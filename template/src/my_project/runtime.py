@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from .batches import Split, seed_of
 from .config import Config, ConfigError, exit_with_sentence
 from .faults import turn_on_flight_recorder
-from .optim import optimizer_class
+from .optim import check_parameters, optimizer_class
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -225,6 +225,11 @@ def check_world(accelerator: Accelerator) -> None:
     """End at once where the processes do not see each other."""
     expected, rank = world()
     if accelerator.num_processes != expected:
+        if torch.distributed.is_initialized():
+            # A process that left at once would break the connecting of the others, who would then
+            # report that instead of the cause.
+            with suppress(RuntimeError):
+                torch.distributed.barrier()
         raise ConfigError(
             f"the launcher started {expected} processes, but process {rank} sees"
             f" {accelerator.num_processes}: something made an accelerate state before train.py did."
@@ -255,21 +260,37 @@ def from_main(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-def begin(accelerator: Accelerator, run: Run, what: dict[str, Any]) -> None:
+def begin(
+    accelerator: Accelerator, run: Run, what: dict[str, Any], lengths: dict[str, int]
+) -> None:
     """Begin the run on all processes together.
+
+    Args:
+        accelerator: of this process.
+        run: the run folder.
+        what: must be the same on all processes, by name.
+        lengths: of the datasets; the same.
 
     Raises:
         RuntimeError: processes disagree on what they train.
-        ConfigError: a node does not see the run folder of the main process.
+        ConfigError: they have other data, or a node does not see the run folder of rank 0.
     """
-    mine = (socket.gethostname(), {name: seed_of(value) for name, value in what.items()})
+    mine = (socket.gethostname(), {name: seed_of(value) for name, value in what.items()}, lengths)
     everywhere = gather_object([mine])
-    run.hosts = [host for host, _ in everywhere]
+    run.hosts = [host for host, *_ in everywhere]
     for name in what:
         of_main = everywhere[0][1][name]
-        different = [rank for rank, (_, seen) in enumerate(everywhere) if seen[name] != of_main]
+        different = [rank for rank, (_, seen, _) in enumerate(everywhere) if seen[name] != of_main]
         if different:
             raise RuntimeError(f"{name} on rank(s) {different} differs from that on rank 0")
+    for name in sorted({name for *_, seen in everywhere for name in seen}):
+        counts = [seen.get(name, 0) for *_, seen in everywhere]
+        if different := [rank for rank, count in enumerate(counts) if count != counts[0]]:
+            raise ConfigError(
+                f"{name} has length {counts[different[0]]} on rank(s) {different}"
+                f" ({run.hosts[different[0]]}) and {counts[0]} on rank 0 ({run.hosts[0]}), so each"
+                " would train in another order: give all nodes the same files."
+            )
 
     def begin_on_main() -> str:
         run.begin()
@@ -342,6 +363,7 @@ def prepare(
             "the accelerate config asks for FSDP, but accelerate has sharded no parameter; check"
             " its fsdp_config and the number of processes."
         )
+    check_parameters(optimizer.param_groups, model)
     return prepared, accelerator.unwrap_model(prepared, keep_torch_compile=False)
 
 

@@ -20,7 +20,7 @@ from .config import Config
 from .faults import Watch
 from .optim import learning_rate
 from .recipe import optional
-from .run import Run, write_atomically
+from .run import Run, finite, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Telemetry:
         if not self.is_main:
             return self
         if self.path.is_file():
-            kept = [r for r in read_records(self.run) if r["step"] <= self.state["step"]]
+            kept = [r for r in read_records(self.run) if self._is_kept(r)]
             write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self.accelerator.init_trackers(
             self.config.run_name,
@@ -119,6 +119,12 @@ class Telemetry:
                 tracker.finish()
         except OSError as error:
             logger.error("a tracker could not finish: %s", error)
+
+    def _is_kept(self, record: dict[str, Any]) -> bool:
+        """Return whether a record is not newer than the state: nor of an evaluation to come."""
+        step, is_evaluation = self.state["step"], "samples_per_second" not in record
+        to_come = is_evaluation and self.state["evaluated_step"] != step
+        return record["step"] < step or (record["step"] == step and not to_come)
 
     def timed(self, feed: Iterable[Any]) -> Iterator[Any]:
         """Pass the batches on, adding up the seconds spent waiting for them."""
@@ -169,8 +175,14 @@ class Telemetry:
             self.weight_unknown = False
         if math.isfinite(norm) and weight > 0:
             self.state["nonfinite_in_a_row"] = 0
-            self.state["interval_loss"] += loss_sum
-            self.state["interval_weight"] += weight
+            if math.isfinite(loss_sum):
+                self.state["interval_loss"] += loss_sum
+                self.state["interval_weight"] += weight
+            else:
+                logger.warning(
+                    "step %d: the loss is %s, though its gradient is finite; it is left out of the"
+                    " mean in metrics.jsonl", step, loss_sum,
+                )  # fmt: skip
         else:
             self.state["skipped_steps"] += 1
             self.state["nonfinite_in_a_row"] += 1
@@ -232,7 +244,8 @@ class Telemetry:
         """Write one record everywhere."""
         if not self.is_main or len(record) == 1:  # there may be no validation set
             return
-        self._append(json.dumps(record) + "\n")
+        record = finite(record)
+        self._append(json.dumps(record, allow_nan=False) + "\n")
         values = {name: value for name, value in record.items() if value is not None}
         try:
             self.accelerator.log(values, step=values.pop("step"))
@@ -288,18 +301,32 @@ def read_records(run: Run) -> list[dict[str, Any]]:
     return records
 
 
+def shown(value: float) -> str:
+    """Format a metric: four decimals, or none where it is large."""
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
+
+
 def print_result(run: Run) -> None:
     """Show how a finished run ended."""
+    status = run.status()
+    rows = {
+        "outcome": f"{status['outcome']} {status['reason']}".strip(),
+        "steps": f"{status['step']} of {status['steps']}",
+    }
+    for name, value in status["result"].items():
+        rows[name] = "not a number" if value is None else shown(value)
+    rows["run folder"] = str(run.folder)
+    rows["metrics"] = str(run.folder / "metrics.jsonl")
+    rows["exported weights"] = str(run.folder / "export")
+    print_table(rows)
+
+
+def print_table(rows: dict[str, str], title: str | None = None) -> None:
+    """Print names and values in two columns."""
     from rich.console import Console
     from rich.table import Table
 
-    status = run.status()
-    table = Table(show_header=False)
-    table.add_row("outcome", f"{status['outcome']} {status['reason']}".strip())
-    table.add_row("steps", f"{status['step']} of {status['steps']}")
-    for name, value in status["result"].items():
-        table.add_row(name, f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}")
-    table.add_row("run folder", str(run.folder))
-    table.add_row("metrics", str(run.folder / "metrics.jsonl"))
-    table.add_row("exported weights", str(run.folder / "export"))
+    table = Table(show_header=False, title=title, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, value)
     Console(width=None if sys.stdout.isatty() else 100).print(table)

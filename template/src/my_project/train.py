@@ -13,9 +13,10 @@ from contextlib import nullcontext
 
 import torch
 
-from . import batches, checkpoint, faults, optim, runtime, telemetry
-from .evaluate import check_best_metric, end_of, evaluate, note_best
-from .run import Run, build_model, prepare_data
+from . import batches, checkpoint, contract, faults, optim, runtime, telemetry
+from .evaluate import evaluate, sanity_check
+from .run import Run
+from .state import check_best_metric, check_trained, end_of, evaluation_is_due, note_best
 
 
 def main(config: Config) -> int:
@@ -33,7 +34,8 @@ def main(config: Config) -> int:
     processes, rank = runtime.world()
     split = batches.split(config.batches, processes)
     runtime.check_launch(config, split.accumulation)
-    data_info, train_set, validation_sets = prepare_data(config)
+    contract.check_recipe(config)
+    data_info, train_set, validation_sets = contract.prepare_data(config)
     check_best_metric(config, validation_sets)
     total_steps = batches.total_steps(config, train_set, split)
     run = Run(config, total_steps, rank)
@@ -51,9 +53,10 @@ def main(config: Config) -> int:
     ):
         # ---- model, optimizer and state, new or resumed ------------------------------------------
         is_main, device = accelerator.is_main_process, accelerator.device
-        runtime.begin(accelerator, run, {"config": config, "data_info": data_info})
+        lengths = batches.lengths(train_set, validation_sets)
+        runtime.begin(accelerator, run, {"config": config, "data_info": data_info}, lengths)
         resume_from = runtime.from_main(accelerator, lambda: checkpoint.choose(run))
-        model = runtime.place(accelerator, config, build_model(config, data_info))
+        model = runtime.place(accelerator, config, contract.build_model(config, data_info))
         optimizer = optim.build_optimizer(config.optim, recipe, model)
         call, evaluation_call = runtime.prepare(accelerator, model, optimizer)
         average = optim.Average(model, config.optim.ema_decay) if config.optim.ema_decay else None
@@ -89,14 +92,27 @@ def main(config: Config) -> int:
         )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         every_gradient = runtime.needs_every_gradient(call)
-        ended = end_of(config, state, total_steps)  # a run killed between its last save and here
         call.train()
         with (
             checkpoints,
             telemetry.Telemetry(accelerator, config, run, split, state, watch, model, feed) as log,
         ):
+
+            def evaluate_and_note() -> None:
+                with log.paused(), average_applied():
+                    results = evaluate(accelerator, config, evaluation_call, validation_sets)
+                    if note_best(config, state, results):
+                        checkpoint.export_best(run, data_info, model, is_main)
+                log.write({"step": run.step} | results)
+                checkpoints.add_evaluation(state)
+
+            if evaluation_is_due(config, state, total_steps):  # killed while it evaluated
+                evaluate_and_note()
+            elif config.evaluation.sanity_check and run.step == 0:
+                sanity_check(accelerator, config, evaluation_call, validation_sets)
+            ended = end_of(config, state, total_steps)
             samples = log.timed(feed)
-            for step in steps:
+            for step in steps if not ended else ():
                 optim.set_learning_rate(
                     optimizer, optim.learning_rate(step, total_steps, config.optim)
                 )
@@ -110,7 +126,10 @@ def main(config: Config) -> int:
                     runtime.seed_draws(config.seed, step, j * processes + rank, device)
                     is_last = j == split.accumulation - 1
                     with nullcontext() if is_last else accelerator.no_sync(call):
-                        total, weight = call(recipe.loss, batch, step)
+                        returned = call(recipe.loss, batch, step)
+                        if step == steps.start and j == 0:
+                            contract.check_loss(recipe, returned)
+                        total, weight = returned
                         sums[0].add_(total.detach())
                         sums[1].add_(weight)
                         if is_last:  # one small sum over processes, under way beside the backward
@@ -141,22 +160,23 @@ def main(config: Config) -> int:
                 state["step"] = run.step = step + 1
                 log.push(step, sums)  # the host reads the numbers of the step before
 
-                # ---- every so often: evaluate, keep the best, save -------------------------------
-                if runtime.is_due(config.evaluation.every_steps, run.step) or step == steps[-1]:
+                # ---- every so often: save, then evaluate: a failure there loses no step ---------
+                evaluation_due = evaluation_is_due(config, state, total_steps)
+                save_due = runtime.is_due(config.checkpoints.every_steps, run.step)
+                save_due |= run.step == total_steps
+                if save_due or evaluation_due or log.stop_requested:
                     log.flush()
-                    with log.paused(), average_applied():
-                        results = evaluate(accelerator, config, evaluation_call, validation_sets)
-                        if note_best(config, state, results):
-                            checkpoint.export_best(run, data_info, model, is_main)
-                    log.write({"step": run.step} | results)
-                ended = end_of(config, state, total_steps)
-                leaving = ended or log.stop_requested
-                if leaving or runtime.is_due(config.checkpoints.every_steps, run.step):
-                    log.flush()
-                    with log.paused():
-                        checkpoints.save(state)
-                if leaving or log.stop_requested:
-                    break
+                    if save_due or log.stop_requested:
+                        with log.paused():
+                            checkpoints.save(state)
+                    if evaluation_due and not log.stop_requested:  # if so, the next start does it
+                        evaluate_and_note()
+                    ended = end_of(config, state, total_steps)
+                    if ended and not save_due:
+                        with log.paused():
+                            checkpoints.save(state)
+                    if ended or log.stop_requested:
+                        break
 
         # ---- finish, or leave to be continued ----------------------------------------------------
         watch.pause()
@@ -165,6 +185,7 @@ def main(config: Config) -> int:
                 reason = stop.reason or "asked to stop on another process"
                 run.write_status("preempted", reason + checkpoints.note)
             return 75
+        check_trained(state)
         with average_applied():
             checkpoint.export(run.folder / "export", config, data_info, model, is_main)
         if is_main:

@@ -1,0 +1,209 @@
+"""Call a recipe, and check what its methods return.
+
+A recipe that is slightly wrong must not train nothing in silence, nor fail after hours: each check
+here ends the run with one sentence that names the method, its file and its line (ConfigError).
+"""
+
+import inspect
+import json
+import math
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from filelock import FileLock
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from .batches import is_stream
+from .config import Config, ConfigError, to_yaml
+from .recipe import Recipe, optional, place_of, problems
+from .stage import staged
+
+
+def check_recipe(config: Config) -> None:
+    """Refuse a recipe with wrong methods, or settings that config.yaml cannot hold."""
+    kind = type(config.recipe)
+    if found := problems(kind):
+        raise ConfigError(f"recipe {kind.__name__}: {'; '.join(found)} (see recipe.py).")
+    to_yaml(config)
+
+
+# ---- data ----------------------------------------------------------------------------------------
+def prepare_data(config: Config) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Let the recipe prepare and open its data; one process at a time, the others find it done.
+
+    Returns:
+        data_info, the training set, and the validation sets by name.
+
+    Raises:
+        ConfigError: the data is not as the recipe says, or a method returned something else than
+            recipe.py asks for.
+    """
+    recipe, folder = config.recipe, Path(config.runs_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with in_a_sentence(recipe), FileLock(folder / ".prepare_data.lock"):
+        data_info = recipe.prepare_data()
+    if not isinstance(data_info, dict):
+        _refuse(recipe, "prepare_data", f"returned {_kind(data_info)}; it must return a dict.")
+    try:
+        data_info = json.loads(json.dumps(data_info))
+    except (TypeError, ValueError) as error:
+        _refuse(recipe, "prepare_data", f"must return plain JSON: {error}.")
+    with in_a_sentence(recipe):
+        if config.stage_to:
+            recipe = staged(recipe, config.stage_to)
+        returned = recipe.build_datasets(data_info)
+    return data_info, *_checked_data_sets(recipe, returned)
+
+
+def _checked_data_sets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any]]:
+    wanted = "it must return (train, {name: validation}), with {} for no validation."
+    if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+        _refuse(recipe, "build_datasets", f"returned {_kind(returned)}; {wanted}")
+    train, validation_sets = returned
+    if not isinstance(validation_sets, Mapping) or not all(
+        isinstance(name, str) for name in validation_sets
+    ):
+        _refuse(
+            recipe, "build_datasets",
+            f"returned {_kind(validation_sets)} for validation; {wanted}",
+        )  # fmt: skip
+    if not is_stream(train):
+        _check_map_style(recipe, "the training set", train)
+    for name, data in validation_sets.items():
+        _check_map_style(recipe, f"validation set {name}", data)
+        if len(data) == 0:
+            _refuse(
+                recipe, "build_datasets",
+                f"returned an empty validation set {name}; return only sets that hold samples.",
+            )  # fmt: skip
+    return train, dict(validation_sets)
+
+
+def _check_map_style(recipe: Recipe, what: str, data: Any) -> None:
+    """Refuse data without length or index; torch's IterableDataset inherits both and has none."""
+    has_length = True
+    try:
+        len(data)
+    except (TypeError, NotImplementedError):
+        has_length = False
+    has_index = hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+    if not (has_length and has_index):
+        _refuse(
+            recipe, "build_datasets",
+            f"returned {_kind(data)} as {what}, which has no {'index' if has_length else 'length'};"
+            " return a map-style dataset (len(data) and data[index]), or for training a stream"
+            " (lanes and lane(i, epoch, start, seed)).",
+        )  # fmt: skip
+
+
+# ---- model and loss ------------------------------------------------------------------------------
+def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
+    """Let the recipe build its model, with fresh weights or known ones.
+
+    Raises:
+        ConfigError: it cannot be built as the settings say, or is no module.
+    """
+    with in_a_sentence(config.recipe):
+        model = config.recipe.build_model(data_info)
+    if not isinstance(model, nn.Module):
+        _refuse(
+            config.recipe, "build_model",
+            f"returned {_kind(model)}; it must return a torch.nn.Module.",
+        )  # fmt: skip
+    return model
+
+
+def check_loss(recipe: Recipe, returned: Any, *, with_gradient: bool = True) -> None:
+    """Refuse what is no (total, weight) of a micro-batch; called for the first, before backward."""
+    wanted = (
+        "; it must return (total, weight): the sum of the losses, a scalar tensor with a gradient,"
+        " and how many items it sums, a number or scalar tensor."
+    )
+    if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+        _refuse(recipe, "loss", f"returned {_kind(returned)}{wanted}")
+    total, weight = returned
+    if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
+        _refuse(recipe, "loss", f"returned {_kind(total)} as the total{wanted}")
+    if with_gradient and not total.requires_grad:
+        _refuse(recipe, "loss", f"returned a total that does not require a gradient{wanted}")
+    is_number = isinstance(weight, (int, float)) or (isinstance(weight, Tensor) and not weight.ndim)
+    if not is_number:
+        _refuse(recipe, "loss", f"returned {_kind(weight)} as the weight{wanted}")
+    if not (math.isfinite(weight) and weight >= 0):
+        _refuse(
+            recipe, "loss",
+            f"returned the weight {float(weight)}, which must be finite and not negative.",
+        )  # fmt: skip
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+def build_metrics(recipe: Recipe) -> dict[str, Any]:
+    """Build the recipe's metrics, or the loss where it has none."""
+    from torchmetrics import MeanMetric, Metric, MetricCollection
+
+    build = optional(recipe, "build_metrics")
+    if build is None:
+        return {"loss": MeanMetric()}
+    metrics = build()
+    is_named = isinstance(metrics, (Mapping, MetricCollection))
+    if not is_named or not all(
+        isinstance(name, str) and isinstance(metric, (Metric, MetricCollection))
+        for name, metric in metrics.items()
+    ):
+        _refuse(
+            recipe, "build_metrics",
+            f"returned {_kind(metrics)}; it must return {{name: torchmetrics.Metric}}.",
+        )  # fmt: skip
+    return dict(metrics.items())
+
+
+def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
+    """Return what a metric's compute() gave as numbers by name; a dict's with "name/key"."""
+    values: dict[str, float] = {}
+    for key, part in value.items() if isinstance(value, dict) else [("", value)]:
+        try:
+            values[f"{name}/{key}" if key else name] = float(part)
+        except (TypeError, ValueError, RuntimeError):
+            _refuse(
+                recipe, "build_metrics",
+                f"returned a metric {name} whose result is {_kind(part)}; it must be a number or a"
+                " dict of numbers (in torchmetrics such as average='macro').",
+            )  # fmt: skip
+    return values
+
+
+# ---- sentences -----------------------------------------------------------------------------------
+def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
+    place = place_of(getattr(recipe, method))
+    raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
+
+
+def _kind(value: Any) -> str:
+    """Describe a value by its type, with what tells values of the type apart."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    name = f"a value of type {type(value).__name__}" if value is not None else "None"
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(type(part).__name__ for part in value[:5])
+        return f"a {type(value).__name__} of {len(value)} ({inner})"
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key}: {type(part).__name__}" for key, part in [*value.items()][:5])
+        return f"a {type(value).__name__} with {{{inner}}}"
+    return name
+
+
+@contextmanager
+def in_a_sentence(recipe: Recipe) -> Iterator[None]:
+    """Say what a user can cause (a wrong path or name) without a traceback, and where."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, FileNotFoundError, IsADirectoryError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        at = [f for f in frames if f.filename == inspect.getsourcefile(type(recipe))] or frames
+        raise ConfigError(f"{error} ({at[-1].filename}, line {at[-1].lineno})") from error

@@ -1,0 +1,208 @@
+"""An evaluation loses no training: it is tried first, and the state is saved before it."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
+from world import World, run_world
+
+from my_project.checkpoint import checkpoints
+from my_project.config import Config
+from my_project.files import read_manifest
+
+Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
+
+
+@Recipe
+class Evaluated(Ragged):
+    """Fails, or is killed, in the evaluation after some step, once or always."""
+
+    fault_after: int = -1
+    run: str = dataclasses.field(default="", metadata={"changes_curve": False})  # its folder
+    how: str = dataclasses.field(default="", metadata={"changes_curve": False})
+
+    def update_metrics(self, model: Any, batch: Any, metrics: Any) -> None:
+        torch.rand(3)  # draws that must not reach the training
+        saved = Path(self.run) / f"checkpoints/step_{self.fault_after:08d}/manifest.json"
+        if self.how == "raise at once" or (self.how == "raise" and saved.exists()):
+            raise KeyError("labels")
+        once = Path(self.run) / "killed"
+        if self.how == "kill" and saved.exists() and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().update_metrics(model, batch, metrics)
+
+
+def config_of(folder: Path, name: str, recipe: dict[str, Any], **settings: Any) -> Config:
+    made = Evaluated(dropout=0.2, noise=0.1, run=str(folder / name), **recipe)
+    return make_config(folder, made, run_name=name, **settings)
+
+
+def same_weights(one: Config, other: Config) -> bool:
+    ours, theirs = weights(one.folder / "export"), weights(other.folder / "export")
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path, processes):
+    config = config_of(tmp_path, "first", {"how": "raise at once"})
+    with pytest.raises(RuntimeError, match="KeyError: 'labels'"):
+        run_world(processes, train, config)
+    assert not (config.folder / "metrics.jsonl").exists()
+    assert not checkpoints(config.folder)
+
+
+def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path):
+    tried = config_of(tmp_path, "tried", {}, steps=5)
+    untried = config_of(tmp_path, "untried", {}, steps=5, evaluation__sanity_check=False)
+    for config in (tried, untried):
+        run_world(2, train, config)
+    assert same_weights(tried, untried)
+    assert [r["loss"] for r in records(tried)] == [r["loss"] for r in records(untried)]
+
+
+def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
+    config = config_of(tmp_path, "late", {"how": "raise", "fault_after": 5}, steps=5)
+    whole = config_of(tmp_path, "whole", {}, steps=5)
+    with pytest.raises(KeyError, match="labels"):
+        train(config)
+    assert status(config)["outcome"] == "failed"
+    assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000005"]
+    assert train(change(config, recipe__how="")) == 0
+    assert train(whole) == 0
+    assert same_weights(config, whole)
+    assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5], "no step was taken twice"
+
+
+@pytest.fixture(scope="module")
+def judged() -> dict[str, Any]:
+    """Settings of a run whose last evaluations are its best."""
+    return {
+        "steps": 8, "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
+        "evaluation__best_metric": "validation/accuracy", "checkpoints__keep": 1,
+        "checkpoints__keep_best": True, "optim__ema_decay": 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fault_after", [4, 8])
+def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, judged, fault_after):
+    killed = config_of(tmp_path, "killed", {"how": "kill", "fault_after": fault_after}, **judged)
+    whole = config_of(tmp_path, "whole", {"fault_after": fault_after}, **judged)
+    world = World(2, train, killed)
+    with pytest.raises(RuntimeError):
+        world.results()
+    assert status(killed)["outcome"] in ("running", "failed")
+    run_world(2, train, killed)
+    run_world(2, train, whole)
+    assert same_weights(killed, whole)
+    for name in ("validation/accuracy", "validation/auroc"):
+        ours, theirs = records(killed, name), records(whole, name)
+        assert [r["step"] for r in ours] == [2, 4, 6, 8]
+        assert [r[name] for r in ours] == [r[name] for r in theirs]
+    left = [[folder.name for folder in checkpoints(c.folder)] for c in (killed, whole)]
+    assert left[0] == left[1]
+    manifests = [read_manifest(checkpoints(c.folder)[-1])["evaluation"] for c in (killed, whole)]
+    assert manifests[0] == manifests[1]
+    assert manifests[0]["evaluated_step"] == 8
+    ours, theirs = (weights(c.folder / "best") for c in (killed, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_results_are_added_to_the_checkpoint_without_writing_tensors_again(tmp_path, background):
+    config = config_of(
+        tmp_path, "added", {}, steps=4, evaluation__every_steps=2, checkpoints__every_steps=2,
+        evaluation__best_metric="validation/accuracy", checkpoints__background=background,
+    )  # fmt: skip
+    run_world(2, train, config)
+    folders = checkpoints(config.folder)
+    assert len(folders) == 2
+    for folder in folders:
+        tensors, manifest = (folder / "model.safetensors").stat(), read_manifest(folder)
+        assert manifest["evaluation"]["evaluated_step"] == manifest["step"]
+        assert manifest["evaluation"]["best"] is not None
+        assert (folder / "manifest.json").stat().st_mtime_ns > tensors.st_mtime_ns
+        saved = json.loads((folder / "state.json").read_text())
+        assert saved["evaluated_step"] < manifest["step"], "saved before it was evaluated"
+
+
+def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
+    settings: dict[str, Any] = {
+        "steps": 40, "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
+        "evaluation__best_metric": "validation/accuracy", "evaluation__patience": 2,
+        "optim__lr": 1e-9,  # nothing gets better
+    }  # fmt: skip
+    config = config_of(tmp_path, "killed", {"how": "kill", "fault_after": 4}, **settings)
+    with pytest.raises(RuntimeError):
+        run_world(1, train, config)
+    assert run_world(1, train, config) == [0]
+    assert (status(config)["outcome"], status(config)["step"]) == ("finished", 6)
+    (config.folder / "status.json").write_text('{"outcome": "running", "step": 6, "steps": 40}')
+    assert run_world(1, train, config) == [0], "as if killed in its export"
+    assert status(config)["step"] == 6, "no step more is trained"
+
+
+def stop_at_the_last_step(config: Config) -> int:
+    loss = Ragged.loss
+
+    def told_to_stop(self: Any, model: Any, batch: Any, step: int) -> Any:
+        if step == config.steps - 1:  # type: ignore[operator]
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(self, model, batch, step)
+
+    Ragged.loss = told_to_stop  # type: ignore[method-assign]
+    return train(config)
+
+
+def test_told_to_stop_a_run_saves_and_leaves_the_evaluation_to_the_next_start(tmp_path):
+    config = config_of(tmp_path, "told", {}, steps=4)
+    assert run_world(2, stop_at_the_last_step, config) == [75, 75]
+    assert (status(config)["outcome"], status(config)["step"]) == ("preempted", 4)
+    assert not records(config, "validation/accuracy")
+    assert run_world(2, train, config) == [0, 0]
+    assert [r["step"] for r in records(config)] == [1, 2, 3, 4]
+    assert len(records(config, "validation/accuracy")) == 1
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def evaluate(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "my_project.evaluate", *arguments],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_evaluate_gives_what_training_reported_of_exports_and_checkpoints(tmp_path):
+    """Also of a checkpoint with averaged weights, which are those that training evaluates."""
+    config = make_config(tmp_path, steps=6, optim__ema_decay=0.9, optim__lr=0.3)
+    run_world(2, train, config)
+    reported = status(config)["result"]
+    checkpoint = checkpoints(config.folder)[-1]
+    for folder in (config.folder, checkpoint):
+        done = evaluate(str(folder), "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        for name in ("validation/accuracy", "validation/auroc"):
+            assert found[name] == pytest.approx(reported[name], abs=1e-6)
+    raw = dict(weights(checkpoint))
+    assert not torch.equal(raw["0.weight"], weights(config.folder / "export")["0.weight"])
+    table = evaluate(str(config.folder)).stdout
+    assert f"{reported['validation/auroc']:.4f}" in table
+    assert "validation/auroc" in table
+
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-3] ^= 64
+    (checkpoint / "model.safetensors").write_bytes(content)
+    done = evaluate(str(checkpoint))
+    assert done.returncode == 2
+    assert "model.safetensors is damaged: its hash is not the one in manifest.json" in done.stderr
