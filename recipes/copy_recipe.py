@@ -5,10 +5,10 @@
 
 Copies the loop to <package>/training, the recipe to <package>/<recipe>.py, its config to configs/
 and the accelerate configs to accelerate_configs/ of the repository, and puts the package's name
-where they name the template's. Nothing of yours is overwritten. Called again, it brings up to date
-what is as it left it, by the hashes in <package>/training/.copied.json. A project that was
-generated from the template has the loop already, and gets recipe and config (and .copied.json in
-its package).
+where they name the template's. Nothing of yours is overwritten; in a git repository that does not
+ignore runs/ yet, the line /runs/ is added to .gitignore. Called again, it brings up to date what is
+as it left it, by the hashes in <package>/training/.copied.json. A project that was generated from
+the template has the loop already, and gets recipe and config (and .copied.json in its package).
 """
 
 import argparse
@@ -20,6 +20,7 @@ import keyword
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -31,10 +32,13 @@ LOOP = HERE / "template/src/my_project"
 RECIPES = {path.stem: path for path in sorted((HERE / "recipes").glob("*.py"))}
 del RECIPES["copy_recipe"]
 MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a repository's own folder
+SOURCE_FOLDERS = ("src", "lib", "python")  # packages lie in them; their own name is not imported
+NO_PACKAGES = ("test", "tests", "__pycache__")
+BY_HAND = "image_classification"  # the recipe that the commands of recipes/README.md copy
 
 
 class Refused(Exception):
-    """What the user can mend, in one sentence."""
+    """What the user can fix, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,50 @@ def holds_loop(folder: Path) -> bool:
     return False
 
 
+def is_marked(folder: Path) -> bool:
+    """Return whether a folder is a repository's own."""
+    return any((folder / mark).exists() for mark in MARKS)
+
+
+def is_importable(name: str) -> bool:
+    """Return whether a folder of this name can be imported as a package."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def packages_in(folder: Path) -> list[Path]:
+    """List the packages in a folder, and in its src, lib and python; tests do not count."""
+    patterns = ("*/__init__.py", *(f"{name}/*/__init__.py" for name in SOURCE_FOLDERS))
+    found = [init.parent for pattern in patterns for init in sorted(folder.glob(pattern))]
+    if folder.name == "src" and not found:
+        found = sorted(folder.glob("*/"))  # without an __init__.py
+    return [path for path in found if is_importable(path.name) and path.name not in NO_PACKAGES]
+
+
+def refuse_source_folder(package: Package) -> None:
+    """Refuse a folder without an __init__.py that packages are, or may be, imported from.
+
+    A namespace package has no __init__.py either. A folder in a repository's src is one, and so is
+    a folder that has the loop; elsewhere the packages in a folder leave it open.
+    """
+    folder = package.folder
+    if holds_loop(folder) or holds_loop(folder / "training"):
+        return
+    packages = packages_in(folder)
+    is_in_src = package.root.name == "src" and is_marked(package.repository)
+    if folder.name == "src":
+        what = "is the source folder of a src layout, not a package"
+    elif packages and (folder.name in SOURCE_FOLDERS or not is_in_src):
+        what = "has no __init__.py and holds packages"
+    else:
+        return
+    remedy = f"make the folder of your package in it, such as {folder / 'your_package'}"
+    if packages:
+        remedy = f"give one of its packages, such as {', '.join(map(str, packages[:3]))}"
+    raise Refused(
+        f"{folder} {what}; {remedy} (or add an __init__.py to {folder.name}, if that is imported)."
+    )
+
+
 def find_package(folder: Path) -> Package:
     """Find out how a folder is imported, and which repository it lies in.
 
@@ -109,17 +157,20 @@ def find_package(folder: Path) -> Package:
     root = folder.parent
     if holds_loop(folder) and holds_loop(root / "training"):
         raise Refused(f"{folder} is the loop; give {root}, the package around it.")
-    while (root / "__init__.py").is_file() and not any((root / mark).exists() for mark in MARKS):
+    while (root / "__init__.py").is_file() and not is_marked(root):
         root = root.parent
-    marked = (place for place in (root, *root.parents) if any((place / m).exists() for m in MARKS))
+    is_subpackage = root != folder.parent
+    marked = (place for place in (root, *root.parents) if is_marked(place))
     repository = next(marked, root.parent if root.name == "src" else root)
     for place in (root, *root.parents):  # above it, packages without __init__.py
         if place.name == "src" and place != repository and place.is_relative_to(repository):
             root = place
             break
     package = Package(folder, root, repository)
+    if not is_subpackage and not (folder / "__init__.py").is_file():
+        refuse_source_folder(package)
     for part in folder.relative_to(root).parts:
-        if not part.isidentifier() or keyword.iskeyword(part):
+        if not is_importable(part):
             raise Refused(f"{part} cannot be imported as a package; give a package's folder.")
     return package
 
@@ -149,7 +200,7 @@ def named_for(package: Package, text: str, recipe: str) -> str:
     return re.sub(r"(?<=[/ ])image_classification\b", recipe, text)
 
 
-def plan(name: str, first: str, package: Package) -> Iterator[tuple[Path, bytes, bytes]]:
+def plan(name: str, first: str, package: Package) -> Iterator[tuple[Path, bytes, set[str]]]:
     """List what belongs into the repository.
 
     Args:
@@ -158,12 +209,14 @@ def plan(name: str, first: str, package: Package) -> Iterator[tuple[Path, bytes,
         package: where to.
 
     Yields:
-        A path, its content and that of the source.
+        A path, its content, and the hashes that it has where it was copied by hand: with the names
+        of the package, or (by cp alone) as in the template.
     """
 
-    def from_source(source: Path, recipe: str) -> tuple[bytes, bytes]:
+    def from_source(source: Path, recipe: str) -> tuple[bytes, set[str]]:
         text = source.read_text(encoding="utf-8")
-        return named_for(package, text, recipe).encode(), text.encode()
+        by_hand = {digest(named_for(package, text, BY_HAND).encode()), digest(text.encode())}
+        return named_for(package, text, recipe).encode(), by_hand
 
     if not package.is_project:
         for source in sorted(LOOP.glob("*.py")):
@@ -183,11 +236,11 @@ def digest(content: bytes) -> str:
 
 
 def compare(
-    package: Package, wanted: dict[Path, tuple[bytes, bytes]], record: dict[str, str], keep: bool
+    package: Package, wanted: dict[Path, tuple[bytes, set[str]]], record: dict[str, str], keep: bool
 ) -> Changes:
     """Say of each file whether it is new, to be updated, the user's to keep, or in the way."""
     changes = Changes()
-    for path, (content, source) in wanted.items():
+    for path, (content, by_hand) in wanted.items():
         if not os.path.lexists(path):
             changes.new.append(path)
             continue
@@ -198,7 +251,7 @@ def compare(
         if digest(there) == digest(content):
             continue
         in_loop = path.parent == package.loop and not package.is_project
-        if digest(there) in (copied, digest(source)) and not path.is_symlink():
+        if digest(there) in {copied, *by_hand} and not path.is_symlink():
             changes.updated.append(path)
         elif copied and (keep or not in_loop or copied == digest(content)):
             changes.kept.append(path)
@@ -249,10 +302,10 @@ def copy(name: str, package: Package, keep: bool = False) -> Changes:
             files, first = record["files"], record["recipe"]
         except (ValueError, KeyError, TypeError):
             raise Refused(
-                f"{package.record} is damaged; mend it, or remove it: what you have changed then"
+                f"{package.record} is damaged; fix it, or remove it: what you have changed then"
                 " counts as in the way."
             ) from None
-    wanted = {path: (text, source) for path, text, source in plan(name, first, package)}
+    wanted = {path: (text, by_hand) for path, text, by_hand in plan(name, first, package)}
     changes = compare(package, wanted, files, keep)
     if changes.differ:
         merge = ""
@@ -272,7 +325,7 @@ def copy(name: str, package: Package, keep: bool = False) -> Changes:
             path.write_bytes(wanted[path][0])
             left.remove(path)
     except OSError as error:
-        raise Refused(f"{error}; call again when that is mended.") from error
+        raise Refused(f"{error}; call again when that is fixed.") from error
     finally:
         if package.loop.is_dir():
             for path in wanted.keys() - left:
@@ -282,7 +335,51 @@ def copy(name: str, package: Package, keep: bool = False) -> Changes:
     return changes
 
 
-def report(name: str, package: Package, changes: Changes) -> None:
+def git_ignores(repository: Path, folder: str) -> bool:
+    """Return whether git ignores a folder; without git, whether .gitignore has a line for it."""
+    command = ["git", "-C", str(repository), "check-ignore", "--quiet", f"{folder}/any"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        code = subprocess.run(command, capture_output=True, timeout=10, check=False).returncode
+        if code in (0, 1):
+            return code == 0
+    with contextlib.suppress(OSError):
+        lines = (repository / ".gitignore").read_bytes().decode(errors="replace")
+        return bool(re.search(rf"(?m)^(/|\*\*/)?{folder}(/\*{{0,2}})?\s*$", lines))
+    return False
+
+
+def ignore_outputs(repository: Path) -> Iterator[str]:
+    """Let git ignore the run folders, by a line at the end of .gitignore.
+
+    data/, where recipes put downloads and caches, may hold files of the user's: it is named only.
+
+    Yields:
+        What to report.
+    """
+    if not any(os.path.lexists(place / ".git") for place in (repository, *repository.parents)):
+        return
+    file = repository / ".gitignore"
+    if not git_ignores(repository, "runs"):
+        try:
+            if file.is_symlink():
+                raise OSError(f"it is a link to {file.resolve()}")
+            there = file.read_bytes() if file.exists() else b""
+            if b"\0" in there:
+                raise OSError("it is not UTF-8")
+            end = b"\r\n" if b"\r\n" in there else b"\n"
+            with file.open("ab") as lines:
+                lines.write((b"" if there.endswith(b"\n") or not there else end) + b"/runs/" + end)
+            yield "added to .gitignore, for the run folders: /runs/"
+        except OSError as error:
+            yield f"add to .gitignore, for the run folders: /runs/ (not added: {error})"
+    if not git_ignores(repository, "data"):
+        yield (
+            "note: recipes put downloads and caches into data/, which git does not ignore; add"
+            " /data/ to .gitignore, unless you keep files of your own there"
+        )
+
+
+def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) -> None:
     """Say what was done, and how to go on."""
     count = len(changes.new) + len(changes.updated)
     print(f"{count} file(s) written to {package.repository}")
@@ -293,6 +390,8 @@ def report(name: str, package: Package, changes: Changes) -> None:
     }.items():
         if paths:
             print(f"{title}: {', '.join(package.name(path) for path in paths)}")
+    for note in notes:
+        print(note)
     if package.is_project:
         ours = named_for(package, (LOOP / "recipe.py").read_text(encoding="utf-8"), name)
         if digest(ours.encode()) != digest((package.folder / "recipe.py").read_bytes()):
@@ -330,7 +429,8 @@ def main(arguments: list[str]) -> None:
     if given.recipe is None or given.package is None:
         raise Refused("give a recipe and the folder of your package, or --list.")
     package = find_package(given.package)
-    report(given.recipe, package, copy(given.recipe, package, given.keep))
+    changes = copy(given.recipe, package, given.keep)
+    report(given.recipe, package, changes, list(ignore_outputs(package.repository)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,19 +92,61 @@ def test_copied_by_hand_the_loop_and_a_recipe_run(tmp_path: Path, layout: str):
     run = repository / "runs/image_classification"
     assert outcome(repository, "image_classification")["outcome"] == "finished"
     assert f"{dotted}.image_classification" in (run / "config.yaml").read_text()
-    assert not any("my_project" in path.read_text() for path in repository.rglob("*.yaml"))
     succeed(copying, REPOSITORY, environment)
-    again = by_command("image_classification", package)
-    assert again.returncode == 0, again.stderr
-    assert "training/train.py" in again.stdout.split("brought up to date")[1], (
-        "names of the package"
-    )
+    assert "0 file(s) written" in copied("image_classification", package)
     if layout == "flat":
         own_model_and_data(repository, package, environment)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_by_hand_and_by_command_copy_the_same(tmp_path: Path, layout: str):
+    _, copying, _ = blocks()
+    trees = []
+    for way in ("hand", "command"):
+        repository, package, environment = make_repository(tmp_path / way, layout)
+        if way == "hand":
+            succeed(copying, REPOSITORY, environment)
+            assert naming("my_project", repository) == []
+            succeed(copying, REPOSITORY, environment)
+            assert (repository / ".gitignore").read_text() == "\n/runs/\n", "once"
+        else:
+            copied("image_classification", package)
+        trees.append({str(path.relative_to(repository)): path.read_text() for path in
+                      files_of(repository) if not path.name.startswith(".")})  # fmt: skip
+    assert trees[0] == trees[1]
+
+
+def test_a_package_named_as_the_template_is_copied_by_hand_too(tmp_path: Path):
+    repository, package, environment = make_repository(tmp_path, "flat")
+    package.rename(repository / "my_project")
+    environment |= {"FOLDER": str(repository / "my_project"), "PACKAGE": "my_project"}
+    succeed(blocks()[1], REPOSITORY, environment)
+    config = (repository / "configs/image_classification.yaml").read_text()
+    assert "class_path: my_project.image_classification.ImageClassification\n" in config
+    assert "0 file(s) written" in copied("image_classification", repository / "my_project")
+
+
+@pytest.mark.parametrize("way", ["with sed", "with cp, as README.md had it once"])
+def test_a_copy_by_hand_is_brought_up_to_date_by_command(tmp_path: Path, way: str):
+    _, package, environment = make_repository(tmp_path, "flat")
+    succeed(blocks()[1], REPOSITORY, environment)
+    if "cp" in way:
+        for module in (REPOSITORY / "template/src/my_project").glob("*.py"):
+            shutil.copy(module, package / "training")
+    shown = copied("causal_lm", package)
+    assert "your_package/training/train.py" in shown.split("brought up to date: ")[1]
+    assert naming("my_project", package) == []
+    assert "configs/causal_lm.yaml" in (package / "training/train.py").read_text()
+    as_if_older(package, "your_package/training/optim.py")
+    assert "brought up to date: your_package/training/optim.py\n" in copied("causal_lm", package)
+    (package / "training/.copied.json").unlink()
+    optim = package / "training/optim.py"
+    optim.write_text(optim.read_text() + "# mine\n")
+    assert "exist and differ: your_package/training/optim.py;" in refused("causal_lm", package)
+
+
 def own_model_and_data(repository: Path, package: Path, environment: dict[str, str]) -> None:
-    """Run exactly the text that shows how a model and data set of one's own become a recipe."""
+    """Run exactly the text that shows how a model and dataset of one's own become a recipe."""
     (package / "data.py").write_text(DATA)
     (package / "model.py").write_text(MODEL)
     own, others = blocks("python")
@@ -120,6 +163,18 @@ def own_model_and_data(repository: Path, package: Path, environment: dict[str, s
         succeed(run, repository, environment | {"ACCELERATE_USE_CPU": "true"})
         result = outcome(repository, name)["result"]
         assert result["validation/loss"] < 0.5, "by chance it were ln 3 = 1.1"
+
+
+def files_of(repository: Path) -> list[Path]:
+    """List the files of a repository, without those of git."""
+    files = sorted(path for path in repository.rglob("*") if path.is_file())
+    return [path for path in files if ".git" not in path.relative_to(repository).parts]
+
+
+def naming(word: str, repository: Path) -> list[str]:
+    """List the lines that say a word, with their files."""
+    texts = ((path, line) for path in files_of(repository) for line in path.read_text().split("\n"))
+    return [f"{path.name}: {line}" for path, line in texts if word in line]
 
 
 def by_command(recipe: str, package: Path, *flags: str) -> subprocess.CompletedProcess:
@@ -169,12 +224,11 @@ def test_copied_by_command_everything_has_its_place(tmp_path: Path, layout: str)
     assert (repository / "accelerate_configs/multi_node.yaml").is_file()
     config = (repository / "configs/causal_lm.yaml").read_text()
     assert f"class_path: {dotted}.causal_lm.CausalLM" in config
-    assert '"tokenizers>=0.20"' in shown
-    assert '"accelerate>=1.6"' in shown
+    for need in ("accelerate", "tokenizers"):  # of the loop, of the recipe
+        assert re.search(rf'^add to your dependencies: .*"{need}>=[\d.]+"', shown, re.M)
     assert f"-m {dotted}.training.train --config configs/causal_lm.yaml" in shown
-    texts = {path: path.read_text() for path in repository.rglob("*") if path.is_file()}
     for name in ("my_project", "configs/image_classification"):
-        assert [path for path, text in texts.items() if name in text] == []
+        assert naming(name, repository) == []
     assert not any(path.is_symlink() for path in repository.rglob("*"))
 
 
@@ -185,6 +239,10 @@ def test_copied_by_command_everything_has_its_place(tmp_path: Path, layout: str)
         ("not_my_project", [], "not_my_project", ""),
         ("my_project/vision", ["my_project/__init__.py"], "my_project.vision", ""),
         ("src/company/pkg", [], "company.pkg", "PYTHONPATH=src "),
+        ("src/company", ["src/company/pkg/__init__.py"], "company", "PYTHONPATH=src "),
+        ("company", ["company/pkg.py", "company/tests/__init__.py"], "company", ""),
+        ("pkg/lib", ["pkg/__init__.py", "pkg/lib/nets/__init__.py"], "pkg.lib", ""),
+        ("src", ["src/__init__.py", "src/nets/__init__.py"], "src", ""),
         ("my code/pkg", [], "pkg", "PYTHONPATH='my code' "),
     ],
 )
@@ -192,13 +250,52 @@ def test_the_package_is_named_as_it_is_imported(tmp_path, folder, files, dotted,
     repository = tmp_path / "their repo"
     (repository / folder).mkdir(parents=True)
     for file in [".git", *files]:
+        (repository / file).parent.mkdir(parents=True, exist_ok=True)
         (repository / file).touch()
     shown = copied("segmentation", repository / folder)
+    assert "0 file(s) written" in copied("segmentation", repository / folder)
     config = (repository / "configs/segmentation.yaml").read_text()
     assert f"class_path: {dotted}.segmentation.Segmentation\n" in config
     last = shown.splitlines()[-1]
     assert last.startswith(f"{root}accelerate launch ")
     assert f" -m {dotted}.training.train " in last
+
+
+@pytest.mark.parametrize(
+    ("folder", "files", "mark", "remedy"),
+    [
+        ("src", ["src/one/__init__.py"], ".git", "give one of its packages, such as {}/src/one ("),
+        ("src", ["src/one/model.py"], ".git", "give one of its packages, such as {}/src/one ("),
+        ("src", ["src/company/one/__init__.py"], ".git", "such as {}/src/company ("),
+        (
+            "src",
+            ["src/one/__init__.py", "src/one.egg-info/PKG-INFO", "src/two/__init__.py"],
+            "pyproject.toml",
+            "give one of its packages, such as {0}/src/one, {0}/src/two (",
+        ),
+        ("src", [], ".git", "make the folder of your package in it, such as {}/src/your_package ("),
+        ("src", ["src/script.py"], ".git", "such as {}/src/your_package (or add an __init__.py to"),
+        ("src", ["src/one/__init__.py"], None, "such as {}/src/one ("),
+        ("lib", ["lib/one/__init__.py"], "setup.py", "such as {}/lib/one ("),
+        ("src/python", ["src/python/one/__init__.py"], ".git", "such as {}/src/python/one ("),
+        ("company", ["company/one/__init__.py"], ".git", "such as {}/company/one ("),
+        ("", ["one/__init__.py", "tests/__init__.py"], None, "such as {}/one ("),
+        ("", ["src/one/__init__.py"], None, "such as {}/src/one ("),
+    ],
+)
+def test_a_folder_that_packages_are_imported_from_is_refused(tmp_path, folder, files, mark, remedy):
+    repository = tmp_path / "src/their_repo"
+    (repository / folder).mkdir(parents=True)
+    for file in [*files, *([mark] if mark else [])]:
+        (repository / file).parent.mkdir(parents=True, exist_ok=True)
+        (repository / file).touch()
+    shown = refused("causal_lm", repository / folder)
+    assert remedy.format(repository) in shown
+    layout = "is the source folder of a src layout, not a package; "
+    assert (layout if folder == "src" else "has no __init__.py and holds packages; ") in shown
+    suggested = Path(re.findall(r"such as (.*?)(?:,| \()", shown)[0])
+    suggested.mkdir(exist_ok=True)
+    copied("causal_lm", suggested)
 
 
 def test_a_repository_without_git_is_what_setup_py_or_src_marks(tmp_path: Path):
@@ -210,6 +307,91 @@ def test_a_repository_without_git_is_what_setup_py_or_src_marks(tmp_path: Path):
     assert "PYTHONPATH=src " in copied("embedding", plain)
     for name in ("marked", "plain"):
         assert (tmp_path / name / "configs/embedding.yaml").is_file()
+
+
+@pytest.fixture(params=[True, False], ids=["git", "no git"])
+def without_git(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Return what hides git from the commands that follow, or does nothing."""
+    return lambda: None if request.param else monkeypatch.setenv("PATH", "/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, b"/runs/\n"),
+        (b"", b"/runs/\n"),
+        (b"# theirs\n*.pt\n", b"# theirs\n*.pt\n/runs/\n"),
+        (b"*.pt\r\n\r\n", b"*.pt\r\n\r\n/runs/\r\n"),
+        (b"*.pt", b"*.pt\n/runs/\n"),
+        (b"#runs/\nmy_runs/\nruns/old\n", b"#runs/\nmy_runs/\nruns/old\n/runs/\n"),
+        (b"\xe9t\xe9/\n", b"\xe9t\xe9/\n/runs/\n"),
+    ],
+)
+def test_git_ignores_the_run_folders_after_copying(tmp_path, without_git, before, after):
+    repository, package, environment = make_repository(tmp_path, "src")
+    file = repository / ".gitignore"
+    if before is not None:
+        file.write_bytes(before)
+    without_git()
+    shown = copied("embedding", package)
+    assert "added to .gitignore, for the run folders: /runs/\n" in shown
+    assert "data/, which git does not ignore; add /data/ to .gitignore" in shown
+    assert file.read_bytes() == after
+    assert "run folders" not in copied("embedding", package)
+    assert file.read_bytes() == after
+    for folder in ("runs/first", "src/your_package/runs"):
+        (repository / folder).mkdir(parents=True)
+        (repository / folder / "file").touch()
+    shown = succeed("git status --short --untracked-files=all", repository, environment)
+    assert "runs/first" not in shown
+    assert "src/your_package/runs/file" in shown, "theirs is not ignored"
+
+
+@pytest.mark.parametrize(
+    "ignored", ["runs/\ndata/", "/runs\n/data", "**/runs/\r\ndata/**", "runs/*"]
+)
+def test_a_repository_that_ignores_the_run_folders_is_left_as_it_is(tmp_path, without_git, ignored):
+    repository, package, _ = make_repository(tmp_path, "flat")
+    (repository / ".gitignore").write_bytes(f"{ignored}\n!/other".encode())
+    without_git()
+    shown = copied("embedding", package)
+    assert "run folders" not in shown
+    assert ("which git does not ignore" in shown) == ("data" not in ignored)
+    assert (repository / ".gitignore").read_bytes() == f"{ignored}\n!/other".encode()
+
+
+def test_what_git_ignores_by_other_files_is_not_ignored_twice(tmp_path: Path):
+    outer, _, _ = make_repository(tmp_path, "flat")
+    inner = outer / "tools/inner"
+    (inner / "pkg").mkdir(parents=True)
+    (inner / "pyproject.toml").touch()
+    (outer / ".gitignore").write_text("/tools/*/runs/\n")
+    (outer / ".git/info/exclude").write_text("data/\n")
+    assert "gitignore" not in copied("embedding", inner / "pkg")
+    assert not (inner / ".gitignore").exists()
+
+
+@pytest.mark.parametrize("there", ["link", "folder", "UTF-16"])
+def test_a_gitignore_that_cannot_take_a_line_is_left_and_the_line_is_named(tmp_path, there):
+    repository, package, _ = make_repository(tmp_path, "flat")
+    file, elsewhere = repository / ".gitignore", tmp_path / "elsewhere"
+    elsewhere.write_text("*.pt\n")
+    if there == "link":
+        file.symlink_to(elsewhere)
+    elif there == "folder":
+        file.mkdir()
+    else:
+        file.write_bytes("*.pt\n".encode("utf-16"))
+    shown = copied("embedding", package)
+    assert "add to .gitignore, for the run folders: /runs/ (not added: " in shown
+    assert elsewhere.read_text() == "*.pt\n"
+    assert there != "UTF-16" or file.read_bytes() == "*.pt\n".encode("utf-16")
+
+
+def test_outside_a_git_repository_nothing_is_ignored(tmp_path: Path):
+    (tmp_path / "plain/src/pkg").mkdir(parents=True)
+    assert "gitignore" not in copied("embedding", tmp_path / "plain/src/pkg")
+    assert not (tmp_path / "plain/.gitignore").exists()
 
 
 def test_two_packages_of_a_repository_share_the_accelerate_configs(tmp_path: Path):
@@ -327,7 +509,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path):
         ("causal_lm", "class", "class cannot be imported as a package"),
         ("causal_lm", "", "their-repo is a repository (.git); give the folder of its package"),
         ("causal_lm", "your_package", "configs/causal_lm.yaml cannot be written: "),
-        ("causal_lm", "your_package", ".copied.json is damaged; mend it, or remove it"),
+        ("causal_lm", "your_package", ".copied.json is damaged; fix it, or remove it"),
     ],
 )
 def test_what_cannot_be_copied_is_refused(tmp_path, recipe, folder, sentence):
