@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,11 +16,14 @@ from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
+from my_project import contract, runtime
 from my_project.checkpoint import checkpoints
 from my_project.config import Config
-from my_project.files import read_manifest
+from my_project.evaluate import sanity_check
+from my_project.files import manifest_text, read_manifest
 
 Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
+NEWEST = {"step": -1}  # of this process
 
 
 @Recipe
@@ -30,13 +34,17 @@ class Evaluated(Ragged):
     run: str = dataclasses.field(default="", metadata={"changes_curve": False})  # its folder
     how: str = dataclasses.field(default="", metadata={"changes_curve": False})
 
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        NEWEST["step"] = step
+        return super().loss(model, batch, step)
+
     def update_metrics(self, model: Any, batch: Any, metrics: Any) -> None:
-        torch.rand(3)  # draws that must not reach the training
-        saved = Path(self.run) / f"checkpoints/step_{self.fault_after:08d}/manifest.json"
-        if self.how == "raise at once" or (self.how == "raise" and saved.exists()):
+        torch.rand(3), random.random()  # draws that must not reach the training
+        is_there = NEWEST["step"] == self.fault_after - 1
+        if self.how == "raise at once" or (self.how == "raise" and is_there):
             raise KeyError("labels")
         once = Path(self.run) / "killed"
-        if self.how == "kill" and saved.exists() and not once.exists():
+        if self.how == "kill" and is_there and not once.exists():
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         super().update_metrics(model, batch, metrics)
@@ -68,6 +76,22 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path):
         run_world(2, train, config)
     assert same_weights(tried, untried)
     assert [r["loss"] for r in records(tried)] == [r["loss"] for r in records(untried)]
+
+
+def states_around_the_sanity_check(config: Config) -> list[tuple]:
+    with runtime.start(config) as accelerator:
+        data_info, _, validation_sets = contract.prepare_data(config)
+        model = contract.build_model(config, data_info)
+        call = accelerator.prepare_model(runtime.Call(model), evaluation_mode=True)
+        states = [(torch.get_rng_state().tolist(), random.getstate())]
+        sanity_check(accelerator, config, call, validation_sets)
+        states.append((torch.get_rng_state().tolist(), random.getstate()))
+    return states
+
+
+def test_the_sanity_check_restores_the_random_state(tmp_path):
+    ((before, after),) = run_world(1, states_around_the_sanity_check, config_of(tmp_path, "a", {}))
+    assert before == after
 
 
 def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
@@ -133,6 +157,47 @@ def test_results_are_added_to_the_checkpoint_without_writing_tensors_again(tmp_p
         assert (folder / "manifest.json").stat().st_mtime_ns > tensors.st_mtime_ns
         saved = json.loads((folder / "state.json").read_text())
         assert saved["evaluated_step"] < manifest["step"], "saved before it was evaluated"
+
+
+@Recipe
+class Rising(Evaluated):
+    """Each evaluation is better than the one before."""
+
+    def build_metrics(self) -> Any:
+        from torchmetrics import MeanMetric
+
+        return {"steps": MeanMetric()}
+
+    def update_metrics(self, model: Any, batch: Any, metrics: Any) -> None:
+        metrics["steps"].update(float(NEWEST["step"] + 1))
+
+
+def test_only_the_best_is_kept_besides_the_newest_once_it_is_known(tmp_path):
+    config = make_config(
+        tmp_path, Rising(), steps=6, evaluation__every_steps=2, checkpoints__every_steps=2,
+        evaluation__best_metric="validation/steps", checkpoints__keep=1,
+        checkpoints__keep_best=True,
+    )  # fmt: skip
+    assert train(config) == 0
+    assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000006"]
+    lower = change(config, run_name="lower", evaluation__best_mode="min")
+    assert train(lower) == 0
+    kept = [folder.name for folder in checkpoints(lower.folder)]
+    assert kept == ["step_00000002", "step_00000006"]
+
+
+def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp_path):
+    config = config_of(tmp_path, "run", {}, steps=4)
+    assert train(config) == 0
+    before = (config.folder / "metrics.jsonl").read_text()
+    folder = checkpoints(config.folder)[-1]
+    content = read_manifest(folder)
+    del content["evaluation"]
+    (folder / "manifest.json").write_text(manifest_text(content))
+    (config.folder / "status.json").write_text('{"outcome": "running", "step": 4, "steps": 4}')
+    assert train(config) == 0
+    assert (config.folder / "metrics.jsonl").read_text() == before
+    assert "evaluation" in read_manifest(folder)
 
 
 def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):

@@ -1,4 +1,4 @@
-"""What no CPU can show. Run with: pytest -m gpu (on one GPU; two for NCCL and SyncBatchNorm)."""
+"""What no CPU can show. Run with: make test-gpu (one GPU; two for NCCL, SyncBatchNorm and FSDP)."""
 
 import os
 import shutil
@@ -57,11 +57,15 @@ def test_deterministic_resume_is_bit_identical(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@needs_two
-def test_nccl_gives_the_curve_of_one_process(tmp_path):
+@pytest.mark.parametrize("several", [2, 4, 8])
+def test_nccl_gives_the_curve_of_one_process(tmp_path, several):
+    if gpus < several:
+        pytest.skip(f"needs {several} GPUs")
     curves = []
-    for processes in (1, 2):
-        config = make_config(tmp_path, run_name=str(processes), tf32=False)
+    for processes in (1, several):
+        config = make_config(
+            tmp_path, run_name=str(processes), tf32=False, batches__micro_batch_size=2
+        )
         run_world(processes, train, config)
         curves.append([r["loss"] for r in records(config)])
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)

@@ -312,6 +312,14 @@ def shard_as_accelerate_does() -> tuple[list[str], float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule
 
+    def prepare(call: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        whole = list(call.parameters())
+        call = fsdp2_prepare_model(accelerator, call)
+        into = dict(zip(whole, call.parameters(), strict=True))
+        for group in optimizer.param_groups:  # as accelerate does, there by name
+            group["params"] = [into[parameter] for parameter in group["params"]]
+        return call, optimizer
+
     dist.init_process_group("gloo")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20
@@ -322,7 +330,7 @@ def shard_as_accelerate_does() -> tuple[list[str], float]:
         parallelism_config=SimpleNamespace(fsdp_dim_names=["shard"]),
         mixed_precision="no",
         is_main_process=True,
-        prepare=lambda call, optimizer: (fsdp2_prepare_model(accelerator, call), optimizer),
+        prepare=prepare,
         unwrap_model=lambda call, **_: call,
     )
     torch.manual_seed(0)

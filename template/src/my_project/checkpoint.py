@@ -293,7 +293,7 @@ class Checkpoints:
                 return
             files |= self._files_of_others(temporary, writers)
             content = {"format": FORMAT, "step": state["step"], "files": files}
-            if state["evaluated_step"] == state["step"]:
+            if state.get("evaluated_step") == state["step"]:
                 content["evaluation"] = {key: state[key] for key in EVALUATION}
             complete(temporary, folder, content)
             self._rotate()

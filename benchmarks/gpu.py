@@ -1,0 +1,76 @@
+"""Run what only GPUs can show, and print it as a table for benchmarks/README.md.
+
+    make test-gpu
+
+Runs the tests with the marker `gpu` (those for 2, 4 and 8 GPUs where there are so many) and then
+the loop against hand-written PyTorch over NCCL.
+"""
+
+import argparse
+import datetime
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+
+
+def hardware() -> str:
+    """Name the GPUs and the versions that matter, and the date."""
+    import torch
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return (
+        f"{len(names)} x {names[0]}, {platform.machine()}; torch {torch.__version__}, CUDA"
+        f" {torch.version.cuda}, NCCL {nccl}, accelerate {version('accelerate')};"
+        f" {datetime.date.today().isoformat()}"
+    )
+
+
+def table(report: Path) -> str:
+    """Turn pytest's JUnit report into a Markdown table: test, outcome, seconds."""
+    lines = ["| test | outcome | seconds |", "|---|---|---|"]
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = case.attrib["name"].removeprefix("test_").replace("_", " ")
+        outcome = "passed"
+        for child in case:
+            if child.tag in ("failure", "error"):
+                outcome = "**failed**"
+            elif child.tag == "skipped":
+                outcome = f"skipped: {child.attrib['message']}"
+        lines.append(f"| {name} | {outcome} | {float(case.attrib['time']):.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run tests and benchmark; return 1 where a test fails, 2 where there is no GPU."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: torch finds no NVIDIA GPU here; make test-all needs none.", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        tests = subprocess.run(
+            [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}"],
+            cwd=ROOT / "template", stdout=sys.stderr, check=False,
+        )  # fmt: skip
+        found = table(report)
+    loop = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/loop.py"), "--device", "cuda"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    print(f"\n{hardware()}\n\n{found}\n\n```\n{(loop.stdout or loop.stderr).rstrip()}\n```")
+    return int(tests.returncode != 0 or loop.returncode != 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
