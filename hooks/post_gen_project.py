@@ -56,6 +56,7 @@ TEMPLATE_FILES = (
     "src/my_project/batches.py",
     "src/my_project/checkpoint.py",
     "src/my_project/config.py",
+    "src/my_project/contract.py",
     "src/my_project/evaluate.py",
     "src/my_project/faults.py",
     "src/my_project/files.py",
@@ -77,6 +78,7 @@ TEMPLATE_FILES = (
     "src/my_project/run.py",
     "src/my_project/runtime.py",
     "src/my_project/stage.py",
+    "src/my_project/state.py",
     "src/my_project/telemetry.py",
     "src/my_project/train.py",
     "tests/conftest.py",
@@ -87,7 +89,9 @@ TEMPLATE_FILES = (
     "tests/test_causal_lm.py",
     "tests/test_checkpoint.py",
     "tests/test_config.py",
+    "tests/test_contract.py",
     "tests/test_embedding.py",
+    "tests/test_evaluation.py",
     "tests/test_export.py",
     "tests/test_faults.py",
     "tests/test_finetune.py",
@@ -165,9 +169,26 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
     names_the_recipe = file in ("README.md", "Makefile", "Dockerfile") or file.startswith(
         ("launch/", "accelerate_configs/", "src/")
     )
-    if names_the_recipe and answers["recipe"] not in ("all", RECIPES[0]):
-        words[RECIPES[0]] = answers["recipe"]
+    if names_the_recipe and answers["recipe"] != RECIPES[0]:
+        words[extra(RECIPES[0])] = chosen_extras(answers)
+        if answers["recipe"] != "all":
+            words[RECIPES[0]] = answers["recipe"]
     return words
+
+
+def extra(recipe: str) -> str:
+    """Return the name of a recipe's extra as pip's metadata has it, with hyphens.
+
+    Up to 23.2 pip compares it with what is typed letter by letter, and only warns of an extra that
+    it does not find.
+    """
+    return recipe.replace("_", "-")
+
+
+def chosen_extras(answers: dict[str, Any]) -> str:
+    """Return the extras to install for the chosen recipe, or for all, separated by commas."""
+    recipes = RECIPES if answers["recipe"] == "all" else (answers["recipe"],)
+    return ",".join(map(extra, recipes))
 
 
 def replace(text: str, words: dict[str, str]) -> str:
@@ -193,10 +214,9 @@ def without_other_extras(text: str, answers: dict[str, Any]) -> str:
 def next_commands(answers: dict[str, Any], folder: Path) -> str:
     """Spell out how to go on in the project."""
     started_here = Path(os.environ.get("PWD", "")) == folder.parent
-    recipes = RECIPES if answers["recipe"] == "all" else (answers["recipe"],)
     return (
         f"cd {shlex.quote(folder.name if started_here else str(folder))}\n"
-        f'pip install -e ".[{",".join(recipes)},dev]"\n'
+        f'pip install -e ".[{chosen_extras(answers)},dev]"\n'
         "make train"
     )
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 PROJECT = Path(__file__).parents[1]
 SHORT = " --epochs null --steps 4 --evaluation.every_steps null"
@@ -52,8 +53,8 @@ def test_every_command_of_the_readme_does_what_it_says(project):
     for command in commands():
         if command.startswith(("python3 -m venv", "pip install")):
             continue  # how this environment came to be
-        if command in ("make test", "make lint", "tensorboard --logdir runs"):
-            continue  # these tests; below
+        if command.startswith(("make test", "make lint", "tensorboard")):
+            continue  # these tests; below; a server
         if command.startswith(("sbatch", "kubectl")):
             assert all((project / name).is_file() for name in re.findall(r"launch/\S+", command))
             continue  # tried on a cluster, in the tests of the template
@@ -113,11 +114,37 @@ def two_nodes(command: str) -> str:
 
 
 def test_the_make_targets_are_the_commands_of_the_readme(project):
-    shown = run("make -n train; make -n test; make -n lint", project).stdout
-    train = next(c for c in commands() if "--run_name lower_lr" in c)
-    assert train.split(" --optim.lr")[0] in shown
-    assert "pytest" in shown
-    assert "pyright" in shown
+    typed = [command.split("#")[0].strip() for command in commands()]
+    targets = [command for command in typed if re.fullmatch(r"make [a-z-]+", command)]
+    assert {"make test", "make test-all", "make test-gpu", "make lint"} <= set(targets)
+    dry_run = "; ".join(f"{command} -n" for command in ["make install", *targets])
+    shown = run(f"set -e; {dry_run}", project)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    (install,) = (command for command in typed if command.startswith("pip install"))
+    assert install in lines
+    train = next(command for command in typed if "--run_name lower_lr" in command)
+    assert train.split(" --optim.lr")[0] in shown.stdout
+    assert 'python -m pytest -m "not slow and not gpu"' in lines
+    assert 'python -m pytest -m "not gpu"' in lines
+    assert "python -m pytest -m gpu" in lines
+    assert "pyright" in lines
+
+
+def test_the_global_batch_splits_among_the_processes_of_each_command():
+    """Also of the commands that the tests here run on fewer processes than they name."""
+    checked = 0
+    for command in commands():
+        processes = re.search(r"--num_processes (\d+)", command)
+        config = re.search(r"--config (\S+)", command)
+        if not processes or not config:
+            continue
+        batches = yaml.safe_load((PROJECT / config[1]).read_text())["batches"]
+        typed = re.search(r"--batches.micro_batch_size (\d+)", command)
+        micro = int(typed[1]) if typed else batches.get("micro_batch_size", 0)
+        assert batches["global_batch_size"] % (int(processes[1]) * max(micro, 1)) == 0, command
+        checked += 1
+    assert checked >= 3
 
 
 def test_the_map_of_the_files_is_whole():

@@ -8,6 +8,7 @@ The second writes model.onnx beside the weights.
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,8 @@ def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.
     example_of = optional(config.recipe, "example_inputs")
     if example_of is None:
         raise ConfigError("the recipe has no example_inputs(data_info), which --onnx traces with.")
-    try:
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--onnx needs onnxscript: pip install -e '.[onnx]'.") from error
+    if find_spec("onnxscript") is None:
+        raise ConfigError("--onnx needs onnxscript: pip install -e '.[onnx]'.")
     inputs = example_of(data_info)
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)

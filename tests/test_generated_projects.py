@@ -1,0 +1,83 @@
+"""A generated project, installed by the words of its README alone, passes its own checks.
+
+The checks of the repository run in its own .venv, which has every library of every recipe. Here
+nothing of that is in reach: what a project's README, Makefile or pyproject.toml forgets is missed.
+"""
+
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_generate import POST_GEN, RENAMED, REPOSITORY, Desk
+
+CHOICES = (*POST_GEN.RECIPES, "all")
+TODAYS = CHOICES[datetime.date.today().timetuple().tm_yday % len(CHOICES)]
+
+
+def choice(recipe: str):
+    """Take turns by the day, since each takes minutes and 7 GB of disk."""
+    return pytest.param(
+        recipe,
+        marks=pytest.mark.skipif(
+            recipe != TODAYS and not os.environ.get("ALL_RECIPES"),
+            reason=f"today is the turn of {TODAYS}; ALL_RECIPES=1 runs all {len(CHOICES)}",
+        ),
+    )
+
+
+def users_environment() -> dict[str, str]:
+    """Return the environment less what leads to this repository, this pytest, make or git hook.
+
+    `python3` is the interpreter that the repository's .venv was made with.
+    """
+    ours = ("PYTHON", "VIRTUAL_ENV", "PYTEST_", "MAKE", "MFLAGS", "GIT_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    folders = [
+        folder
+        for folder in os.environ["PATH"].split(os.pathsep)
+        if folder != str(Path(sys.executable).parent)
+        and not Path(folder).resolve().is_relative_to(REPOSITORY)
+    ]
+    return {**kept, "PATH": os.pathsep.join([f"{sys.base_prefix}/bin", *folders])}
+
+
+def run(command: str, folder: Path, environment: dict[str, str]) -> str:
+    """Run a command that must succeed, and return what it prints."""
+    done = subprocess.run(
+        ["bash", "-e", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("recipe", [choice(recipe) for recipe in CHOICES])
+def test_a_project_installed_as_its_readme_says_passes_its_own_checks(
+    template: Path, tmp_path: Path, recipe: str
+):
+    project = Desk(tmp_path).generate(template, **RENAMED, recipe=recipe)
+    section = (project / "README.md").read_text().split("## Install\n")[1].split("\n## ")[0]
+    (install,) = re.findall(r"```bash\n(.*?)```", section, re.S)
+    environment = users_environment()
+    try:
+        # pip only warns of an extra that it does not find.
+        assert "does not provide the extra" not in run(install, project, environment)
+        environment["PATH"] = f"{project}/.venv/bin:{environment['PATH']}"
+        shown = run("make lint test", project, environment)
+        assert re.search(r"\d+ passed", shown)
+        print(shown)
+    finally:
+        shutil.rmtree(project / ".venv", ignore_errors=True)
