@@ -16,7 +16,17 @@ test: .venv/installed ## The tests: about 5 minutes, no root
 
 test-all: .venv/installed ## All tests, the slow and the privileged ones too
 	cd template && $(BIN)/pytest -q
+	$(MAKE) --no-print-directory test-cpus
 	$(BIN)/pytest -q
+
+# On another CPU sums round otherwise: what is tested of numbers must not follow from the last bit.
+NUMERIC := $(addprefix tests/test_,batches.py embedding.py evaluation.py metrics.py optim.py resume.py same_curve.py segmentation.py sharded.py streams.py)
+test-cpus: .venv/installed ## The numeric tests with the instructions of older CPUs
+	cd template && ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -q -m "not slow and not gpu" $(NUMERIC)
+	cd template && ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -q -m "not slow and not gpu" $(NUMERIC)
+
+test-gpu: .venv/installed ## What only GPUs can show (1, 2, 4 or 8 of them), as a table
+	$(BIN)/python benchmarks/gpu.py
 
 lint: .venv/installed ## Formatting, lint, types, shell scripts
 	PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory -C template lint
@@ -46,7 +56,7 @@ $(PROJECT): | .venv/bin/cookiecutter
 
 # The project lists what its own recipe needs, the template what all of them do.
 .venv/installed: pyproject.toml template/pyproject.toml | $(PROJECT)
-	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(PROJECT) onnxruntime
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(PROJECT)
 	touch $@
 
-.PHONY: help train test test-all lint bench clean
+.PHONY: help train test test-all test-cpus test-gpu lint bench clean
