@@ -22,12 +22,13 @@ ROOT = Path(__file__).parents[1]
 def hardware() -> str:
     """Name the GPUs and the versions that matter, and the date."""
     import torch
+    from torch.cuda import nccl
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl_version = ".".join(map(str, nccl.version()))
     return (
         f"{len(names)} x {names[0]}, {platform.machine()}; torch {torch.__version__}, CUDA"
-        f" {torch.version.cuda}, NCCL {nccl}, accelerate {version('accelerate')};"
+        f" {torch.version.cuda}, NCCL {nccl_version}, accelerate {version('accelerate')};"
         f" {datetime.date.today().isoformat()}"
     )
 

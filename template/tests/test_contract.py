@@ -63,7 +63,7 @@ class WrongData(Ragged):
         ("only the training set", "returned a value of type Samples; it must return (train, {name"),
         ("three", "returned a tuple of 3 (Samples, dict, dict); it must return (train,"),
         ("no dict", "returned a value of type Samples for validation; it must return (train,"),
-        ("numbers as names", "returned a dict with {1: Samples} for validation; it must return"),
+        ("numbers as names", "returned a dict (1: Samples) for validation; it must return"),
         ("empty", "returned an empty validation set held_out; return only sets that hold samples"),
         ("no length", "as validation set held_out, which has no length; return a map-style"),
         ("no index", "as validation set held_out, which has no index; return a map-style"),
@@ -136,7 +136,7 @@ class WrongLoss(Ragged):
     ("returned", "sentence"),
     [
         ("one value", "returned a float32 tensor of shape (); it must return (total, weight)"),
-        ("dict", "returned a dict with {loss: Tensor, count: Tensor}; it must return (total,"),
+        ("dict", "returned a dict (loss: Tensor, count: Tensor); it must return (total,"),
         ("per sample", "returned a float32 tensor of shape (4,) as the total; it must return"),
         ("number", "returned a value of type float as the total; it must return"),
         ("integers", "returned a int64 tensor of shape () as the total; it must return"),
@@ -180,8 +180,8 @@ class WrongMetrics(Ragged):
 @pytest.mark.parametrize(
     ("returned", "sentence"),
     [
-        ("list", "returned a list of 1 (MeanMetric); it must return {name: torchmetrics.Metric}"),
-        ("function", "returned a dict with {accuracy: builtin_function_or_method}; it must return"),
+        ("list", "returned a list of 1 (MeanMetric); it must return a dict of torchmetrics.Metric"),
+        ("function", "returned a dict (accuracy: builtin_function_or_method); it must return"),
         (
             "vector",
             "returned a metric per_class whose result is a float32 tensor of shape (2,); it",

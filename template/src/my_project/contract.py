@@ -156,7 +156,7 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
     ):
         _refuse(
             recipe, "build_metrics",
-            f"returned {_kind(metrics)}; it must return {{name: torchmetrics.Metric}}.",
+            f"returned {_kind(metrics)}; it must return a dict of torchmetrics.Metric by name.",
         )  # fmt: skip
     return dict(metrics.items())
 
@@ -192,7 +192,7 @@ def _kind(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)} ({inner})"
     if isinstance(value, Mapping):
         inner = ", ".join(f"{key}: {type(part).__name__}" for key, part in [*value.items()][:5])
-        return f"a {type(value).__name__} with {{{inner}}}"
+        return f"a {type(value).__name__} ({inner})"
     return name
 
 
