@@ -1,10 +1,10 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "torch>=2.6",
-#   "torchmetrics>=1.6",
+#   "torch>=2.10",
+#   "torchmetrics>=1.7",
 #   "datasets>=4.0",
-#   "tokenizers>=0.20",
+#   "tokenizers>=0.22.1",
 # ]
 # ///
 """Pretrain a GPT on any text, from its bytes or from tokens.

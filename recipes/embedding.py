@@ -1,8 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "torch>=2.6",
-#   "torchmetrics>=1.6",
+#   "torch>=2.10",
+#   "torchmetrics>=1.7",
 # ]
 # ///
 """Embed texts that belong together near each other, with negatives from all processes.

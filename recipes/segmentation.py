@@ -1,9 +1,9 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#   "torch>=2.6",
-#   "torchvision>=0.21",
-#   "torchmetrics>=1.6",
+#   "torch>=2.10",
+#   "torchvision>=0.25",
+#   "torchmetrics>=1.7",
 #   "scikit-learn>=1.6",
 # ]
 # ///

@@ -115,6 +115,43 @@ def test_what_a_scheduler_set_does_not_reach_torchrun(monkeypatch):
     assert os.environ["PET_MONITOR_INTERVAL"] == "1", "what a user may want stays"
 
 
+@pytest.mark.parametrize(
+    ("version", "missing"),
+    [
+        ("2.10.0+cu128", "torch 2.10.0+cu128: a run that is told to stop has 30 s to save"),
+        ("2.11.0", "(from torch 2.12 as long as it needs)"),
+        ("2.12.0", ""),
+        ("2.13.0a0+git1234567", ""),
+        ("3.0", ""),
+    ],
+)
+def test_what_the_installed_torch_cannot_do_is_said_in_one_line(version, missing):
+    said = launch.missing_in(version)
+    assert missing in said
+    assert bool(said) == bool(missing)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_launch_says_it_where_torchrun_starts_the_processes(
+    processes, tmp_path, monkeypatch, capsys
+):
+    class RunsNothing:
+        def __init__(self, *, torchrun: bool) -> None:
+            self.torchrun, self.told = torchrun, None
+
+        def run(self, command: list[str]) -> int:
+            return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(launch, "Child", RunsNothing)
+    monkeypatch.setattr(launch.importlib.metadata, "version", {"torch": "2.10.0"}.get)
+    where = f"{WHERE}/cpu_2_processes.yaml"
+    launch.main(["--config_file", where, f"--num_processes={processes}", *TRAIN])
+    assert capsys.readouterr().out.count("torch 2.10.0: a run that is told") == processes - 1
+
+
 # ---- for real ------------------------------------------------------------------------------------
 @pytest.fixture
 def project(tmp_path):

@@ -15,6 +15,7 @@ Takes what accelerate launch takes, and does besides, in this order:
 
 import argparse
 import ctypes
+import importlib.metadata
 import json
 import os
 import re
@@ -38,6 +39,7 @@ PREEMPTED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 KILLED_BY_A_SIGNAL_AFTER = 5.0  # seconds since the first; launchers and schedulers send doubles
 STATUS_SHOWS_WITHIN = 60.0  # seconds, on network file systems
+WAITS_FOR_SAVES = (2, 12)  # the first torch that reads TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 # What a scheduler or an outer launcher may have set, and torchrun would take for its own.
 NOT_INHERITED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
@@ -195,6 +197,18 @@ def run_folder(arguments: tuple[str, ...]) -> Path:
         elif word == "--run_name":
             name = value
     return Path(folder) / (stem if name == "run" else name)
+
+
+# ---- the installed torch -------------------------------------------------------------------------
+def missing_in(version: str) -> str:
+    """Say in one line what torchrun of a version of torch cannot do; empty where it can do all."""
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if release >= WAITS_FOR_SAVES:
+        return ""
+    return (
+        f"torch {version}: a run that is told to stop has 30 s to save before torchrun kills it"
+        f" (from torch {'.'.join(map(str, WAITS_FOR_SAVES))} as long as it needs)"
+    )
 
 
 # ---- this node -----------------------------------------------------------------------------------
@@ -370,6 +384,9 @@ def main(arguments: list[str]) -> int:
         stop_at_end_of_input()
     interface = prepare_environment(launch)
     print(line(launch, interface), flush=True)
+    installed = importlib.metadata.version("torch")  # importing torch takes 4 s
+    if child.torchrun and (missing := missing_in(installed)):
+        print(missing, flush=True)
     if launch.nodes > 1 and not launch.elastic:
         _, ip = interface_to(launch.address)
         me = Node(

@@ -1,0 +1,72 @@
+"""The lower bounds of the dependencies are true: with exactly these versions the tests pass."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+UV = Path(sys.executable).with_name("uv")
+
+
+def bounds(pyproject: Path) -> dict[str, str]:
+    """Return the lower bound of each direct dependency, those of all extras included."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    found: dict[str, str] = {}
+    for requirement in chain(project["dependencies"], *project["optional-dependencies"].values()):
+        match = re.fullmatch(r"([\w-]+)(?:\[[\w,-]+\])?>=([\d.]+)", requirement)
+        assert match, f"{requirement} is not a name and a lower bound"
+        name, bound = match.groups()
+        assert found.setdefault(name, bound) == bound, f"{name} has two lower bounds"
+    return found
+
+
+def call(*command: str | Path, **options) -> str:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-8000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not UV.exists(), reason=f"needs uv beside {Path(sys.executable).name}")
+def test_quick_tests_pass_with_the_lowest_versions(template, tmp_path):
+    """Of what the dependencies need in turn, the newest is taken, as for a user."""
+    repository = shutil.copytree(template, tmp_path / "repository", symlinks=True)
+    project, environment = repository / "template", tmp_path / "environment"
+    lowest = bounds(project / "pyproject.toml")
+    # the resolver may leave a lowest version for a newer one without a word; this forbids it
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("".join(f"{name}=={bound}\n" for name, bound in lowest.items()))
+    python = environment / "bin/python"
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
+    }
+    clean["PATH"] = f"{python.parent}:{clean['PATH']}"
+    try:
+        call(UV, "venv", "--quiet", "--python", sys.executable, environment, env=clean)
+        call(
+            UV, "pip", "install", "--quiet", "--compile-bytecode", "--python", python,
+            "--resolution", "lowest-direct", "--constraints", constraints,
+            "--requirements", project / "pyproject.toml", "--all-extras", env=clean,
+        )  # fmt: skip
+        frozen = call(UV, "pip", "freeze", "--quiet", "--python", python, env=clean)
+        installed = dict(line.split("==") for line in frozen.splitlines())
+        newer = {n: installed[n] for n, b in lowest.items() if Version(installed[n]) != Version(b)}
+        assert not newer, "not the lowest that pyproject.toml allows"
+        call(
+            python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu",
+            cwd=project, env=clean,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(environment, ignore_errors=True)  # 7 GB
