@@ -299,7 +299,9 @@ def test_the_best_checkpoint_is_one_whose_metric_is_a_number(tmp_path, monkeypat
     config = make_config(tmp_path, evaluation__best_metric="validation/auroc")
     values = {"step_1": float("nan"), "step_2": 0.6, "step_3": 0.7, "step_4": float("nan")}
     monkeypatch.setattr(
-        checkpoint, "read_manifest", lambda f: {"results": {"validation/auroc": values[f.name]}}
+        checkpoint,
+        "read_manifest",
+        lambda f: {"evaluation": {"results": {"validation/auroc": values[f.name]}}},
     )
     assert checkpoint.best_of([Path(name) for name in values], config) == Path("step_3")
     assert checkpoint.best_of([Path("step_1")], config) is None
