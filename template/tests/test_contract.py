@@ -232,6 +232,41 @@ def test_each_method_with_other_parameters_is_named_with_its_place(tmp_path):
     assert problems(Ragged) == []
 
 
+class Collator:
+    def __call__(self, samples: Any) -> Any:
+        return default_collate(samples)
+
+
+@Recipe
+class Unusual(Ragged):
+    """All that is unusual here is right."""
+
+    collate = Collator()
+
+    def loss(self, model: Any, *given: Any) -> Any:
+        total, weight = super().loss(model, *given)
+        return [total, np.float32(weight)]
+
+    @torch.no_grad()
+    def sample(self, model: Any, more: int = 1) -> str:
+        return "text"
+
+    def build_metrics(self) -> Any:
+        return torch.nn.ModuleDict(super().build_metrics())
+
+    def build_datasets(self, data_info: Any) -> Any:
+        train, validation_sets = super().build_datasets(data_info)
+        return [
+            list(train),
+            {n: torch.utils.data.Subset(d, range(9)) for n, d in validation_sets.items()},
+        ]
+
+
+def test_what_is_unusual_and_right_is_not_refused(tmp_path):
+    assert problems(Unusual) == []
+    assert train(make_config(tmp_path, Unusual(), steps=2)) == 0
+
+
 # ---- settings, generators ------------------------------------------------------------------------
 class Color(enum.Enum):
     RED = "r"

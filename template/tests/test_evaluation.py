@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,71 @@ def states_around_the_sanity_check(config: Config) -> list[tuple]:
 def test_the_sanity_check_restores_the_random_state(tmp_path):
     ((before, after),) = run_world(1, states_around_the_sanity_check, config_of(tmp_path, "a", {}))
     assert before == after
+
+
+class Opened(torch.utils.data.Dataset):
+    """Reads from a file that it opens with its first sample."""
+
+    def __init__(self, data: Any, path: str) -> None:
+        self.data, self.path, self.file = data, path, None
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if self.file is None:
+            self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+        self.file.seek(8 * index)
+        time.sleep(0.001)  # in which a process that shares the file may move it
+        assert int.from_bytes(self.file.read(8), "big") == index
+        return self.data[index]
+
+
+@Recipe
+class FromOneFile(Ragged):
+    path: str = ""
+
+    def build_datasets(self, data_info: dict[str, Any]) -> Any:
+        data = Opened(super().build_datasets(data_info)[0], self.path)
+        held_out = torch.utils.data.Subset(data, range(9))
+        return torch.utils.data.Subset(data, range(10, 70)), {"validation": held_out}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_sanity_check_opens_no_file_that_loader_workers_would_share(tmp_path):
+    (tmp_path / "numbers").write_bytes(b"".join(n.to_bytes(8, "big") for n in range(70)))
+    recipe = FromOneFile(path=str(tmp_path / "numbers"))
+    config = make_config(tmp_path, recipe, steps=12, batches__workers=2)
+    assert run_world(1, train, config) == [0]
+
+
+class SetByItsFirstBatch(torch.nn.Module):
+    """Takes parameters and a buffer from the first samples that it sees, as ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(6))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.seen.any():
+            self.seen = x.detach().flatten(0, -2).abs().mean(0)
+            self.scale.data = 1 / self.seen
+        return x * self.scale
+
+
+@Recipe
+class Initialized(Ragged):
+    def build_model(self, data_info: dict[str, Any]) -> Any:
+        return torch.nn.Sequential(SetByItsFirstBatch(), super().build_model(data_info))
+
+
+def test_what_a_model_takes_from_its_first_batch_is_of_the_training(tmp_path):
+    tried = make_config(tmp_path, Initialized(), steps=3, run_name="tried")
+    untried = change(tried, run_name="untried", evaluation__sanity_check=False)
+    for config in (tried, untried):
+        assert train(config) == 0
+    assert same_weights(tried, untried)
 
 
 def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
@@ -236,6 +302,25 @@ def test_told_to_stop_a_run_saves_and_leaves_the_evaluation_to_the_next_start(tm
     assert run_world(2, train, config) == [0, 0]
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4]
     assert len(records(config, "validation/accuracy")) == 1
+
+
+def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_there_again(
+    tmp_path,
+):
+    first = config_of(tmp_path, "first", {}, steps=4)
+    assert train(first) == 0
+    folder = checkpoints(first.folder)[-1]
+    content = read_manifest(folder)
+    del content["evaluation"]  # as if killed in its evaluation
+    (folder / "manifest.json").write_text(manifest_text(content))
+    second = config_of(
+        tmp_path, "second", {"how": "raise at once"}, steps=6, evaluation__every_steps=2,
+        resume=str(folder),
+    )  # fmt: skip
+    with pytest.raises(KeyError):
+        train(second)
+    assert train(change(second, recipe__how="")) == 0
+    assert [record["step"] for record in records(second)] == [5, 6]
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -105,10 +105,12 @@ WRONG_GROUPS = {
     "the model does not have, a parameter of shape (7,)": lambda m: [
         {"params": m.parameters()}, {"params": nn.Parameter(torch.zeros(7))},
     ],
-    "states lr_scal, which AdamW does not take": lambda m: [
+    "states lr_scal, which AdamW does not take from a group; is lr_scale meant?": lambda m: [
         {"params": m.parameters(), "lr_scal": 0.1}
     ],
-    "states lr, which AdamW does not take": lambda m: [{"params": m.parameters(), "lr": 0.1}],
+    "states lr, which AdamW does not take from a group; is lr_scale meant?": lambda m: [
+        {"params": m.parameters(), "lr": 0.1}
+    ],
     "must return a list of dicts with params": lambda m: {"params": m.parameters()},
     "must return a list of dicts": lambda m: [{"parameters": m.parameters()}],
     "return a list of dicts": lambda m: [{"params": set(m.parameters())}],
@@ -123,6 +125,14 @@ def test_groups_that_would_train_something_else_are_refused(sentence):
     with pytest.raises(ConfigError) as refusal:
         build_optimizer(OptimConfig(), Grouped(WRONG_GROUPS[sentence]), model)
     assert sentence in str(refusal.value)
+
+
+def test_keys_that_are_no_mistake_and_optimizers_without_weight_decay_are_taken():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    groups = Grouped(lambda m: [{"params": m.parameters(), "name": "all", "rank": 8}])
+    assert build_optimizer(OptimConfig(), groups, model).param_groups[0]["name"] == "all"
+    config = OptimConfig(class_path="torch.optim.Rprop", weight_decay=0.1)
+    assert len(build_optimizer(config, Ragged(), model).param_groups) == 2
 
 
 def test_frozen_parameters_may_be_in_a_group_or_not():

@@ -35,9 +35,6 @@ from .config import BatchesConfig, Config, ConfigError
 from .faults import heed_only_the_parent
 from .recipe import optional
 
-# options of a DataLoader that it refuses, or that mean nothing, without workers
-OF_WORKERS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
@@ -239,16 +236,12 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
     workers = config.workers
     if workers is None:
         workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
-    chosen = config.loader
-    if how.pop("in_this_process", False):
-        workers = 0
-        chosen = {name: value for name, value in chosen.items() if name not in OF_WORKERS}
     workers = min(workers, how.pop("most_workers", workers))
     options: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": workers > 0,
     }
-    options |= chosen
+    options |= config.loader
     options["worker_init_fn"] = partial(_start_worker, config.loader.get("worker_init_fn"))
     try:
         return DataLoader(

@@ -92,11 +92,12 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Wait for the save that is under way; for a minute also when the run has failed."""
+        """Wait for the save that is under way; not without end when the run has failed."""
         if kind is None:
             self.wait()
         elif self._thread:
-            self._thread.join(60)
+            in_a_hurry = not issubclass(kind, Exception)  # a second signal
+            self._thread.join(60 if in_a_hurry else self.config.distributed.timeout_seconds)
 
     @property
     def note(self) -> str:
@@ -440,6 +441,9 @@ def choose(run: Run) -> Path | None:
         run.write_status("running", resumed_from=given)
     else:  # a path given by hand is where this run once began: it goes on by itself
         chosen = _newest_good(run)
+        if chosen is None and given not in ("auto", "never"):  # it has not saved anything yet
+            check(Path(given))
+            chosen = Path(given)
     step = read_manifest(chosen)["step"] if chosen else -1
     for folder in (run.folder / "checkpoints").glob("step_*"):
         if step_of(folder) > step:

@@ -264,7 +264,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if f.name == "recipe":
+        if f.name == "recipe" and isinstance(config, Config):
             kind = type(value)
             class_path = f"{kind.__module__}.{kind.__qualname__}"
             plain[f.name] = {"class_path": class_path, "init_args": to_dict(value)}

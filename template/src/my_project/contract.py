@@ -10,6 +10,7 @@ import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -130,10 +131,10 @@ def check_loss(recipe: Recipe, returned: Any, *, with_gradient: bool = True) -> 
         _refuse(recipe, "loss", f"returned {_kind(total)} as the total{wanted}")
     if with_gradient and not total.requires_grad:
         _refuse(recipe, "loss", f"returned a total that does not require a gradient{wanted}")
-    is_number = isinstance(weight, (int, float)) or (isinstance(weight, Tensor) and not weight.ndim)
+    is_number = isinstance(weight, Real) or (isinstance(weight, Tensor) and not weight.ndim)
     if not is_number:
         _refuse(recipe, "loss", f"returned {_kind(weight)} as the weight{wanted}")
-    if not (math.isfinite(weight) and weight >= 0):
+    if not (math.isfinite(weight) and float(weight) >= 0):
         _refuse(
             recipe, "loss",
             f"returned the weight {float(weight)}, which must be finite and not negative.",
@@ -149,8 +150,7 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
     if build is None:
         return {"loss": MeanMetric()}
     metrics = build()
-    is_named = isinstance(metrics, (Mapping, MetricCollection))
-    if not is_named or not all(
+    if not hasattr(metrics, "items") or not all(
         isinstance(name, str) and isinstance(metric, (Metric, MetricCollection))
         for name, metric in metrics.items()
     ):

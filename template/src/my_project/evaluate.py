@@ -13,6 +13,8 @@ import logging
 import math
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def evaluate(
         config: of the run.
         call: the prepared model, called with a function of the plain model (runtime.Call).
         data_sets: map-style, by name.
-        is_sanity_check: take one micro-batch of each, without loader workers.
+        is_sanity_check: take one micro-batch of each.
 
     Returns:
         The value of each metric, "<dataset>/<metric>", the same on every process.
@@ -75,13 +77,43 @@ def sanity_check(
 ) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
-    So a mistake in a metric ends the run before it has trained. The results are thrown away, the
-    random state is restored: the run is the same as without.
+    So a mistake in a metric ends the run before it has trained. The results are thrown away; the
+    random state, the weights and the buffers are restored: the run is the same as without.
     """
     gpus = [accelerator.device] if accelerator.device.type == "cuda" else []
-    with generators_kept(), torch.random.fork_rng(devices=gpus), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
-        evaluate(accelerator, config, call, data_sets, is_sanity_check=True)
+    try:
+        with (
+            state_kept(call),
+            generators_kept(),
+            torch.random.fork_rng(devices=gpus),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
+            evaluate(accelerator, config, call, data_sets, is_sanity_check=True)
+    except Exception as error:
+        error.add_note(
+            "This was the evaluation of one micro-batch before the first step;"
+            " evaluation.sanity_check false leaves it out."
+        )
+        raise
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers: some modules set them in their first forward."""
+    kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+        (named, name, tensor, tensor.detach().clone())
+        for module in model.modules()
+        for named in (module._parameters, module._buffers)
+        for name, tensor in named.items()
+        if tensor is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for named, name, tensor, copy in kept:
+                named[name] = tensor.copy_(copy)
 
 
 def forget_gathered(call: nn.Module) -> None:
@@ -108,10 +140,12 @@ def _evaluate_one(
     # too many go to metrics that are thrown away.
     index_lists += [[("evaluation", 0)]] * (forwards - counted)
     fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
+    # Where there are workers, this process reads no sample: a file that a dataset opens with its
+    # first sample would be shared by all workers that are started later, position included.
+    brief = {"most_workers": 1, "persistent_workers": False} if is_sanity_check else {}
     loader = make_loader(
-        config.batches, fetch, accelerator.device, batch_sampler=index_lists,
-        in_this_process=is_sanity_check,
-    )  # fmt: skip
+        config.batches, fetch, accelerator.device, batch_sampler=index_lists, **brief
+    )
 
     update = optional(recipe, "update_metrics") or recipe_loss(config)
     metrics, thrown_away = (
@@ -124,7 +158,7 @@ def _evaluate_one(
     for name, metric in metrics.items():
         try:
             value = metric.compute()
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # what one micro-batch may lack differs from metric to metric
             if not is_sanity_check:
                 raise
             logger.warning("metric %s cannot be computed of one micro-batch: %s", name, error)
@@ -228,7 +262,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.json:  # standard output is for the JSON alone
         for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
                 handler.setStream(sys.stderr)
     folder = weights_folder(Path(arguments.folder))
     config = dataclasses.replace(

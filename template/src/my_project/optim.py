@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -63,22 +64,32 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
             for group in groups
             for p in group["params"]
         )
-    stated = {key for group in groups for key in group} - {"params", "lr_scale"}
+    stated = {key for group in groups for key in group}  # torch adds its own
     try:
         optimizer = kind(groups, **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optim.init_args {config.init_args}: {error}.") from error
-    unknown = stated - (optimizer.defaults.keys() - {"lr"}) if optimizer.defaults else set()
-    if unknown:
-        known = sorted({"params", "lr_scale"} | (optimizer.defaults.keys() - {"lr"}))
-        raise ConfigError(
-            f"parameter_groups ({place_of(groups_of)}) states {', '.join(sorted(unknown))}, which"
-            f" {kind.__name__} does not take; a group may have {', '.join(known)} (the learning"
-            " rate is optim.lr times the group's lr_scale)."
-        )
+    if groups_of:
+        _check_keys(stated, optimizer, place_of(groups_of))
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
     return optimizer
+
+
+def _check_keys(stated: set[str], optimizer: torch.optim.Optimizer, place: str) -> None:
+    """Refuse a group's own lr, which the schedule would replace, and keys that look misspelt.
+
+    Others pass: torch keeps them, and some optimizers read keys that have no default.
+    """
+    known = sorted({"params", "lr_scale"} | (optimizer.defaults.keys() - {"lr"}))
+    for key in sorted(stated - set(known)):
+        meant = ["lr_scale"] if key == "lr" else get_close_matches(key, known, n=1, cutoff=0.75)
+        if meant:
+            raise ConfigError(
+                f"parameter_groups ({place}) states {key}, which {type(optimizer).__name__} does"
+                f" not take from a group; is {meant[0]} meant? A group may have"
+                f" {', '.join(known)}; its learning rate is optim.lr times lr_scale."
+            )
 
 
 def _as_groups(returned: Any, place: str) -> list[dict[str, Any]]:

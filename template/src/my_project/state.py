@@ -61,11 +61,12 @@ def end_of(config: Config, state: dict[str, Any], total_steps: int) -> str:
     return ""
 
 
-def check_trained(state: dict[str, Any]) -> None:
+def check_trained(state: dict[str, Any], *, is_fp16: bool) -> None:
     """Refuse to finish a run in which no step has changed the weights."""
     if state["skipped_steps"] >= state["step"]:
+        remedy = "train more steps: the first ones find the loss scale of fp16, or " * is_fp16
         raise RuntimeError(
             f"all {state['step']} steps were skipped, since the gradient was not finite or the loss"
-            " counted no item, so the weights are those of the start: check the data, or lower"
-            " optim.lr"
+            f" counted no item, so the weights are those of the start: {remedy}check the data, or"
+            " lower optim.lr"
         )

@@ -109,7 +109,8 @@ def main(config: Config) -> int:
             if evaluation_is_due(config, state, total_steps):  # killed while it evaluated
                 evaluate_and_note()
             elif config.evaluation.sanity_check and run.step == 0:
-                sanity_check(accelerator, config, evaluation_call, validation_sets)
+                with log.paused():
+                    sanity_check(accelerator, config, evaluation_call, validation_sets)
             ended = end_of(config, state, total_steps)
             samples = log.timed(feed)
             for step in steps if not ended else ():
@@ -169,6 +170,9 @@ def main(config: Config) -> int:
                     if save_due or log.stop_requested:
                         with log.paused():
                             checkpoints.save(state)
+                            if run.step == total_steps:  # on the disk before anything can fail
+                                checkpoints.wait()
+                                accelerator.wait_for_everyone()
                     if evaluation_due and not log.stop_requested:  # if so, the next start does it
                         evaluate_and_note()
                     ended = end_of(config, state, total_steps)
@@ -181,11 +185,12 @@ def main(config: Config) -> int:
         # ---- finish, or leave to be continued ----------------------------------------------------
         watch.pause()
         if not ended:
+            accelerator.wait_for_everyone()  # where one leaves, torchrun soon ends those that save
             if is_main:
                 reason = stop.reason or "asked to stop on another process"
                 run.write_status("preempted", reason + checkpoints.note)
             return 75
-        check_trained(state)
+        check_trained(state, is_fp16=bool(accelerator.scaler))
         with average_applied():
             checkpoint.export(run.folder / "export", config, data_info, model, is_main)
         if is_main:
