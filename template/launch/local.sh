@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All devices of this machine: every GPU, or two processes on the CPU where there is none.
-#   launch/local.sh --config configs/image_classification.yaml --optim.lr 3e-3
+#   launch/local.sh --config configs/image_classification.yaml --batches.micro_batch_size 0
 # Put --preflight first to check the machine before training.
 # PROCESSES (how many) and WHERE (a name in accelerate_configs/) may be set in the environment.
 set -euo pipefail
