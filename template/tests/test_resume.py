@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -77,6 +78,27 @@ def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path
     assert (left["outcome"], left["step"]) == ("preempted", 6)
     assert run_world(2, train, config) == [0, 0]
     assert_same(config, uninterrupted, 0.0)
+
+
+def what_is_saved_when_it_leaves(config: Config) -> list[str]:
+    """Stop at step 4 with a slow disk; list the checkpoints at the moment in which main returns."""
+    from my_project import checkpoint
+
+    flush = checkpoint.flush_to_disk
+
+    def slowly(path) -> None:
+        time.sleep(0.5)
+        flush(path)
+
+    checkpoint.flush_to_disk = slowly
+    assert interrupt_at(config, 4) == 75
+    return [folder.name for folder in checkpoint.checkpoints(config.folder)]
+
+
+def test_no_process_leaves_before_the_state_is_saved(tmp_path):
+    """The launcher ends the others soon after the first has left, also in the middle of a save."""
+    config = make_config(tmp_path)
+    assert run_world(2, what_is_saved_when_it_leaves, config) == [["step_00000006"]] * 2
 
 
 def test_a_finished_run_shows_its_result_and_a_longer_one_goes_on(tmp_path, capsys):
