@@ -16,6 +16,7 @@ import os
 import pickle
 import random
 import sys
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -291,8 +292,9 @@ def started(batches: Iterable[Any]) -> Iterator[Any]:
             warnings.filterwarnings("ignore", message="Got pickle error")  # said below
             return iter(batches)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        if "pickle" not in str(error):
-            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        if not any(frame.filename.endswith("reduction.py") for frame in frames):
+            raise  # not from multiprocessing's pickling, whose messages differ between Pythons
         raise ConfigError(
             f"the dataset or collate cannot be sent to a loader worker: {error}; define its"
             " functions and classes at the top level of a module, or set batches.workers to 0."
