@@ -73,6 +73,8 @@ class TwoHosts:
                 self.entering(host, *command, disk=disk),
                 stdout=output, stderr=subprocess.STDOUT, cwd=self.folder,
                 env=dict(os.environ) | environment,
+                # tests that run in a shell's background ignore SIGINT, and so would what they start
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
             )  # fmt: skip
         self.commands.append(process)
         return process
