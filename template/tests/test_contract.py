@@ -334,6 +334,7 @@ class Noisy(torch.utils.data.Dataset):
         return sample | {"x": sample["x"] + torch.randn(sample["x"].shape, generator=draw)}
 
 
+@pytest.mark.slow
 def test_generators_made_from_the_offered_seed_give_the_same_curve(tmp_path):
     configs = {}
     for processes, workers in ((1, 0), (2, 1)):
@@ -362,6 +363,7 @@ class FewerFiles(Ragged):
         return Ragged.build_datasets(smaller, data_info)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("validation_too", "sentence"),
     [
@@ -394,6 +396,7 @@ class NotSendable(Ragged):
         return data, validation_sets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
@@ -428,6 +431,7 @@ class NotSendableStream(Streamed):
         return stream, validation_sets
 
 
+@pytest.mark.slow
 def test_a_stream_whose_samples_cannot_be_sent_is_a_sentence_and_no_stall(tmp_path):
     recipe = NotSendableStream(book=str(tmp_path))
     config = make_config(

@@ -61,7 +61,7 @@ def same_weights(one: Config, other: Config) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path, processes):
     config = config_of(tmp_path, "first", {"how": "raise at once"})
     with pytest.raises(RuntimeError, match="KeyError: 'labels'"):
@@ -70,6 +70,7 @@ def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path, proc
     assert not checkpoints(config.folder)
 
 
+@pytest.mark.slow
 def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path):
     tried = config_of(tmp_path, "tried", {}, steps=5)
     untried = config_of(tmp_path, "untried", {}, steps=5, evaluation__sanity_check=False)
@@ -90,6 +91,7 @@ def states_around_the_sanity_check(config: Config) -> list[tuple]:
     return states
 
 
+@pytest.mark.slow
 def test_the_sanity_check_restores_the_random_state(tmp_path):
     ((before, after),) = run_world(1, states_around_the_sanity_check, config_of(tmp_path, "a", {}))
     assert before == after
@@ -152,6 +154,7 @@ class Initialized(Ragged):
         return torch.nn.Sequential(SetByItsFirstBatch(), super().build_model(data_info))
 
 
+@pytest.mark.slow
 def test_what_a_model_takes_from_its_first_batch_is_of_the_training(tmp_path):
     tried = make_config(tmp_path, Initialized(), steps=3, run_name="tried")
     untried = change(tried, run_name="untried", evaluation__sanity_check=False)
@@ -183,7 +186,7 @@ def judged() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault_after", [4, 8])
+@pytest.mark.parametrize("fault_after", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, judged, fault_after):
     killed = config_of(tmp_path, "killed", {"how": "kill", "fault_after": fault_after}, **judged)
     whole = config_of(tmp_path, "whole", {"fault_after": fault_after}, **judged)
@@ -207,6 +210,7 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, judged, 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_results_are_added_to_the_checkpoint_without_writing_tensors_again(tmp_path, background):
     config = config_of(
@@ -238,6 +242,7 @@ class Rising(Evaluated):
         metrics["steps"].update(float(NEWEST["step"] + 1))
 
 
+@pytest.mark.slow
 def test_only_the_best_is_kept_besides_the_newest_once_it_is_known(tmp_path):
     config = make_config(
         tmp_path, Rising(), steps=6, evaluation__every_steps=2, checkpoints__every_steps=2,
@@ -252,6 +257,7 @@ def test_only_the_best_is_kept_besides_the_newest_once_it_is_known(tmp_path):
     assert kept == ["step_00000002", "step_00000006"]
 
 
+@pytest.mark.slow
 def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp_path):
     config = config_of(tmp_path, "run", {}, steps=4)
     assert train(config) == 0
@@ -266,6 +272,7 @@ def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp
     assert "evaluation" in read_manifest(folder)
 
 
+@pytest.mark.slow
 def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
     settings: dict[str, Any] = {
         "steps": 40, "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
@@ -294,6 +301,7 @@ def stop_at_the_last_step(config: Config) -> int:
     return train(config)
 
 
+@pytest.mark.slow
 def test_told_to_stop_a_run_saves_and_leaves_the_evaluation_to_the_next_start(tmp_path):
     config = config_of(tmp_path, "told", {}, steps=4)
     assert run_world(2, stop_at_the_last_step, config) == [75, 75]
@@ -304,6 +312,7 @@ def test_told_to_stop_a_run_saves_and_leaves_the_evaluation_to_the_next_start(tm
     assert len(records(config, "validation/accuracy")) == 1
 
 
+@pytest.mark.slow
 def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_there_again(
     tmp_path,
 ):

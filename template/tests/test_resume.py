@@ -95,6 +95,7 @@ def what_is_saved_when_it_leaves(config: Config) -> list[str]:
     return [folder.name for folder in checkpoint.checkpoints(config.folder)]
 
 
+@pytest.mark.slow
 def test_no_process_leaves_before_the_state_is_saved(tmp_path):
     """The launcher ends the others soon after the first has left, also in the middle of a save."""
     config = make_config(tmp_path)
