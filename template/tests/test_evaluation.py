@@ -17,7 +17,7 @@ from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
-from my_project import contract, runtime
+from my_project import checkpoint, contract, runtime
 from my_project.checkpoint import checkpoints
 from my_project.config import Config
 from my_project.evaluate import sanity_check
@@ -174,6 +174,25 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
     assert train(whole) == 0
     assert same_weights(config, whole)
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5], "no step was taken twice"
+
+
+def train_on_a_slow_disk(config: Config) -> int:
+    flush = checkpoint.flush_to_disk
+
+    def slowly(path: Path) -> None:
+        time.sleep(0.5)
+        flush(path)
+
+    checkpoint.flush_to_disk = slowly
+    return train(config)
+
+
+@pytest.mark.slow
+def test_the_last_save_is_on_the_disk_before_the_last_evaluation(tmp_path):
+    config = config_of(tmp_path, "killed", {"how": "kill", "fault_after": 4}, steps=4)
+    with pytest.raises(RuntimeError):
+        run_world(1, train_on_a_slow_disk, config)
+    assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000004"]
 
 
 @pytest.fixture(scope="module")

@@ -186,14 +186,13 @@ def _kind(value: Any) -> str:
     """Describe a value by its type, with what tells values of the type apart."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    name = f"a value of type {type(value).__name__}" if value is not None else "None"
     if isinstance(value, (tuple, list)):
         inner = ", ".join(type(part).__name__ for part in value[:5])
         return f"a {type(value).__name__} of {len(value)} ({inner})"
     if isinstance(value, Mapping):
         inner = ", ".join(f"{key}: {type(part).__name__}" for key, part in [*value.items()][:5])
         return f"a {type(value).__name__} ({inner})"
-    return name
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 @contextmanager
