@@ -57,7 +57,7 @@ def main() -> None:
                 runs_folder=folder,
                 run_name=f"background_{background}",
             )
-            saver = checkpoint.Checkpoints(Run(config, 1, 0), True, model, optimizer, None, None)
+            saver = checkpoint.Checkpoints(Run(config, 0), True, model, optimizer, None, None)
             waited, whole, beside, alone = [], [], [], []
             for number in range(6):
                 start = time.perf_counter()

@@ -81,6 +81,7 @@ TEMPLATE_FILES = (
     "src/my_project/state.py",
     "src/my_project/telemetry.py",
     "src/my_project/train.py",
+    "src/my_project/turns.py",
     "tests/conftest.py",
     "tests/ragged.py",
     "tests/runs.py",
@@ -111,6 +112,7 @@ TEMPLATE_FILES = (
     "tests/test_sharded.py",
     "tests/test_stage.py",
     "tests/test_streams.py",
+    "tests/test_turns.py",
     "tests/world.py",
     "tests/world_imports.py",
 )

@@ -15,7 +15,7 @@ from world import run_world
 from my_project import predict
 from my_project.batches import LaneReader
 from my_project.config import Config, ConfigError, parse
-from my_project.contract import prepare_data
+from my_project.contract import build_datasets, prepare_data
 from my_project.recipes import causal_lm
 from my_project.recipes.causal_lm import CausalLM
 
@@ -94,10 +94,11 @@ def test_a_table_on_disk_is_packed_anew_when_it_changes(tmp_path):
 
 def test_a_staged_copy_of_the_text_has_the_same_blocks(tmp_path):
     config = dataclasses.replace(make_config(tmp_path), recipe=recipe_of(tmp_path))
-    _, here, _ = prepare_data(config)
+    here, _ = build_datasets(config.recipe, prepare_data(config)[0])
     (tmp_path / "disk").mkdir()
     staged = dataclasses.replace(config, stage_to=str(tmp_path / "disk"))
-    _, there, _ = prepare_data(staged)
+    data_info, reader = prepare_data(staged)
+    there, _ = build_datasets(reader, data_info)
     assert torch.equal(here[1], there[1])
     assert len(list((tmp_path / "cache").iterdir())) == 1
 

@@ -89,7 +89,7 @@ def damages(path: Path):
 def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, caplog):
     newest = folder_of(copied, 10)
     assert checkpoint.damage(newest) == ""
-    run = Run(copied, 10, rank=0)
+    run = Run(copied, rank=0)
     for how in damages(newest / name):
         assert checkpoint.damage(newest), f"{name} {how}"
         assert checkpoint._newest_good(run) == folder_of(copied, 8), how

@@ -82,7 +82,8 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path):
 
 def states_around_the_sanity_check(config: Config) -> list[tuple]:
     with runtime.start(config) as accelerator:
-        data_info, _, validation_sets = contract.prepare_data(config)
+        data_info, reader = contract.prepare_data(config)
+        _, validation_sets = contract.build_datasets(reader, data_info)
         model = contract.build_model(config, data_info)
         call = accelerator.prepare_model(runtime.Call(model), evaluation_mode=True)
         states = [(torch.get_rng_state().tolist(), random.getstate())]

@@ -1,18 +1,22 @@
 """Signals, hangs and failures: every process leaves in time, and one place says why."""
 
+import multiprocessing
 import os
 import signal
 import socket
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ragged import Ragged
+from ragged import Ragged, strike
 from runs import change, make_config, records, status, train
 from world import World, run_world
 
+from my_project import faults
 from my_project.config import Config, ConfigError, seconds_of
+from my_project.run import Run
 
 HERE = socket.gethostname()
 
@@ -54,7 +58,42 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, at
     assert "in strike" in found[1], "the one that hangs"
     assert "in strike" not in found[0]
     assert "reduction.wait()" in found[0] or "in backward" in found[0], "the one that waits for it"
-    assert "nothing has moved" in status(config)["reason"]
+    reason = status(config)["reason"]
+    assert "nothing has moved" in reason
+    assert f"the likely cause: rank 1 on {HERE} stands at strike (" in reason
+    assert "rank 0" not in reason.partition("likely cause")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stuck(Ragged):
+    where: str = ""
+
+    def build_datasets(self, data_info):
+        if self.where == "build_datasets":
+            strike("hang")
+        return super().build_datasets(data_info)
+
+    def export(self, model, data_info, folder):
+        strike("hang")
+
+
+def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
+    """The other ranks have nothing left to do: one that had left was named in its place."""
+    limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 4}
+    config = make_config(tmp_path, Stuck(), steps=1, **limits)
+    fails(config)
+    reason = status(config)["reason"]
+    assert f"the likely cause: rank 0 on {HERE} stands at strike (" in reason
+    assert "rank 1 on" not in reason.partition("likely cause")[2]
+
+
+def test_data_that_cannot_be_opened_ends_the_run_in_time(tmp_path):
+    limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 2}
+    config = make_config(tmp_path, Stuck(where="build_datasets"), **limits)
+    config.folder.mkdir()  # as the launcher does, which writes logs there
+    with pytest.raises(RuntimeError, match="the process died"):
+        run_world(1, train, config)
+    assert "nothing has moved for 2 s; stands at strike (" in errors(config)[0]
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -104,6 +143,27 @@ def test_an_exception_in_a_loader_worker_ends_the_run_and_is_named(tmp_path):
     text = "\n".join(errors(config).values())
     assert "sample 5 cannot be read" in text
     assert "sample 5 cannot be read" in status(config)["reason"]
+
+
+def closed_connection(place: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    if place == "a loader worker":
+        ours.recv()  # as torch's DataLoader does
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+@pytest.mark.parametrize("place", ["a loader worker", "the dataset"])
+def test_a_closed_connection_is_not_taken_for_another_process(tmp_path, place):
+    run = Run(make_config(tmp_path), rank=0)
+    run.begin()
+    run.hosts = [HERE, HERE]
+    with pytest.raises((EOFError, ConnectionError)), faults.failures_recorded(run):
+        closed_connection(place)
+    reason = run.status()["reason"]
+    assert ("a loader worker is gone" in reason) == (place == "a loader worker")
+    assert "lost contact" not in reason
+    assert "No word" not in reason
 
 
 # ---- told to stop --------------------------------------------------------------------------------

@@ -162,10 +162,10 @@ def train_while_another_does(config: Config) -> str:
 
     from my_project.run import Run
 
-    run = Run(config, 2, rank=0)
+    run = Run(config, rank=0)
     code = (
         "import sys, runs, pathlib; from my_project.run import Run\n"
-        "Run(runs.make_config(pathlib.Path(sys.argv[1])), 2, rank=0)"
+        "Run(runs.make_config(pathlib.Path(sys.argv[1])), rank=0)"
     )
     other = subprocess.run(
         [sys.executable, "-c", code, config.runs_folder],

@@ -63,7 +63,7 @@ def train_steps(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def checkpoints_of(config: Config, rank: int, world: int, model: Any, optimizer: Any) -> Any:
-    run = Run(config, 10, rank)
+    run = Run(config, rank)
     run.hosts = ["here"] * world
     average = optim.Average(model, 0.9)
     return checkpoint.Checkpoints(run, rank == 0, model, optimizer, None, average)

@@ -14,14 +14,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
-from filelock import FileLock
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from .batches import is_stream
 from .config import Config, ConfigError, to_yaml
+from .faults import process_name, progress_reported
 from .recipe import Recipe, optional, place_of, problems
 from .stage import staged
+from .turns import in_turn
 
 
 def check_recipe(config: Config) -> None:
@@ -33,19 +34,25 @@ def check_recipe(config: Config) -> None:
 
 
 # ---- data ----------------------------------------------------------------------------------------
-def prepare_data(config: Config) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    """Let the recipe prepare and open its data; one process at a time, the others find it done.
+def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
+    """Let the recipe prepare its data: one process first, the others find it done.
+
+    No limit holds, since tokenizing takes hours: the process at work says where it stands.
 
     Returns:
-        data_info, the training set, and the validation sets by name.
+        data_info, and the recipe that reads the data: with stage_to, this node's copies.
 
     Raises:
-        ConfigError: the data is not as the recipe says, or a method returned something else than
-            recipe.py asks for.
+        ConfigError: it cannot be prepared as the settings say, or data_info is no JSON.
+        RuntimeError: the process that was waited for is gone.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with in_a_sentence(recipe), FileLock(folder / ".prepare_data.lock"):
+    with (
+        in_turn(folder, process_name()),
+        in_a_sentence(recipe),
+        progress_reported("prepare_data"),
+    ):
         data_info = recipe.prepare_data()
     if not isinstance(data_info, dict):
         _refuse(recipe, "prepare_data", f"returned {_kind(data_info)}; it must return a dict.")
@@ -53,11 +60,22 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         data_info = json.loads(json.dumps(data_info))
     except (TypeError, ValueError) as error:
         _refuse(recipe, "prepare_data", f"must return plain JSON: {error}.")
+    return data_info, staged(recipe, config.stage_to) if config.stage_to else recipe
+
+
+def build_datasets(recipe: Recipe, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Let the recipe open its data.
+
+    Returns:
+        The training set, and the validation sets by name.
+
+    Raises:
+        ConfigError: the data is not as the recipe says, or it returned something else than
+            recipe.py asks for.
+    """
     with in_a_sentence(recipe):
-        if config.stage_to:
-            recipe = staged(recipe, config.stage_to)
         returned = recipe.build_datasets(data_info)
-    return data_info, *_checked_data_sets(recipe, returned)
+    return _checked_data_sets(recipe, returned)
 
 
 def _checked_data_sets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any]]:

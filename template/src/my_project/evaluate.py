@@ -270,7 +270,8 @@ def main(arguments: argparse.Namespace) -> int:
     )
     runtime.check_launch(config)
     contract.check_recipe(config)
-    data_info, _, data_sets = contract.prepare_data(config)
+    data_info, reader = contract.prepare_data(config)
+    _, data_sets = contract.build_datasets(reader, data_info)
     if not data_sets:
         raise ConfigError("the recipe's build_datasets returns no validation set.")
     with runtime.start(config) as accelerator:

@@ -4,8 +4,10 @@ runs/<run_name>/errors/ gathers, in one place for all nodes, a file for each pro
 """
 
 import faulthandler
+import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,9 +23,17 @@ import torch
 from .config import Config, ConfigError, seconds_of
 from .run import Run
 
+logger = logging.getLogger(__name__)
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND_COUNTS_AFTER = 5.0  # seconds
 OTHERS_REPORT_WITHIN = 2.0  # seconds
+OTHERS_STRIKE_WITHIN = 5.0  # seconds; their watches look once a second
+
+
+def process_name() -> str:
+    """Name this process, before there is a process group too."""
+    return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
 
 # ---- told to stop --------------------------------------------------------------------------------
@@ -139,13 +149,74 @@ class Watch:
                 self._strike(waited)
 
     def _strike(self, waited: float) -> None:
-        reason = f"nothing has moved for {waited:.0f} s; this process stands at"
+        nothing_moved = f"nothing has moved for {waited:.0f} s"
+        place, waits = standing_place(sys._current_frames()[threading.main_thread().ident or 0])
         stack = stacks()
-        print(f"{self.run.who}: {reason}\n{stack}", file=sys.__stderr__, flush=True)
-        self.run.record_error(f"nothing has moved for {waited:.0f} s", stack)
+        print(
+            f"{self.run.who}: {nothing_moved}; this process stands at {place}\n{stack}",
+            file=sys.__stderr__,
+            flush=True,
+        )
+        stands = WAITS if waits and len(self.run.hosts) > 1 else STANDS
+        self.run.record_error(f"{nothing_moved}{stands}{place}", stack)
         save_nccl_trace(self.run)
-        fail_with_silent_ranks(self.run, f"nothing has moved for {waited:.0f} s")
+        fail_with_cause(self.run, nothing_moved, OTHERS_STRIKE_WITHIN)
         os._exit(1)
+
+
+STANDS, WAITS = "; stands at ", "; waits for other processes at "
+# The innermost files in which a process waits for others; and Reduction.wait, see runtime.py.
+WAITING_PLACES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/torch/autograd/graph.py",
+    "/torch/cuda/streams.py",
+)
+LIBRARIES = ("<", os.path.dirname(os.__file__))
+OWN_FOLDER = os.path.dirname(__file__)
+
+
+def standing_place(frame: FrameType | None) -> tuple[str, bool]:
+    """Return where a thread stands, in code that is no library's, and if it waits for others.
+
+    C code has no frame of its own: the innermost one is that of the Python function that called it.
+    """
+    innermost = own = frame
+    while own and _is_of_library(own.f_code.co_filename):
+        own = own.f_back
+    if not (frame and innermost):
+        return "an unknown place", False
+    at = own or innermost
+    name = innermost.f_code.co_qualname
+    waits = name == "Reduction.wait" or any(
+        part in innermost.f_code.co_filename for part in WAITING_PLACES
+    )
+    return f"{at.f_code.co_name} ({at.f_code.co_filename}, line {at.f_lineno})", waits
+
+
+def _is_of_library(file: str) -> bool:
+    is_library = "site-packages" in file or file.startswith(LIBRARIES)
+    return is_library and not file.startswith(OWN_FOLDER)
+
+
+@contextmanager
+def progress_reported(what: str, every_seconds: float = 60) -> Iterator[None]:
+    """Say every minute where this thread stands, for work that no limit holds for."""
+    ended, started, worker = threading.Event(), time.monotonic(), threading.get_ident()
+
+    def report() -> None:
+        while not ended.wait(every_seconds):
+            place, _ = standing_place(sys._current_frames().get(worker))
+            minutes = (time.monotonic() - started) / 60
+            logger.warning("%s: %s for %.0f min, now at %s", process_name(), what, minutes, place)
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def stacks() -> str:
@@ -210,36 +281,52 @@ def failures_recorded(run: Run) -> Iterator[None]:
 
 def _record(run: Run, error: BaseException) -> None:
     reason = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    lost = any(sign in str(error) for sign in LOST_CONTACT)
+    # torch's own errors are RuntimeErrors; a ConnectionError is of a loader worker, or the user's
+    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT)
     if lost:
         reason = f"lost contact with another process ({str(error).split('. ')[0]})"
+    elif _is_of_multiprocessing(error):
+        reason = f"a loader worker is gone, killed perhaps for want of memory ({reason})"
     run.record_error(reason, "".join(traceback.format_exception(error)))
     if lost and run.hosts:
-        fail_with_silent_ranks(run, reason)
+        fail_with_cause(run, reason, OTHERS_REPORT_WITHIN)
     else:
         run.fail(reason)
 
 
-def fail_with_silent_ranks(run: Run, reason: str) -> None:
-    """Record a failure that another process has caused, and say which, as far as can be told.
+def _is_of_multiprocessing(error: BaseException) -> bool:
+    """Return whether what came from a loader worker could not be read to its end."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not isinstance(error, (ConnectionError, EOFError)) or not frames:
+        return False
+    return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
+
+
+def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
+    """Record a failure that another process may have caused, and say which, as far as is known.
 
     Some processes notice only when others leave, so whoever comes later knows more.
     """
     run.fail(reason, unexplained=f"{run.who}: {reason}")  # at once: there may be little time
-    named = silent_ranks(run)
-    print(f"{run.who}: {reason}. {named}", file=sys.__stderr__, flush=True)
+    if not run.hosts:  # not connected yet
+        return
+    cause = likely_cause(run, seconds)
+    print(f"{run.who}: {reason}. {cause}", file=sys.__stderr__, flush=True)
     status = run.status()
     if first := status.get("unexplained"):
-        run.write_status("failed", f"{first}. {named}", step=status["step"], unexplained=first)
+        run.write_status("failed", f"{first}. {cause}", step=status["step"], unexplained=first)
 
 
-def silent_ranks(run: Run) -> str:
-    """Say which processes have reported no error of their own: one of them is the cause."""
-    deadline = time.monotonic() + OTHERS_REPORT_WITHIN
-    while len(heard := run.ranks_with_errors()) < len(run.hosts) and time.monotonic() < deadline:
+def likely_cause(run: Run, seconds: float) -> str:
+    """Say which process to look at: one that has not reported, or waits for none of the others."""
+    deadline = time.monotonic() + seconds
+    while len(heard := run.errors()) < len(run.hosts) and time.monotonic() < deadline:
         time.sleep(0.1)
-    silent = [rank for rank in range(len(run.hosts)) if rank not in heard]
-    if not silent:
-        return f"Every process has reported: see {run.folder / 'errors'}."
-    named = ", ".join(f"rank {rank} on {run.hosts[rank]}" for rank in silent)
-    return f"No word from {named}: killed, stopped or cut off; look there first."
+    names = [f"rank {rank} on {host}" for rank, host in enumerate(run.hosts)]
+    if silent := [name for rank, name in enumerate(names) if rank not in heard]:
+        return f"No word from {', '.join(silent)}: killed, stopped or cut off; look there first."
+    stand = {rank: reason.partition(STANDS)[2] for rank, reason in sorted(heard.items())}
+    if 0 < len(stuck := [rank for rank in stand if stand[rank]]) < len(names):
+        places = "; ".join(f"{names[rank]} stands at {stand[rank]}" for rank in stuck)
+        return f"The others wait for what is the likely cause: {places}."
+    return f"Every process has reported: see {run.folder / 'errors'}."

@@ -249,9 +249,10 @@ def inspect_recipe(config: Config, precision: str, device: str = "cpu") -> Model
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from .contract import prepare_data
+    from .contract import build_datasets, prepare_data
 
-    data_info, train_set, _ = prepare_data(replace(config, stage_to=None))
+    data_info, reader = prepare_data(replace(config, stage_to=None))
+    train_set, _ = build_datasets(reader, data_info)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, _no_initial_values():
             return _inspect(config, data_info, train_set, precision, device, mode.from_tensor)

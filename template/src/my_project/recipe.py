@@ -5,7 +5,8 @@ imports nothing from here, so one file can be copied anywhere. The loop calls, i
 
     prepare_data() -> dict
         What the model must know of the data, as plain JSON (class names, vocabulary size).
-        Downloads and tokenises once per cache; called under a file lock, before any process group.
+        Downloads and tokenises once per cache, before any process group: the first process of the
+        run alone, then the first of each node, then all others at once, which find it done.
     build_datasets(data_info) -> (train, {name: validation})
         Map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset with
         `__getitems__(indices)` is asked for a whole micro-batch at once where nothing is seeded

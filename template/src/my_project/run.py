@@ -67,14 +67,13 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 class Run:
     """One run folder, checked before any process group starts."""
 
-    def __init__(self, config: Config, total_steps: int, rank: int) -> None:
+    def __init__(self, config: Config, rank: int) -> None:
         """Refuse a run that is under way elsewhere, or that differs from the one in the folder.
 
         Every process checks and none writes, so all decide alike.
         """
-        self.folder, self.config, self.total_steps, self.rank = (
-            config.folder, config, total_steps, rank
-        )  # fmt: skip
+        self.folder, self.config, self.rank = config.folder, config, rank
+        self.total_steps = 0  # until the data is known
         self.step = 0  # steps done, for whoever reports a failure
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; the first launch's
         self.token = ""  # of this launch, once it has begun
@@ -129,14 +128,14 @@ class Run:
             except OSError as error:
                 logger.error("%s cannot be written: %s", path, error)
 
-    def ranks_with_errors(self) -> set[int]:
-        """Tell which processes of this launch have written into errors/."""
-        ranks = set()
+    def errors(self) -> dict[int, str]:
+        """Read what the processes of this launch have written into errors/: a reason by rank."""
+        reasons = {}
         for path in (self.folder / "errors").glob("*_rank_*.txt"):
-            first, second, *_ = path.read_text(encoding="utf-8").splitlines()
+            first, second, reason, *_ = path.read_text(encoding="utf-8").splitlines()
             if second == f"launch {self.token}":
-                ranks.add(int(first.split()[1]))
-        return ranks
+                reasons[int(first.split()[1])] = reason
+        return reasons
 
     @property
     def finished(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 from filelock import FileLock
 
 from .config import ConfigError
+from .faults import progress_reported
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def copy(source: Path, folder: Path) -> Path:
     checked = target.parent / f".checked_{os.getppid()}"  # by a process of the same launch
     with FileLock(target.parent / ".lock"):
         if not checked.exists():
-            update(source, target)
+            with progress_reported(f"copying {source} to {folder}"):
+                update(source, target)
             checked.touch()
     return target
 

@@ -35,10 +35,12 @@ def main(config: Config) -> int:
     split = batches.split(config.batches, processes)
     runtime.check_launch(config, split.accumulation)
     contract.check_recipe(config)
-    data_info, train_set, validation_sets = contract.prepare_data(config)
+    run = Run(config, rank)
+    data_info, reader = contract.prepare_data(config)
+    with faults.Watch(run):
+        train_set, validation_sets = contract.build_datasets(reader, data_info)
     check_best_metric(config, validation_sets)
-    total_steps = batches.total_steps(config, train_set, split)
-    run = Run(config, total_steps, rank)
+    total_steps = run.total_steps = batches.total_steps(config, train_set, split)
     if run.finished:
         if rank == 0:
             telemetry.print_result(run)
@@ -193,6 +195,7 @@ def main(config: Config) -> int:
         check_trained(state, is_fp16=bool(accelerator.scaler))
         with average_applied():
             checkpoint.export(run.folder / "export", config, data_info, model, is_main)
+        accelerator.wait_for_everyone()  # a rank that had left would be blamed if an export hangs
         if is_main:
             result = state["results"] | {"samples per second": log.samples_per_second}
             run.write_status("finished", ended + checkpoints.note, result=result)

@@ -1,0 +1,147 @@
+"""Who prepares the data first, and what the others do meanwhile."""
+
+import os
+import socket
+import time
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from world import World, run_world
+
+from my_project import faults, turns
+from my_project.config import ConfigError
+from my_project.faults import progress_reported
+from my_project.turns import first_alone, in_turn
+
+
+def wait_for(folder: Path, pattern: str, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"fewer than {count} {pattern}"
+        time.sleep(0.01)
+
+
+def prepare(folder: Path, nodes: int) -> list[str]:
+    """Return which locks this process was the first to hold; rank 0 begins."""
+    rank = int(os.environ["RANK"])
+    turns.socket.gethostname = lambda: f"host{rank * nodes // 4}"  # type: ignore[attr-defined]
+    first_of = []
+    alone = turns.first_alone
+
+    @contextmanager
+    def noted(path, who):
+        with alone(path, who) as is_first:
+            first_of.extend([path.name] * is_first)
+            yield is_first
+
+    turns.first_alone = noted
+    if rank:
+        wait_for(folder, "inside_0", 1)
+        (folder / f"outside_{rank}").touch()
+    with in_turn(folder, f"rank {rank}"):
+        (folder / f"inside_{rank}").touch()
+        if rank == 0:
+            wait_for(folder, "outside_*", 3)
+            time.sleep(0.3)
+            assert len(list(folder.glob("inside_*"))) == 1, "somebody came in meanwhile"
+        if not first_of:  # where processes take turns, the others cannot come in
+            wait_for(folder, "inside_*", 4)
+    return first_of
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_first_prepares_alone_then_the_first_of_each_node_then_all_at_once(tmp_path, nodes):
+    first_of = run_world(4, prepare, tmp_path, nodes)
+    assert first_of[0] == [".prepare_data.host0.lock", ".prepare_data.lock"]
+    if nodes == 2:
+        of_the_other_node = first_of[2] + first_of[3]
+        assert ".prepare_data.host1.lock" in of_the_other_node
+
+
+def prepare_and_die(folder: Path) -> str:
+    rank = int(os.environ["RANK"])
+    if rank:
+        wait_for(folder, "inside_0", 1)
+        (folder / "outside_1").touch()
+    try:
+        with in_turn(folder, f"rank {rank} on {socket.gethostname()}"):
+            (folder / f"inside_{rank}").touch()
+            if rank == 0:
+                wait_for(folder, "outside_1", 1)
+                time.sleep(0.5)
+                os._exit(9)
+            return "came too late"
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_who_waits_ends_when_the_process_that_prepares_is_gone(tmp_path):
+    for attempt in range(10):  # on a busy machine the other may come when all is over
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        with closing(World(2, prepare_and_die, folder)) as world:
+            assert world.pipes[1].poll(60)
+            _, told = world.pipes[1].recv()
+        if told != "came too late":
+            break
+    assert told == f"rank 0 on {socket.gethostname()} has ended before the data was prepared"
+
+
+def test_what_a_kill_has_left_in_a_lock_is_no_hindrance(tmp_path):
+    lock = tmp_path / "lock"
+    lock.write_text(f"{turns.launch_name()}\nrank 7 on a host")
+    with first_alone(lock, "rank 0") as is_first:
+        assert is_first
+    assert lock.read_text() == ""
+
+
+def take_over(folder: Path) -> bool:
+    """Wait for a process of another launch, which dies."""
+    os.environ["MASTER_PORT"] = os.environ["RANK"]
+    lock = folder / "lock"
+    if os.environ["RANK"] == "0":
+        with first_alone(lock, "rank 0"):
+            (folder / "inside_0").touch()
+            time.sleep(0.5)
+            os._exit(9)
+    wait_for(folder, "inside_0", 1)
+    with first_alone(lock, "rank 1") as is_first:
+        return is_first
+
+
+def test_another_launch_does_the_work_where_the_first_one_has_died(tmp_path):
+    with closing(World(2, take_over, tmp_path)) as world:
+        assert world.pipes[1].poll(60)
+        assert world.pipes[1].recv() == ("returned", True)
+
+
+def test_a_mistake_of_the_user_is_left_to_the_others_to_meet(tmp_path):
+    lock = tmp_path / "lock"
+    with pytest.raises(ConfigError), first_alone(lock, "rank 0"):
+        raise ConfigError("no such file")
+    assert lock.read_text() == ""
+
+
+def tokenize(caplog) -> None:
+    deadline = time.monotonic() + 60
+    while not caplog.records:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_long_work_says_on_which_rank_and_in_which_function_it_is(caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with progress_reported("prepare_data", every_seconds=0.05):
+        tokenize(caplog)
+    said = caplog.records[0].getMessage()
+    assert said.startswith(f"rank 3 on {socket.gethostname()}: prepare_data for 0 min, now at")
+    assert f"tokenize ({__file__}, line " in said
+
+
+def test_a_library_is_not_the_place_where_a_process_stands():
+    places = []
+    sorted([1], key=lambda _: places.append(faults.standing_place(faults.sys._getframe())))
+    place, waits = places[0]
+    assert __file__ in place
+    assert not waits
