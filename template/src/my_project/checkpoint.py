@@ -5,7 +5,8 @@
       optimizer.safetensors    "<parameter>/<slot>", so any number of processes reads them
       average.safetensors      with optim.ema_decay
       state.json               the step, the optimizer's numbers, the best value, the fp16 scale
-      manifest.json            size and SHA-256 of each file, written last; evaluation results
+      manifest.json            size and SHA-256 of each file, written last; evaluation results;
+                               the path given by --resume at which the run began
 
     python -m my_project.checkpoint <run>/checkpoints/step_00000100 weights.safetensors
 
@@ -43,6 +44,7 @@ from .files import (
     Tensors,
     complete,
     damage,
+    discard,
     fingerprint,
     flush_to_disk,
     manifest_text,
@@ -51,6 +53,7 @@ from .files import (
     replace_folder,
     save_pieces,
     save_tensors,
+    step_of,
 )
 from .optim import Average
 from .recipe import optional
@@ -58,8 +61,6 @@ from .run import Run, unused_name, write_atomically
 from .state import EVALUATION
 
 logger = logging.getLogger(__name__)
-
-STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 def plain_name(name: str) -> str:
@@ -294,6 +295,7 @@ class Checkpoints:
                 return
             files |= self._files_of_others(temporary, writers)
             content = {"format": FORMAT, "step": state["step"], "files": files}
+            content["resumed_from"] = self.run.resumed_from
             if state.get("evaluated_step") == state["step"]:
                 content["evaluation"] = {key: state[key] for key in EVALUATION}
             complete(temporary, folder, content)
@@ -363,12 +365,6 @@ class Checkpoints:
                 remove(folder)
 
 
-def step_of(folder: Path) -> int:
-    """Read the step off a checkpoint's name."""
-    match = STEP_FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else -1
-
-
 def checkpoints(run_folder: Path) -> list[Path]:
     """List the complete checkpoints of a run, oldest first, whether they are damaged or not."""
     found = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
@@ -399,8 +395,9 @@ def remove(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()}
     if all(name in own or name.startswith(".manifest.json.") for name in names):
         removed = folder.with_name(f".{folder.name}.removed")  # so that a kill leaves no half
+        discard(removed)
         os.replace(folder, removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        discard(removed)
 
 
 # ---- where to continue ---------------------------------------------------------------------------
@@ -408,11 +405,12 @@ def tidy(run_folder: Path) -> None:
     """Remove what a kill during a save has left. Main process only, before anything is saved."""
     for name in ("export", "best"):
         before = run_folder / f".{name}.before"
-        if before.is_dir() and not (run_folder / name).exists():
+        if before.is_dir() and not os.path.lexists(run_folder / name):
             os.replace(before, run_folder / name)
+        discard(run_folder / f".{name}.partial")
     for path in (run_folder / "checkpoints").glob(".step_*"):
         if re.fullmatch(r"\.step_\d+\.(partial|removed)", path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            discard(path)
 
 
 def check_path(config: Config) -> None:
@@ -434,16 +432,14 @@ def choose(run: Run) -> Path | None:
     """
     tidy(run.folder)
     given = run.config.resume
-    if given not in ("auto", "never") and run.status().get("resumed_from") != given:
-        chosen: Path | None = Path(given)
+    chosen = _newest_good(run)
+    run.resumed_from = read_manifest(chosen).get("resumed_from") if chosen else None
+    # A path given by hand is where this run begins; once it has saved, it goes on by itself.
+    if given not in ("auto", "never") and run.resumed_from != given:
         if problem := damage(Path(given)):
             raise ConfigError(f"resume {given} cannot be used: {problem}.")
+        chosen, run.resumed_from = Path(given), given
         run.write_status("running", resumed_from=given)
-    else:  # a path given by hand is where this run once began: it goes on by itself
-        chosen = _newest_good(run)
-        if chosen is None and given not in ("auto", "never"):  # it has not saved anything yet
-            check(Path(given))
-            chosen = Path(given)
     step = read_manifest(chosen)["step"] if chosen else -1
     for folder in (run.folder / "checkpoints").glob("step_*"):
         if step_of(folder) > step:
@@ -463,7 +459,7 @@ def _newest_good(run: Run) -> Path | None:
         if not problem:
             return path
         logger.warning("%s is passed over: %s.", path, problem)
-    if found:
+    if found and run.config.resume in ("auto", "never"):
         logger.warning("no checkpoint in %s can be used: training starts anew.", folder)
     return None
 

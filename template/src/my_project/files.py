@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .config import ConfigError
-from .run import write_atomically
+from .run import move_aside, read_json, write_atomically
 
 FORMAT = 1
+STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 # ---- folders that appear whole -------------------------------------------------------------------
@@ -56,6 +58,21 @@ def manifest_text(content: dict[str, Any]) -> str:
     )
 
 
+def discard(path: Path) -> None:
+    """Remove what has a temporary name of ours, whatever it is; of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def step_of(folder: Path) -> int:
+    """Read the step off a checkpoint's name; -1 where it names none."""
+    match = STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a manifest.
 
@@ -69,13 +86,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)["manifest"]
-        intact = text == manifest_text(content)
-    except (ValueError, KeyError, TypeError):
+        intact = text == manifest_text(content) and isinstance(content["step"], int)
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise ValueError("manifest.json is damaged")
-    if content["format"] != FORMAT:
-        raise ValueError(f"its format is {content['format']}, this code reads {FORMAT}")
+    if content.get("format") != FORMAT:
+        raise ValueError(f"its format is {content.get('format')}, this code reads {FORMAT}")
     return content
 
 
@@ -87,8 +104,8 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
         hashes: read every file, which takes about a second per GB, or look at the sizes only.
     """
     try:
-        files = read_manifest(folder)["files"]
-        for name, wanted in files.items():
+        manifest = read_manifest(folder)
+        for name, wanted in manifest["files"].items():
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"
@@ -96,10 +113,21 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
                 return f"{name} has {path.stat().st_size} bytes in place of {wanted['size']}"
             if hashes and fingerprint(path) != wanted:
                 return f"{name} is damaged: its hash is not the one in manifest.json"
+        return _other_step(folder, manifest["step"])
     except (ValueError, OSError) as error:
         return str(error)
     except (KeyError, TypeError, AttributeError) as error:
         return f"its manifest.json is not one of ours ({error!r})"
+
+
+def _other_step(folder: Path, step: int) -> str:
+    """Say which part of a checkpoint is of another step than its manifest; nothing if none is."""
+    saved = read_json(folder / "state.json").get("step")
+    if saved is None:
+        return "state.json is damaged"
+    for part, its_step in (("name", step_of(folder)), ("state.json", saved)):
+        if its_step not in (-1, step):
+            return f"its {part} is of step {its_step}, its manifest.json of step {step}"
     return ""
 
 
@@ -114,7 +142,7 @@ def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Make a folder appear whole, in place of the one before."""
     temporary, before = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "before"))
-    shutil.rmtree(temporary, ignore_errors=True)
+    discard(temporary)
     temporary.mkdir(parents=True)
     try:
         fill(temporary)
@@ -124,12 +152,14 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    shutil.rmtree(before, ignore_errors=True)
-    if folder.exists():
+    discard(before)
+    if folder.is_symlink() or folder.is_file():
+        move_aside(folder, "old")
+    elif folder.exists():
         os.replace(folder, before)
     os.replace(temporary, folder)
     flush_to_disk(folder.parent)
-    shutil.rmtree(before, ignore_errors=True)
+    discard(before)
 
 
 # ---- tensors in files, whole or in pieces --------------------------------------------------------

@@ -19,9 +19,10 @@ QUIET_SECONDS = 3.0  # after which a run that has ended has nothing more to say
 
 def newest(folder: Path) -> Iterator[tuple[str, Path]]:
     """List the label and path of each file that the newest start of each node writes."""
-    for node in sorted(folder.glob("logs/node_*"), key=lambda path: int(path.name[5:])):
+    nodes = [path for path in folder.glob("logs/node_*/") if path.name[5:].isdecimal()]
+    for node in sorted(nodes, key=lambda path: int(path.name[5:])):
         starts = [path for path in node.iterdir() if path.is_dir()]
-        attempts = [a for start in starts for a in start.glob("attempt_*")]
+        attempts = [a for start in starts for a in start.glob("attempt_*/")]
         if attempts:
             latest = max(attempts, key=lambda path: path.stat().st_mtime)
             for process in sorted(latest.iterdir(), key=lambda path: path.name.zfill(4)):

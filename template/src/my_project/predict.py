@@ -31,7 +31,10 @@ def load(folder: Path) -> tuple[Config, dict[str, Any], nn.Module]:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} is no export: it has no {name}; give runs/<name>/export.")
     config = parse(["--config", str(folder / "config.yaml")])
-    data_info = json.loads((folder / "data_info.json").read_text())
+    try:
+        data_info = json.loads((folder / "data_info.json").read_text())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder}/data_info.json is damaged ({error}); export again.") from error
     return config, data_info, load_model(folder, config.recipe, data_info).eval()
 
 

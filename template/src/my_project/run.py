@@ -11,6 +11,7 @@ runs/<run_name>/
   export/  best/   the weights for use: model.safetensors, config.yaml, data_info.json
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,14 +49,56 @@ RECORDED_PACKAGES = (
 )
 
 
+# What write_atomically leaves where it is killed, by the names that it is called with.
+TEMPORARY = re.compile(
+    r"\.((config\.yaml|(status|run|manifest)\.json|metrics\.jsonl)"
+    r"|\d{8}T\d{6}_rank_\d+_step_\d+\.txt)\.\d+"
+)
+START_BYTES = 1 << 16  # more than the start of a run writes
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut can leave an empty file under the name
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut can leave an empty file under the name
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty when there is none, or it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def move_aside(path: Path, end: str = "damaged") -> Path:
+    """Rename what is in the way; it is never deleted."""
+    aside = unused_name(path, end)
+    path.rename(aside)
+    logger.warning("%s is in the way, or damaged: moved aside to %s", path, aside.name)
+    return aside
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say in a sentence why a folder cannot be written to: read-only, full, not a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written to ({error}): make room there or get permission to write,"
+            " or choose another --runs_folder."
+        ) from error
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
@@ -79,15 +124,21 @@ class Run:
         self.token = ""  # of this launch, once it has begun
         self.hosts: list[str] = []  # by rank
         self.lock: TextIO | None = None
-        self._lock()
+        self.resumed_from: str | None = None  # the path given by hand that this run began at
+        with writing(self.folder):
+            self._lock()
+            self._check_room()
         self._refuse_other_config()
 
     def status(self) -> dict[str, Any]:
-        """Read the last status; empty when there is none."""
-        path = self.folder / "status.json"
-        try:
-            status: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):  # damaged: as if there were none
+        """Read the last status; empty when there is none, or it is damaged: it only reports."""
+        status = read_json(self.folder / "status.json")
+        kinds = {"outcome": str, "reason": str, "step": int, "steps": int, "result": dict}
+        intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
+        if not intact or not all(
+            value is None or isinstance(value, (int, float))
+            for value in status.get("result", {}).values()
+        ):
             return {}
         return status
 
@@ -132,9 +183,10 @@ class Run:
         """Read what the processes of this launch have written into errors/: a reason by rank."""
         reasons = {}
         for path in (self.folder / "errors").glob("*_rank_*.txt"):
-            first, second, reason, *_ = path.read_text(encoding="utf-8").splitlines()
-            if second == f"launch {self.token}":
-                reasons[int(first.split()[1])] = reason
+            with suppress(OSError):
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+                if lines[1:2] == [f"launch {self.token}"]:
+                    reasons[int(lines[0].split()[1])] = " ".join(lines[2:3])
         return reasons
 
     @property
@@ -142,7 +194,7 @@ class Run:
         """Tell whether the run has reached its duration; a greater one extends it."""
         status = self.status()
         done = status.get("outcome") == "finished" and self.config.resume == "auto"
-        return done and self.total_steps <= status["steps"]
+        return done and "result" in status and self.total_steps <= status.get("steps", -1)
 
     def begin(self) -> None:
         """Make the folder and record what the run is made of. Main process only."""
@@ -154,12 +206,12 @@ class Run:
                 self.folder.mkdir()
                 (aside / "logs").rename(logs)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._tidy()
         self.token = uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         self.write_status("running")
         about = self.folder / "run.json"
-        if about.is_file():
-            self.id = json.loads(about.read_text(encoding="utf-8")).get("run", self.id)
+        self.id = str(read_json(about).get("run") or self.id)
         record = {"run": self.id, "launch": self.token} | provenance()
         write_atomically(about, json.dumps(record, indent=1) + "\n")
 
@@ -173,11 +225,8 @@ class Run:
         self.token = token
         deadline = time.monotonic() + seconds
         while True:
-            try:
-                if json.loads((self.folder / "run.json").read_text())["launch"] == token:
-                    return True
-            except (OSError, ValueError, KeyError):
-                pass
+            if read_json(self.folder / "run.json").get("launch") == token:
+                return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.2)
@@ -185,7 +234,8 @@ class Run:
     def __del__(self) -> None:
         """Let go of the lock, for a process that trains again."""
         if lock := getattr(self, "lock", None):
-            lock.close()
+            with suppress(OSError):  # a full disk
+                lock.close()
 
     def _lock(self) -> None:
         """Let one launch at a time use the folder; the lock ends with the process."""
@@ -193,7 +243,7 @@ class Run:
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         path = self.folder.parent / f".{self.folder.name}.lock"
-        self.lock = path.open("a+")
+        self.lock = path.open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -208,11 +258,53 @@ class Run:
         self.lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.lock.flush()
 
+    def _check_room(self) -> None:
+        """Write as much as a start does, and remove it: on a full disk no launch is to begin."""
+        if self.rank != 0:
+            return
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(self.folder))
+        is_there = self.folder.is_dir() and self.config.resume != "never"
+        path = (self.folder if is_there else self.folder.parent) / f".{self.folder.name}.room"
+        try:
+            with path.open("wb") as file:
+                file.write(os.urandom(START_BYTES))  # zeros may be compressed
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _tidy(self) -> None:
+        """Remove the temporary files of a launch that was killed; move damaged files aside.
+
+        Other processes of this launch may be writing: theirs are newer than the lock.
+        """
+        for name in ("status.json", "run.json"):
+            path = self.folder / name
+            if os.path.lexists(path) and not read_json(path):
+                move_aside(path)
+        for name in ("checkpoints", "errors", "tensorboard"):
+            if (self.folder / name).is_file():
+                move_aside(self.folder / name)
+        began = os.fstat(self.lock.fileno()).st_mtime if self.lock else 0
+        for folder in (self.folder, self.folder / "errors", *self.folder.glob("checkpoints/*")):
+            for path in folder.glob(".*"):
+                with suppress(OSError):
+                    if TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < began:
+                        path.unlink()
+
     def _refuse_other_config(self) -> None:
         path = self.folder / "config.yaml"
-        if self.config.resume == "never" or not path.is_file():
+        if self.config.resume == "never" or not os.path.lexists(path):
             return
-        before, now = curve(parse(["--config", str(path)])), curve(self.config)
+        try:
+            before, now = curve(parse(["--config", str(path)])), curve(self.config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({str(error).rstrip('.')}): put this run's there again, or"
+                " remove it where the settings are those given here; or choose another --run_name,"
+                " or --resume never, which moves that folder aside."
+            ) from error
         differing = [
             f"{name} ({before.get(name)!r} there, {now.get(name)!r} here)"
             for name in sorted(before.keys() | now.keys())
@@ -225,10 +317,10 @@ class Run:
             )
 
 
-def unused_name(folder: Path) -> Path:
-    """Find a name beside the folder that nothing has."""
+def unused_name(path: Path, end: str = "old") -> Path:
+    """Find a name beside a file or folder that nothing has."""
     number = 1
-    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{end}-{number}")):
         number += 1
     return aside
 

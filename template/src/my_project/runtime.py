@@ -38,7 +38,7 @@ from .batches import Split, seed_of
 from .config import Config, ConfigError, exit_with_sentence
 from .faults import turn_on_flight_recorder
 from .optim import check_parameters, optimizer_class
-from .run import Run
+from .run import Run, writing
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +293,8 @@ def begin(
             )
 
     def begin_on_main() -> str:
-        run.begin()
+        with writing(run.folder):
+            run.begin()
         return run.token
 
     token = from_main(accelerator, begin_on_main)

@@ -20,7 +20,7 @@ from .config import Config
 from .faults import Watch
 from .optim import learning_rate
 from .recipe import optional
-from .run import Run, finite, write_atomically
+from .run import Run, finite, move_aside, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,11 @@ class Telemetry:
     def __enter__(self) -> "Telemetry":
         if not self.is_main:
             return self
-        if self.path.is_file():
-            kept = [r for r in read_records(self.run) if self._is_kept(r)]
+        if os.path.lexists(self.path):
+            records, damaged = read_records(self.run)
+            if damaged:
+                move_aside(self.path)
+            kept = [r for r in records if self._is_kept(r)]
             write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self.accelerator.init_trackers(
             self.config.run_name,
@@ -290,15 +293,27 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def read_records(run: Run) -> list[dict[str, Any]]:
-    """Read metrics.jsonl; a last line cut off by a kill is left out."""
-    records = []
-    for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+def read_records(run: Run) -> tuple[list[dict[str, Any]], bool]:
+    """Read metrics.jsonl.
+
+    Returns:
+        The records, and whether there is anything else; a last line cut off by a kill is not.
+    """
+    try:
+        lines = (run.folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    except OSError:  # a folder
+        return [], True
+    records, damaged = [], False
+    for line in lines:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+        else:
+            damaged |= line.endswith(b"\n") or not line.startswith(b"{")
+    return records, damaged
 
 
 def shown(value: float) -> str:
@@ -310,10 +325,10 @@ def print_result(run: Run) -> None:
     """Show how a finished run ended."""
     status = run.status()
     rows = {
-        "outcome": f"{status['outcome']} {status['reason']}".strip(),
-        "steps": f"{status['step']} of {status['steps']}",
+        "outcome": f"{status.get('outcome')} {status.get('reason', '')}".strip(),
+        "steps": f"{status.get('step')} of {status.get('steps')}",
     }
-    for name, value in status["result"].items():
+    for name, value in status.get("result", {}).items():
         rows[name] = "not a number" if value is None else shown(value)
     rows["run folder"] = str(run.folder)
     rows["metrics"] = str(run.folder / "metrics.jsonl")
