@@ -328,11 +328,83 @@ def curve(config: Any, prefix: str = "") -> dict[str, Any]:
     return settings
 
 
+# ---- YAML, checked -------------------------------------------------------------------------------
+MOST_YAML_CHARACTERS = 10_000_000  # what aliases stand for counted each time; a value is 100 more
+MOST_YAML_LEVELS = 100
+
+
+def check_yaml(text: str) -> None:
+    """Refuse YAML that would take all memory, or overflow the stack.
+
+    A few lines of aliases, each of ten others, stand for more values than memory holds.
+
+    Raises:
+        yaml.YAMLError: it is such, or no YAML.
+    """
+    import yaml
+
+    collections: list[list[Any]] = [["", 0, 0]]  # those that are open: anchor, characters, levels
+    anchored: dict[str | None, tuple[int, int]] = {}  # characters and levels
+    has_aliases = False
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        characters, levels = 100, 0
+        if isinstance(event, yaml.ScalarEvent):
+            characters += len(event.value)
+            anchored[event.anchor] = characters, levels
+        elif isinstance(event, yaml.CollectionStartEvent):
+            collections.append([event.anchor, characters, 0])
+            characters, levels = 0, len(collections)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, characters, levels = collections.pop()
+            anchored[anchor] = characters, levels
+        elif isinstance(event, yaml.AliasEvent):
+            has_aliases = True
+            if event.anchor in [anchor for anchor, *_ in collections]:
+                raise yaml.YAMLError(f"the alias *{event.anchor} stands inside of what it names")
+            characters, levels = anchored.get(event.anchor, (characters, levels))
+        collections[-1][1] += characters
+        collections[-1][2] = max(collections[-1][2], levels + 1)
+        if has_aliases and collections[-1][1] > MOST_YAML_CHARACTERS:
+            raise yaml.YAMLError(
+                f"its aliases stand for more than {MOST_YAML_CHARACTERS} characters"
+            )
+        if collections[-1][2] > MOST_YAML_LEVELS:
+            raise yaml.YAMLError(f"it is nested more than {MOST_YAML_LEVELS} levels deep")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file of settings, whatever they are.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no settings.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        settings = yaml.safe_load(text) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds a {type(settings).__name__} in place of named settings.")
+    return settings
+
+
+# ---- the command line ----------------------------------------------------------------------------
 def _parser(description: str, prog: str | None):
-    from jsonargparse import ArgumentParser, set_parsing_settings
+    import yaml
+    from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
+
+    def load(text: str) -> Any:
+        check_yaml(text)
+        return get_loader("yaml")(text)
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    set_loader("checked_yaml", load, (yaml.YAMLError,))
+    parser = ArgumentParser(
+        prog=prog, description=description, exit_on_error=False, parser_mode="checked_yaml"
+    )
     parser.add_argument("--config", action="config", help="A YAML file; configs/ holds examples.")
     parser.add_class_arguments(Config)
     for action in parser._actions:
@@ -360,7 +432,7 @@ def parse(arguments: list[str], description: str = "", prog: str | None = None) 
     except ConfigError:
         raise
     except (ArgumentError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
+        message = " ".join(str(error).split())[:1000]  # it may quote a whole file
         if "does not implement protocol" in message:
             class_path = message.split("Import path ")[-1].split(" ")[0]
             found = "; ".join(problems_of(class_path)) or message

@@ -16,7 +16,6 @@ Takes what accelerate launch takes, and does besides, in this order:
 import argparse
 import ctypes
 import importlib.metadata
-import json
 import os
 import re
 import signal
@@ -32,8 +31,9 @@ from typing import Any
 
 import psutil
 
-from .config import ConfigError, exit_with_sentence
+from .config import ConfigError, exit_with_sentence, read_yaml
 from .roll_call import Node, interface_to, roll_call
+from .run import read_json, writing
 
 PREEMPTED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -89,8 +89,6 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
     Raises:
         ConfigError: it cannot be launched so.
     """
-    import yaml
-
     if "-m" not in arguments[:-1]:
         raise ConfigError("name what to run after the flags, such as -m my_project.train")
     at = arguments.index("-m")
@@ -112,7 +110,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
     path = Path(given.config_file)
     if not path.is_file():
         raise ConfigError(f"{path} is no file; accelerate_configs/README.md lists those there are.")
-    where = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    where = read_yaml(path)
 
     def value(name: str, default: Any) -> Any:
         found = getattr(given, name)
@@ -181,17 +179,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def run_folder(arguments: tuple[str, ...]) -> Path:
     """Find the run folder that a run's arguments name, without importing its recipe."""
-    import yaml
-
     folder, name, stem = "runs", "run", "run"
     words = [part for word in arguments for part in word.split("=", 1)]
     for word, value in pairwise(words):
         if word == "--config":
             stem = Path(value).stem
-            text = Path(value).read_text(encoding="utf-8") if Path(value).is_file() else ""
-            settings = yaml.safe_load(text) or {}
-            folder = settings.get("runs_folder", folder)
-            name = settings.get("run_name", name)
+            settings = read_yaml(Path(value)) if Path(value).is_file() else {}
+            folder = str(settings.get("runs_folder", folder))
+            name = str(settings.get("run_name", name))
         elif word == "--runs_folder":
             folder = value
         elif word == "--run_name":
@@ -341,10 +336,9 @@ def read_status(folder: Path) -> dict[str, Any]:
     """Read status.json; empty when there is none."""
     try:
         os.listdir(folder)  # makes a network file system look whether the file is still the same
-        status: dict[str, Any] = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except OSError:
         return {}
-    return status
+    return read_json(folder / "status.json")
 
 
 def exit_code(status: dict[str, Any], before: dict[str, Any], code: int) -> int:
@@ -408,8 +402,10 @@ def main(arguments: list[str]) -> int:
     before = read_status(folder)
     command = launch.command(launch.module)
     if launch.processes > 1:
-        at = command.index("-m", 3)
-        command[at:at] = ["--tee", "3", "--log_dir", str(folder / "logs" / f"node_{launch.rank}")]
+        at, logs = command.index("-m", 3), folder / "logs" / f"node_{launch.rank}"
+        with writing(folder):
+            logs.mkdir(parents=True, exist_ok=True)
+        command[at:at] = ["--tee", "3", "--log_dir", str(logs)]
     code = child.run(command)
     status = wait_for_status(folder, before, launch.nodes)
     if child.told and code and status == before:

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import ConfigError, exit_with_sentence
+from .config import ConfigError, exit_with_sentence, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def configs(hosts: list[Host], where: Path, address: str, port: int) -> dict[str
     """Make the text of each node's config, by file name."""
     import yaml
 
-    plain = yaml.safe_load(where.read_text(encoding="utf-8"))
+    plain = read_yaml(where)
     slots = hosts[0].slots
     if plain.get("num_machines", 1) < 2:
         raise ConfigError(f"{where} is for one machine; choose one of multi_node*.yaml.")
