@@ -308,6 +308,36 @@ def test_a_setting_that_yaml_cannot_hold_is_refused_before_any_process_group(tmp
 
 
 @Recipe
+class Wide(Palette):
+    more: int = 5
+
+
+@Recipe
+class Nested(Ragged):
+    one: Palette | None = None
+    other: Wide | Palette = dataclasses.field(default_factory=Wide)
+    many: dict[str, list[Palette]] = dataclasses.field(default_factory=lambda: {"a": [Palette()]})
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"one": Wide()}, r"Nested\.one is a Wide, which config\.yaml cannot be read back as"),
+        ({"many": {"a": [Palette(), Wide()]}}, r"Nested\.many\['a'\] is a Wide"),
+        ({"anything": Palette()}, r"Nested\.anything is a Palette"),
+    ],
+)
+def test_a_nested_setting_that_cannot_be_read_back_is_refused(tmp_path, settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        train(make_config(tmp_path, Nested(**settings)))
+    config = make_config(tmp_path, Nested(one=Palette(shades=(3,))))
+    contract.check_recipe(config)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert parse(["--config", str(tmp_path / "config.yaml")]).recipe == config.recipe
+
+
+@Recipe
 class OwnGenerators(Ragged):
     """Draws from generators of its own, made from the seed that the contract offers."""
 

@@ -4,15 +4,16 @@ A recipe that is slightly wrong must not train nothing in silence, nor fail afte
 here ends the run with one sentence that names the method, its file and its line (ConfigError).
 """
 
+import dataclasses
 import inspect
 import json
 import math
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -21,6 +22,7 @@ from .batches import is_stream
 from .config import Config, ConfigError, to_yaml
 from .faults import process_name, progress_reported
 from .recipe import Recipe, optional, place_of, problems
+from .run import writing
 from .stage import staged
 from .turns import in_turn
 
@@ -31,6 +33,36 @@ def check_recipe(config: Config) -> None:
     if found := problems(kind):
         raise ConfigError(f"recipe {kind.__name__}: {'; '.join(found)} (see recipe.py).")
     to_yaml(config)
+    for name, value in _undeclared(kind.__name__, config.recipe, [kind]):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__}, which config.yaml cannot be read back as: declare"
+            " the field with that class itself, not with one that it is derived from."
+        )
+
+
+def _undeclared(name: str, value: Any, declared: list[Any]) -> Iterator[tuple[str, Any]]:
+    """List the dataclasses in a setting that are not of a class which its annotation names."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for part in value:
+            yield from _undeclared(name, part, declared)
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _undeclared(f"{name}[{key!r}]", part, declared)
+    elif dataclasses.is_dataclass(value):
+        if type(value) not in declared:
+            yield name, value
+        with suppress(NameError, TypeError):  # an annotation that cannot be read where it stands
+            annotations = get_type_hints(type(value))
+            for f in dataclasses.fields(value):
+                inner = getattr(value, f.name)
+                if f.init:
+                    yield from _undeclared(f"{name}.{f.name}", inner, _named(annotations[f.name]))
+
+
+def _named(annotation: Any) -> list[Any]:
+    """List the classes that an annotation names."""
+    inner = [kind for part in get_args(annotation) for kind in _named(part)]
+    return [annotation, get_origin(annotation), *inner]
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -47,7 +79,8 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
         RuntimeError: the process that was waited for is gone.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with (
         in_turn(folder, process_name()),
         in_a_sentence(recipe),

@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from .config import ConfigError
+from .run import writing
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,14 @@ def first_alone(path: Path, who: str) -> Iterator[bool]:
     Raises:
         RuntimeError: the process of this launch that was waited for is gone.
     """
-    with path.open("a+", encoding="utf-8") as file:
+    with writing(path.parent):
+        file = path.open("a+b", buffering=0)  # nothing is left to fail at the end
+    with file:
         is_first = _lock(file.fileno())
         if is_first:  # what the file holds tells the others whether it has ended before its time
-            file.truncate(0)
-            file.write(f"{launch_name()}\n{who}")
-            file.flush()
+            with writing(path.parent):
+                file.truncate(0)
+                file.write(f"{launch_name()}\n{who}".encode())
         try:
             yield is_first
         except ConfigError:  # the others meet it too, and say so themselves
