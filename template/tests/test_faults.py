@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ragged import Ragged, strike
 from runs import change, make_config, records, status, train
-from world import World, run_world
+from world import TESTS, World, run_world
 
 from my_project import faults
 from my_project.config import Config, ConfigError, seconds_of
@@ -283,6 +283,17 @@ def test_stop_after_saves_and_leaves_on_all_processes(tmp_path):
     left = status(config)["step"]
     again = change(config, steps=left + 5, stop_after=None)
     assert run_world(2, train, again) == [0, 0]
+
+
+def test_stop_after_counts_from_the_start_of_the_process_and_by_no_clock_that_is_set(monkeypatch):
+    config = make_config(TESTS, stop_after="1h")
+    stop = faults.StopRequest(config)
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    assert not stop.requested, "the clock was set"
+    monkeypatch.undo()
+    assert not stop.requested
+    monkeypatch.setattr("psutil.Process.create_time", lambda _: time.time() - 3601)
+    assert faults.StopRequest(config).requested, "an hour ago"
 
 
 def test_durations():

@@ -51,14 +51,16 @@ class StopRequest:
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
-            started = psutil.Process().create_time()  # before the imports, which take seconds
-            self._stop_at = started + seconds_of(config.stop_after)
+            # since the start of the process, which was before the imports; by a clock that nobody
+            # sets from here on
+            age = time.time() - psutil.Process().create_time()
+            self._stop_at = time.monotonic() - age + seconds_of(config.stop_after)
         self._before: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
         """Tell whether this process has been asked to stop."""
-        if not self.reason and time.time() > self._stop_at:
+        if not self.reason and time.monotonic() > self._stop_at:
             self.reason = f"stop_after {self._stop_after} is over"
         return bool(self.reason)
 
@@ -314,7 +316,8 @@ def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
     print(f"{run.who}: {reason}. {cause}", file=sys.__stderr__, flush=True)
     status = run.status()
     if first := status.get("unexplained"):
-        run.write_status("failed", f"{first}. {cause}", step=status["step"], unexplained=first)
+        step = status.get("step", run.step)
+        run.write_status("failed", f"{first}. {cause}", step=step, unexplained=first)
 
 
 def likely_cause(run: Run, seconds: float) -> str:
