@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,35 @@ def test_one_process_of_a_node_copies_and_the_others_wait(tmp_path):
     source = write(tmp_path / "data")
     done = run_world(3, stage_and_count, source, tmp_path / "disk")
     assert sorted(done) == [(0, 0), (0, 0), (1, 30)]
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from my_project import stage
+print(stage.copy(Path(sys.argv[1]), Path(sys.argv[2])).joinpath("part_0/000.bin").stat().st_size)
+"""
+
+
+def test_a_launch_whose_pid_another_had_sees_what_has_changed(tmp_path):
+    """In containers the launcher has number 1 each time."""
+    source, disk = write(tmp_path / "data", 1), tmp_path / "disk"
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    command = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", STAGE]
+
+    def launch() -> int:
+        done = subprocess.run(
+            [*command, str(source), str(disk)], capture_output=True, text=True, check=False
+        )
+        if done.stderr.startswith("unshare"):
+            pytest.skip("needs namespaces of processes")
+        return int(done.stdout)
+
+    assert launch() == 1000
+    (source / "part_0/000.bin").write_bytes(b"x" * 77)
+    assert launch() == 77
+    (mark,) = disk.glob("*/.checked_*")
+    assert "_1_" in mark.name, "both had number 1, and only the mark of the last is left"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock
 
 from .config import ConfigError
@@ -63,13 +64,30 @@ def copy(source: Path, folder: Path) -> Path:
     name = hashlib.sha256(os.fsencode(source)).hexdigest()[:12]
     target = folder / f"staged_{name}" / source.name
     target.parent.mkdir(parents=True, exist_ok=True)
-    checked = target.parent / f".checked_{os.getppid()}"  # by a process of the same launch
+    checked = target.parent / f".checked_{launch_mark()}"
     with FileLock(target.parent / ".lock"):
         if not checked.exists():
+            for mark in target.parent.glob(".checked_*"):  # of other launches
+                mark.unlink()
             with progress_reported(f"copying {source} to {folder}"):
                 update(source, target)
             checked.touch()
     return target
+
+
+def launch_mark() -> str:
+    """Return what the processes that one launcher has started on this node have in common.
+
+    The pid alone comes again: in a container the launcher is number 1 each time.
+    """
+    parent = psutil.Process().parent() or psutil.Process()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # in ticks since the boot; psutil adds the time of the boot, which moves with the clock
+        started = Path(f"/proc/{parent.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # not Linux
+        boot, started = "", str(parent.create_time())
+    return "_".join((boot, str(parent.pid), started))
 
 
 def update(source: Path, target: Path) -> None:
