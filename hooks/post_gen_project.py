@@ -91,6 +91,7 @@ TEMPLATE_FILES = (
     "tests/test_checkpoint.py",
     "tests/test_config.py",
     "tests/test_contract.py",
+    "tests/test_damage.py",
     "tests/test_embedding.py",
     "tests/test_evaluation.py",
     "tests/test_export.py",

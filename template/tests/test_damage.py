@@ -1,0 +1,371 @@
+"""A damaged run folder: only checkpoints and config.yaml decide whether a run continues."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ragged import Ragged
+from runs import change, make_config, records, status, train
+from test_checkpoint import fill_up
+from test_launch import PROJECT
+from world import run_world
+
+from my_project import checkpoint, files, logs, run
+from my_project.config import Config, ConfigError, parse, read_yaml
+from my_project.run import Run
+
+DEEP = b"[" * 100_000
+KINDS = {
+    "empty": b"",
+    "zeros": bytes(300),
+    "null": b"null\n",
+    "list": b'["finished", 6]\n',
+    "text": b'"finished"\n',
+    "not UTF-8": b'{"outcome": "\xff", "step": 6}\n',
+    "deep": DEEP + b"\n",
+    "wrong types": b'{"outcome": "finished", "step": "6", "steps": [6], "result": 3, "run": []}\n',
+    "wrong numbers": b'{"outcome": "finished", "step": 6, "steps": 6, "result": {"a": "b"}}\n',
+    "folder": None,
+}
+
+
+def replace(path: Path, content: bytes | None) -> None:
+    """Put these bytes in the place of a file, or a folder that holds a file of somebody's."""
+    path.unlink()
+    if content is None:
+        path.mkdir()
+        (path / "mine.txt").write_text("mine")
+    else:
+        path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Config:
+    """A finished run of 6 steps with checkpoints of steps 2, 4 and 6."""
+    config = make_config(
+        tmp_path_factory.mktemp("runs"), steps=6, checkpoints__every_steps=2, checkpoints__keep=9
+    )
+    run_world(1, train, config)
+    return config
+
+
+@pytest.fixture
+def copied(trained, tmp_path) -> Config:
+    config = change(trained, runs_folder=str(tmp_path))
+    shutil.copytree(trained.folder, config.folder)
+    return config
+
+
+def steps(config: Config) -> list[int]:
+    return [record["step"] for record in records(config)]
+
+
+def refuse_to_train(self, model=None, batch=None, step=0) -> None:
+    raise AssertionError("this trains a step")
+
+
+# ---- what only reports ---------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_reports_neither_stop_a_run_nor_train_it_again(copied, kind, monkeypatch):
+    folder, exported = copied.folder, (copied.folder / "export/model.safetensors").read_bytes()
+    for name in ("status.json", "run.json"):
+        replace(folder / name, KINDS[kind])
+    with monkeypatch.context() as patch:
+        patch.setattr(Ragged, "loss", refuse_to_train)
+        assert train(copied) == 0
+    assert status(copied)["outcome"] == "finished"
+    assert status(copied)["result"]["validation/accuracy"] >= 0
+    assert steps(copied) == [1, 2, 3, 4, 5, 6]
+    assert (folder / "export/model.safetensors").read_bytes() == exported
+    assert json.loads((folder / "run.json").read_text())["run"]
+    kept = folder / "run.json.damaged-1"
+    if kind == "folder":
+        assert (kept / "mine.txt").read_text() == "mine"
+        assert (folder / "status.json.damaged-1/mine.txt").read_text() == "mine"
+    elif not kind.startswith("wrong"):
+        assert kept.read_bytes() == KINDS[kind], "nothing is deleted"
+    for name in ("status.json", "run.json", "metrics.jsonl"):
+        replace(folder / name, KINDS[kind])
+    assert train(change(copied, steps=7)) == 0
+    assert steps(copied) == [7], "goes on at the last step"
+    assert status(copied)["outcome"] == "finished"
+    if kind not in ("empty", "wrong numbers"):  # which is a record
+        assert (folder / "metrics.jsonl.damaged-1").exists()
+
+
+NO_RECORDS = [b"[3]", b"null", b"", bytes(20), b'{"loss": 1.0}', b'{"step": "3"}', b"\xff", DEEP]
+
+
+def test_damaged_lines_cost_no_other_record(copied):
+    path = copied.folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    damaged = b"\n".join([*lines[:3], *NO_RECORDS, *lines[3:], b'{"step": 6, "lo'])
+    path.write_bytes(damaged)
+    (copied.folder / "status.json").write_bytes(DEEP)
+    assert run_world(2, train, change(copied, steps=7)) == [0, 0]
+    assert steps(copied) == [1, 2, 3, 4, 5, 6, 7]
+    assert (copied.folder / "metrics.jsonl.damaged-1").read_bytes() == damaged
+
+
+def test_what_is_in_the_way_of_a_folder_or_a_report_is_moved_aside(copied, tmp_path):
+    for name in ("errors", "tensorboard", "export", ".export.partial", ".export.before"):
+        shutil.rmtree(copied.folder / name, ignore_errors=True)
+        (copied.folder / name).write_text("mine")
+    (copied.folder / "best").symlink_to(tmp_path / "nowhere")
+    (copied.folder / "logs/node_0").mkdir(parents=True)
+    (copied.folder / "logs/node_1").write_text("mine")
+    (copied.folder / "logs/node_x").mkdir()
+    assert train(change(copied, steps=7)) == 0
+    assert (copied.folder / "export/model.safetensors").is_file()
+    for name in ("errors.damaged-1", "tensorboard.damaged-1", "export.old-1"):
+        assert (copied.folder / name).read_text() == "mine"
+    assert not list(copied.folder.glob(".export.*"))
+    assert list(logs.newest(copied.folder)) == []
+
+
+def test_damaged_error_files_name_no_rank(copied):
+    now = Run(copied, 6, rank=1)
+    now.token = "abc"
+    now.record_error("it failed", "")
+    for kind in ("empty", "zeros", "not UTF-8"):
+        name = f"20200101T000000_rank_00003_step_{len(kind):08d}.txt"
+        (copied.folder / "errors" / name).write_bytes(KINDS[kind] or b"")
+    assert now.ranks_with_errors() == {1}
+
+
+def test_a_run_that_began_at_a_path_goes_on_without_its_status(trained, tmp_path):
+    given = str(trained.folder / "checkpoints/step_00000004")
+    other = change(trained, runs_folder=str(tmp_path), resume=given)
+    assert train(other) == 0
+    (other.folder / "status.json").write_bytes(b"")
+    assert train(change(other, steps=7)) == 0
+    assert steps(other) == [5, 6, 7]
+    assert not list(other.folder.glob("checkpoints/*.old-1")), "it did not begin there again"
+
+
+# ---- config.yaml ---------------------------------------------------------------------------------
+SETTINGS = b"recipe: {class_path: ragged.Ragged}\nbatches: {global_batch_size: 16}\nsteps: 5\n"
+TENFOLD = [b"- &a%d [%s]\n" % (n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10)]
+BOMB = SETTINGS + b"optim:\n  init_args:\n    x:\n    - &a0 [1, 2]\n    " + b"    ".join(TENFOLD)
+CONFIGS = KINDS | {
+    "cut off": b"recipe:\n  class_path: rag",
+    "alias of itself": SETTINGS + b"optim: &a [*a]\n",
+    "aliases of aliases": BOMB,
+    "aliases of a long text": SETTINGS + b"x: [&a " + b"x" * 10**6 + b", *a" * 100 + b"]\n",
+    "nested": SETTINGS + b"optim: " + DEEP,
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_damaged_config_is_one_sentence(copied, kind):
+    path = copied.folder / "config.yaml"
+    replace(path, CONFIGS[kind])
+    with pytest.raises(ConfigError) as refusal:
+        train(copied)
+    assert str(refusal.value).startswith(f"{path} cannot be read (")
+    assert "--resume never" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("aliases of aliases", "its aliases stand for more than 10000000 characters"),
+        ("aliases of a long text", "its aliases stand for more than 10000000 characters"),
+        ("alias of itself", r"the alias \*a stands inside of what it names"),
+        ("nested", "it is nested more than 100 levels deep"),
+        ("not UTF-8", "can't decode byte 0xff"),
+    ],
+)
+def test_yaml_that_would_take_all_memory_is_refused_everywhere(tmp_path, kind, sentence):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(CONFIGS[kind])
+    for read in (lambda: read_yaml(path), lambda: parse(["--config", str(path)])):
+        with pytest.raises(ConfigError, match=sentence):
+            read()
+
+
+def test_a_few_aliases_are_welcome(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(SETTINGS + b"optim: {lr: &x 0.5, weight_decay: *x}\n")
+    assert parse(["--config", str(path)]).optim.weight_decay == 0.5
+    assert read_yaml(path)["optim"] == {"lr": 0.5, "weight_decay": 0.5}
+
+
+# ---- checkpoints of another step -----------------------------------------------------------------
+def write_manifest(folder: Path, **changed: object) -> None:
+    content = files.read_manifest(folder)
+    listed = {name: files.fingerprint(folder / name) for name in content["files"]}
+    (folder / "manifest.json").write_text(
+        files.manifest_text(content | {"files": listed} | changed)
+    )
+
+
+def rename(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("step_00000002"), folder)
+
+
+def exchange_state(folder: Path) -> None:
+    shutil.copy(folder.with_name("step_00000002") / "state.json", folder)
+    write_manifest(folder)
+
+
+def nest(folder: Path) -> None:
+    (folder / "state.json").write_bytes(DEEP)
+    write_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (rename, "its name is of step 6, its manifest.json of step 2"),
+        (exchange_state, "its state.json is of step 2, its manifest.json of step 6"),
+        (nest, "state.json is damaged"),
+        (lambda folder: (folder / "manifest.json").write_bytes(DEEP), "manifest.json is damaged"),
+        (lambda folder: write_manifest(folder, step=None), "manifest.json is damaged"),
+    ],
+)
+def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, caplog):
+    newest = copied.folder / "checkpoints/step_00000006"
+    damage(newest)
+    given = change(copied, resume=str(newest))
+    with pytest.raises(ConfigError, match=sentence):
+        checkpoint.check_path(given)
+    assert checkpoint.choose(Run(copied, 6, rank=0)) == newest.with_name("step_00000004")
+    assert f"{newest} is passed over: {sentence}." in caplog.text
+    assert newest.with_name("step_00000006.old-1").is_dir(), "moved aside"
+
+
+# ---- what a kill leaves --------------------------------------------------------------------------
+def test_temporary_files_of_killed_launches_are_removed_and_no_others(copied):
+    old = [".config.yaml.17", ".status.json.18", ".run.json.19", ".metrics.jsonl.20"]
+    old += ["errors/.20260101T000000_rank_00001_step_00000003.txt.21"]
+    old += ["checkpoints/step_00000004/.manifest.json.22", ".export.partial", ".best.partial"]
+    others = [".notes.txt.17", ".config.yaml.swp", "errors/.mine.21", ".status.json.23"]
+    (copied.folder / "errors").mkdir()
+    for name in old + others:
+        (copied.folder / name).write_text("half")
+        past = time.time() - 100
+        os.utime(copied.folder / name, (past, past))
+    os.utime(copied.folder / others[-1], (past + 200, past + 200))  # another rank is writing it
+    now = Run(copied, 6, rank=0)
+    now.begin()
+    assert checkpoint.choose(now)
+    assert [name for name in old if (copied.folder / name).exists()] == []
+    assert [name for name in others if not (copied.folder / name).exists()] == []
+    assert not list(Path(copied.runs_folder).glob(".*.room"))
+
+
+def test_a_linked_checkpoint_is_rotated_by_its_link_alone(copied, tmp_path):
+    linked = copied.folder / "checkpoints/step_00000002"
+    elsewhere = linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(elsewhere)
+    checkpoint.remove(linked)
+    assert sorted(os.listdir(linked.parent)) == ["step_00000004", "step_00000006"]
+    assert checkpoint.damage(elsewhere) == "", "what the link points to is not the run's"
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "mine.txt").write_text("mine")
+
+
+def make_link(path: Path) -> None:
+    make_folder(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+MAKES: dict[str, Callable[[Path], object]] = {
+    "file": lambda path: path.write_text("mine"),
+    "folder": make_folder,
+    "link": make_link,
+    "broken link": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", ["export", ".export.partial", ".export.before"])
+@pytest.mark.parametrize("kind", MAKES)
+def test_a_folder_is_replaced_whatever_is_in_its_place(tmp_path, name, kind):
+    MAKES[kind](tmp_path / name)
+    files.replace_folder(tmp_path / "export", lambda folder: (folder / "new").touch())
+    left = {"export", *(["elsewhere"] if kind == "link" else [])}
+    if name == "export" and kind != "folder":
+        left.add("export.old-1")
+    assert os.listdir(tmp_path / "export") == ["new"]
+    assert set(os.listdir(tmp_path)) == left
+    if kind == "link":
+        assert (tmp_path / "elsewhere/mine.txt").read_text() == "mine"
+
+
+# ---- a folder that cannot be written to ----------------------------------------------------------
+@pytest.mark.parametrize("where", ["{}/file/runs", "/proc/nowhere/runs", "/dev/full"])
+def test_a_runs_folder_that_cannot_be_is_one_sentence(tmp_path, monkeypatch, where):
+    monkeypatch.setattr("my_project.runtime.start", refuse_to_train)
+    (tmp_path / "file").write_text("mine")
+    config = make_config(tmp_path, runs_folder=where.format(tmp_path))
+    for start in (lambda: train(config), lambda: Run(config, 10, rank=0)):
+        with pytest.raises(ConfigError, match=r"cannot be written to \(.*another --runs_folder"):
+            start()
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ConfigError, match=r"cannot be written to \(.*Not a directory"):
+        Run(make_config(tmp_path), 10, rank=0)
+
+
+@pytest.mark.parametrize("options", ["size=512k", "ro"])
+def test_a_full_or_read_only_disk_is_one_sentence(tmp_path, monkeypatch, options):
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, to mount a tmpfs")
+    monkeypatch.setattr("my_project.runtime.start", refuse_to_train)
+    config = make_config(tmp_path)
+    try:
+        if options != "ro":
+            assert Run(config, 10, rank=0).lock, "there is room"
+            (tmp_path / "filler").write_bytes(bytes(500 * 1024))
+        for name in (config.run_name, "other"):
+            with pytest.raises(ConfigError, match=r"cannot be written to \(.*(space|Read-only)"):
+                train(change(config, run_name=name))
+            if options != "ro":  # not a byte is left
+                fill_up(tmp_path / "more")
+        assert not config.folder.exists()
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_a_folder_that_fails_after_the_checks_is_one_sentence_on_every_process(tmp_path):
+    def fail(self) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.Run, "begin", fail)
+        with pytest.raises(ConfigError, match=r"cannot be written to \(.*No space left"):
+            train(make_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--config", "bomb.yaml"], "bomb.yaml cannot be read: its aliases stand for"),
+        (["--config", "good.yaml", "--runs_folder", "bomb.yaml/x"], "cannot be written to"),
+    ],
+)
+def test_the_launcher_says_it_too(tmp_path, arguments, sentence):
+    (tmp_path / "bomb.yaml").write_bytes(BOMB)
+    (tmp_path / "good.yaml").write_bytes(SETTINGS)
+    done = subprocess.run(
+        [sys.executable, "-m", "my_project.launch", "--config_file",
+         str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"),
+         "-m", "my_project.train", *arguments],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
