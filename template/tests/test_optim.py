@@ -1,13 +1,16 @@
 """The step: schedules, groups, skipped steps, communication."""
 
 import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from world import run_world
 
 from my_project.config import Config, ConfigError, OptimConfig
@@ -217,6 +220,71 @@ def test_an_unused_parameter_is_named_with_the_key_that_allows_it(tmp_path):
         run_world(2, train, config)
     run_world(2, train, change(config, distributed__ddp={"find_unused_parameters": True}))
     assert status(config)["outcome"] == "finished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sometimes(Ragged):
+    """A second head with weight decay, which some steps do not use."""
+
+    unused_at: tuple[int, ...] = (1, 2, 5)
+    book: str = field(default="", metadata={"changes_curve": False})  # a folder
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        model = super().build_model(data_info)
+        second = torch.ones(data_info["features"], 1, dtype=getattr(torch, self.dtype))
+        model.register_parameter("second", nn.Parameter(second))
+        return model
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
+        if self.book:  # which memory holds the gradients before each backward
+            held = {
+                (p.grad.untyped_storage().data_ptr(), p.grad.untyped_storage().nbytes())
+                for p in model.parameters()
+                if p.grad is not None
+            }
+            with open(f"{self.book}/{os.environ.get('RANK', '0')}", "a") as file:
+                file.write(f"{json.dumps([step, sorted(held)])}\n")
+        total, weight = super().loss(model, batch, step)
+        if step not in self.unused_at:
+            total = total + ((batch["x"] @ model.second)[..., 0] * batch["counts"]).square().sum()
+        return total, weight
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_parameter_that_some_steps_do_not_use_trains_as_in_one_process(tmp_path, accumulation):
+    """A gradient of zeros in place of none would decay it and move its momentum."""
+    finals = []
+    for processes in (1, 2):
+        config = make_config(
+            tmp_path, Sometimes(dtype="float64"), run_name=str(processes), optim__weight_decay=0.1,
+            batches__micro_batch_size=8 // accumulation,
+            distributed__ddp={"find_unused_parameters": True},
+        )  # fmt: skip
+        run_world(processes, train, config)
+        finals.append(weights(config.folder / "export"))
+    for name, value in finals[0].items():
+        torch.testing.assert_close(value, finals[1][name], rtol=1e-9, atol=1e-9)
+
+
+def test_accumulated_gradients_lie_in_ddps_buckets_from_the_first_micro_batch_on(tmp_path):
+    recipe = Sometimes(unused_at=(), book=str(tmp_path))
+    config = make_config(tmp_path, recipe, batches__micro_batch_size=2, steps=4)
+    run_world(2, train, config)
+    size = sum(p.numel() * 4 for p in recipe.build_model({"features": 6}).parameters())
+    for rank in (0, 1):
+        seen = [json.loads(line) for line in (tmp_path / str(rank)).read_text().splitlines()]
+        assert [step for step, _ in seen] == [step for step in range(4) for _ in range(4)]
+        assert all(len(held) == 1 and held[0][1] == size for _, held in seen), "in one bucket"
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 2])
+def test_a_parameter_that_the_last_step_does_not_use_is_named(tmp_path, micro_batch_size):
+    """Else its neighbors in the bucket, which DDP has not averaged, would be exported."""
+    config = make_config(
+        tmp_path, Sometimes(unused_at=(2,)), steps=3, batches__micro_batch_size=micro_batch_size
+    )
+    with pytest.raises(RuntimeError, match=r"got no gradient: second\. Use"):
+        run_world(2, train, config)
 
 
 def count_all_reduces(config: Config) -> int:

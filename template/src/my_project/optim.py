@@ -4,7 +4,7 @@ import importlib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -178,23 +178,49 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group["lr_scale"]
 
 
-def gradients(parameters: dict[str, nn.Parameter], every_one: bool) -> list[Tensor]:
+def gradients(
+    parameters: dict[str, nn.Parameter], find_unused: Callable[[], list[int]] | None = None
+) -> list[Tensor]:
     """Collect the gradients of one step.
 
     Args:
         parameters: those that are trained, by name.
-        every_one: refuse a parameter without a gradient. DDP averages parameters in buckets, each
-            when all of its parameters have a gradient: one that has none would silently leave its
-            neighbours un-averaged.
+        find_unused: refuse the parameters whose places it returns. DDP averages parameters in
+            buckets, each when all of its parameters have got a gradient: one that has got none
+            would silently leave its neighbors un-averaged.
     """
-    found = [p.grad for p in parameters.values() if p.grad is not None]
-    if every_one and len(found) < len(parameters):
-        unused = ", ".join(name for name, p in parameters.items() if p.grad is None)
+    if find_unused and (places := find_unused()):
+        names = [*parameters]
         raise RuntimeError(
-            f"these parameters got no gradient: {unused}. Use them in the loss, freeze them"
-            " (requires_grad = False), or set distributed.ddp.find_unused_parameters to true."
+            f"these parameters got no gradient: {', '.join(names[i] for i in places)}. Use them in"
+            " the loss of every micro-batch, freeze them (requires_grad = False), or set"
+            " distributed.ddp.find_unused_parameters to true."
         )
-    return found
+    return [p.grad for p in parameters.values() if p.grad is not None]
+
+
+def clear_gradients(
+    optimizer: torch.optim.Optimizer, in_buckets: bool, *, is_first: bool = False
+) -> None:
+    """Let the next step begin without gradients, or with zeros where they lie in DDP's buckets.
+
+    Without one, each parameter would accumulate beside the buckets: 4 bytes per parameter more.
+    """
+    if in_buckets and is_first:  # before the second step DDP orders its buckets anew
+        empty_gradients(optimizer)
+    else:
+        optimizer.zero_grad(set_to_none=not in_buckets)
+
+
+def empty_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter a gradient of zeros that takes no memory.
+
+    When DDP makes its buckets, it replaces the gradients that are there by views of the buckets.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 
 
 def normalise_and_clip_(

@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 import random
+import re
 import socket
 import sys
 import warnings
@@ -37,7 +38,7 @@ from torch.utils.data import DataLoader
 from .batches import Split, seed_of
 from .config import Config, ConfigError, exit_with_sentence
 from .faults import turn_on_flight_recorder
-from .optim import check_parameters, optimizer_class
+from .optim import check_parameters, empty_gradients, optimizer_class
 from .run import Run, writing
 
 logger = logging.getLogger(__name__)
@@ -348,9 +349,14 @@ class Call(nn.Module):
 
 
 def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accumulation: int = 1,
 ) -> tuple[Any, Any]:
     """Wrap model and optimizer for where they run.
+
+    With accumulation the gradients lie in DDP's buckets from the beginning.
 
     Returns:
         What training calls, and what evaluation calls: without DDP and torch.compile, since
@@ -358,12 +364,16 @@ def prepare(
     """
     if plugin := getattr(accelerator.state, "fsdp_plugin", None):
         choose_blocks(plugin, model)
+    elif accumulation > 1 and not any(getattr(m, "sparse", False) for m in model.modules()):
+        empty_gradients(optimizer)
     prepared, _ = accelerator.prepare(Call(model), optimizer)
     if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
             "the accelerate config asks for FSDP, but accelerate has sharded no parameter; check"
             " its fsdp_config and the number of processes."
         )
+    if not has_gradients_in_buckets(prepared):
+        optimizer.zero_grad()
     check_parameters(optimizer.param_groups, model)
     return prepared, accelerator.unwrap_model(prepared, keep_torch_compile=False)
 
@@ -428,10 +438,45 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], 
     return sorted(kind.__name__ for kind in classes), blocks, root
 
 
-def needs_every_gradient(call: Any) -> bool:
-    """Tell whether DDP waits for the gradient of every parameter."""
+def strict_ddp(call: Any) -> DistributedDataParallel | None:
+    """Return the DDP that waits for the gradient of every parameter, if there is one."""
     ddp = getattr(call, "_orig_mod", call)  # torch.compile wraps what DDP has wrapped
-    return isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters
+    is_ddp = isinstance(ddp, DistributedDataParallel)
+    return ddp if is_ddp and not ddp.find_unused_parameters else None
+
+
+def finder_of_unused(call: Any) -> Callable[[], list[int]] | None:
+    """Return a function that finds the parameters for whose gradients DDP waits in vain.
+
+    It returns their places among the trained ones. None where no gradient is waited for.
+    """
+    ddp = strict_ddp(call)
+
+    def find_unused() -> list[int]:
+        try:
+            ddp._check_reducer_finalized()  # type: ignore[union-attr]
+        except RuntimeError as error:
+            found = re.search(
+                r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error)
+            )
+            if not found:
+                raise
+            return [int(place) for place in found[1].split()]
+        return []
+
+    return find_unused if ddp else None
+
+
+def has_gradients_in_buckets(call: Any) -> bool:
+    """Tell whether the gradients lie in DDP's buckets from step to step, as views that were there.
+
+    Only where DDP waits for every one: elsewhere a parameter that is not used must have none, since
+    a gradient of zeros decays its weight and moves its momentum.
+    """
+    ddp = strict_ddp(call)
+    if not (ddp and ddp.gradient_as_bucket_view):
+        return False
+    return all(p.grad is not None for p in ddp.parameters() if p.requires_grad)
 
 
 def place(accelerator: Accelerator, config: Config, model: nn.Module) -> nn.Module:

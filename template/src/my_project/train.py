@@ -60,7 +60,7 @@ def main(config: Config) -> int:
         resume_from = runtime.from_main(accelerator, lambda: checkpoint.choose(run))
         model = runtime.place(accelerator, config, contract.build_model(config, data_info))
         optimizer = optim.build_optimizer(config.optim, recipe, model)
-        call, evaluation_call = runtime.prepare(accelerator, model, optimizer)
+        call, evaluation_call = runtime.prepare(accelerator, model, optimizer, split.accumulation)
         average = optim.Average(model, config.optim.ema_decay) if config.optim.ema_decay else None
         average_applied = average.applied if average else nullcontext
         state = {
@@ -93,7 +93,8 @@ def main(config: Config) -> int:
             config, train_set, split, rank, steps, device, state, runtime.smallest(accelerator)
         )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        every_gradient = runtime.needs_every_gradient(call)
+        find_unused = runtime.finder_of_unused(call)
+        in_buckets = runtime.has_gradients_in_buckets(call)
         call.train()
         with (
             checkpoints,
@@ -150,14 +151,15 @@ def main(config: Config) -> int:
 
                 # Wrappers average over processes; the gradient wanted is that of the sum of all
                 # losses over the sum of all weights.
-                gradients = optim.gradients(trained, every_gradient)
                 scale = (processes / backward_scale) / sums[1]
-                norm = optim.normalise_and_clip_(gradients, scale, config.optim.clip_norm)
+                norm = optim.normalise_and_clip_(  # no name keeps the gradients through a step
+                    optim.gradients(trained, find_unused), scale, config.optim.clip_norm
+                )
                 sums[4].copy_(norm)
                 optim.step_if_finite(optimizer, norm)
                 if accelerator.scaler:
                     accelerator.scaler.update()
-                optimizer.zero_grad()
+                optim.clear_gradients(optimizer, in_buckets, is_first=step == steps.start)
                 if average:
                     average.update()
                 state["step"] = run.step = step + 1
