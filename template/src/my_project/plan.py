@@ -47,6 +47,7 @@ class Model:
     kept_bytes: int  # for the backward, whatever the micro-batch: weights in lower precision
     kept_bytes_per_sample: int
     operations_per_sample: int  # floating-point, forward and backward
+    finds_unused: bool = False  # DDP looks for parameters that a step does not use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +83,9 @@ def memory_bytes(
     Weights, gradients and the optimizer's state in float32, divided by the shards (ZeRO, section 3,
     arxiv.org/abs/1910.02054); sharded also the root and one block whole, in the precision of the
     forward, and the next block, which is fetched meanwhile. DDP's gradients lie in its own buckets,
-    which stay. Without DDP they appear while what was kept for the backward goes, so the larger of
-    both counts, but both when gradients are accumulated; accumulated gradients are whole also where
-    shards are.
+    which stay; accumulated, they lie there once, but twice with find_unused_parameters. Without DDP
+    they appear while what was kept for the backward goes, so the larger of both counts, but both
+    when gradients are accumulated; accumulated gradients are whole also where shards are.
     """
     s = shards(kind, cluster)
     kept = model.kept_bytes + model.kept_bytes_per_sample * micro_batch
@@ -93,6 +94,8 @@ def memory_bytes(
     gathered = 0 if s == 1 else 2 * (model.root + 2 * model.block)
     in_buckets = kind == "DDP" and cluster.processes > 1
     both = accumulation > 1 or in_buckets
+    if in_buckets and accumulation > 1 and model.finds_unused:
+        gradients *= 2
     passing = kept + gradients if both else max(kept, gradients)
     return state + model.buffer_bytes + gathered + passing
 
@@ -315,6 +318,7 @@ def _inspect(
         kept_bytes=max(0, kept[2] - 2 * per_sample),
         kept_bytes_per_sample=per_sample,
         operations_per_sample=max(0, operations[4] - operations[2]) // 2,
+        finds_unused=bool(config.distributed.ddp.get("find_unused_parameters")),
     )
 
 
