@@ -82,7 +82,7 @@ class Telemetry:
         self.weight_unknown = state["step"] == 0  # which keeps what goes backward near a mean
         self.data_seconds = self.paused_seconds = self.run_seconds = 0.0
         self.run_steps = self.interval_steps = 0
-        self.started = time.perf_counter()
+        self.recorded = self.pushed = self._clock()  # when the last such step ended
         self.bar: Any = None
 
     def __enter__(self) -> "Telemetry":
@@ -149,6 +149,10 @@ class Telemetry:
         yield
         self.paused_seconds += time.perf_counter() - start
 
+    def _clock(self) -> tuple[float, float, float]:
+        """Return the time, and what of it was spent on waiting for data and in pauses so far."""
+        return time.perf_counter(), self.data_seconds, self.paused_seconds
+
     def push(self, step: int, sums: Tensor) -> None:
         """Note the numbers of a step; look at those of the one before.
 
@@ -157,7 +161,9 @@ class Telemetry:
             sums: over all processes loss, weight, who wants to stop, who is short of a stream's
                 lanes; norm; this process's own loss.
         """
+        ended = self._clock()  # now: the numbers are seen after the next step, or before a save
         self._observe(self.late.push(step, sums))
+        self.pushed = ended
         self.watch.step_done()
 
     def flush(self) -> None:
@@ -206,7 +212,10 @@ class Telemetry:
 
     def _record(self, step: int, norm: float) -> None:
         weight = self.state["interval_weight"]
-        seconds = time.perf_counter() - self.started - self.paused_seconds
+        passed, data_seconds, paused_seconds = (
+            now - then for now, then in zip(self.pushed, self.recorded, strict=True)
+        )
+        seconds = passed - paused_seconds
         samples = self.interval_steps * self.split.global_batch_size
         self.run_steps += self.interval_steps
         self.run_seconds += seconds
@@ -219,12 +228,12 @@ class Telemetry:
                 "gradient_norm": norm if math.isfinite(norm) else None,
                 "samples_per_second": rate,
                 **self._rates(rate),
-                "data_seconds": self.data_seconds,
+                "data_seconds": data_seconds,
                 "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
                 "skipped_steps": self.state["skipped_steps"],
             }
         )
-        self.started, self.paused_seconds, self.data_seconds = time.perf_counter(), 0.0, 0.0
+        self.recorded = self.pushed
         self.interval_steps = 0
         self.state["interval_loss"] = self.state["interval_weight"] = 0.0
 
