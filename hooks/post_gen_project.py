@@ -106,6 +106,7 @@ TEMPLATE_FILES = (
     "tests/test_plan.py",
     "tests/test_preflight.py",
     "tests/test_readme.py",
+    "tests/test_records.py",
     "tests/test_resume.py",
     "tests/test_roll_call.py",
     "tests/test_same_curve.py",

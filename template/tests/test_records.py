@@ -1,5 +1,8 @@
 """Records: what they say of throughput, and of what a run is continued with."""
 
+import json
+import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,9 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from runs import make_config, records
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
+from ragged import Ragged
+from runs import change, make_config, records, train
+from world import run_world
 
-from my_project import batches, telemetry
+from my_project import batches, runtime, telemetry
+from my_project.config import Config
 from my_project.run import Run
 
 
@@ -74,3 +82,60 @@ def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
     ]
     assert seen == [(2, 4, 0.5), (4, 8, 0.5), (6, 18, 0.5), (8, 2, 0.5)]
     assert log.samples_per_second == 8 * 16 / (4 + 8 + 18 + 2)
+
+
+def numerics(config: Config) -> dict[str, Any]:
+    return json.loads((config.folder / "run.json").read_text())["numerics"]
+
+
+def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, caplog):
+    config = make_config(tmp_path, Ragged(validation_samples=0), steps=2)
+    plain = {
+        "precision": "no", "tf32": True, "deterministic": False, "parallelism": "one process",
+        "comm_hook": "no",
+    }  # fmt: skip
+    train(config)
+    assert numerics(config) == plain
+    assert records(config, "changed") == []
+    other = change(
+        config, steps=4, precision="bf16", tf32=False, distributed__ddp={"comm_hook": "bf16"}
+    )
+    changed = {
+        "precision": ["no", "bf16"], "tf32": [True, False], "comm_hook": ["no", "bf16"],
+        "parallelism": ["one process", "DDP"],
+    }  # fmt: skip
+    run_world(2, train, other)
+    assert records(config, "changed") == [{"step": 2, "changed": changed}]
+    assert numerics(config) == plain | {name: now for name, (_, now) in changed.items()}
+    newest = config.folder / "checkpoints/step_00000004"
+    assert json.loads((newest / "state.json").read_text())["numerics"] == numerics(config)
+
+    again = change(other, steps=6, distributed__ddp={})  # alone, hence without a hook
+    assert "curve may differ" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        train(again)
+    told = "step_00000004 was trained with parallelism DDP (now one process), comm_hook bf16 (now"
+    assert caplog.text.count("curve may differ") == caplog.text.count(told) == 1
+    assert [r["step"] for r in records(config, "changed")] == [2, 4]
+
+    for step in (4, 6):  # begun anew at step 2, the changes after it never were
+        shutil.rmtree(config.folder / f"checkpoints/step_{step:08d}")
+    train(change(config, steps=8))
+    assert records(config, "changed") == []
+    assert [r["step"] for r in records(config)] == [*range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "wanted"),
+    [
+        (DistributedType.MULTI_GPU, None, "DDP"),
+        (DistributedType.FSDP, None, "FSDP2"),
+        (DistributedType.FSDP, ParallelismConfig(dp_shard_size=8), "FSDP2"),
+        (DistributedType.FSDP, ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), "HSDP"),
+    ],
+)
+def test_the_kind_of_data_parallelism_is_told(tmp_path, kind, mesh, wanted):
+    accelerator: Any = SimpleNamespace(
+        num_processes=8, distributed_type=kind, parallelism_config=mesh, mixed_precision="bf16"
+    )
+    assert runtime.numerics(accelerator, make_config(tmp_path))["parallelism"] == wanted

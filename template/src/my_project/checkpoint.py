@@ -4,7 +4,8 @@
       model.safetensors        the plain module's keys, whatever wrapped it
       optimizer.safetensors    "<parameter>/<slot>", so any number of processes reads them
       average.safetensors      with optim.ema_decay
-      state.json               the step, the optimizer's numbers, the best value, the fp16 scale
+      state.json               the step, the optimizer's numbers, the best value, the fp16 scale,
+                               the numerics that it was trained with
       manifest.json            size and SHA-256 of each file, written last; evaluation results;
                                the path given by --resume at which the run began
 
@@ -137,6 +138,7 @@ class Checkpoints:
             | {
                 "optimizer": {"groups": groups, "numbers": numbers},
                 "scaler": self.scaler.state_dict() if self.scaler else None,
+                "numerics": self.run.numerics,
             }
         )
         writers = len(self.run.hosts) if sharded else 1
@@ -185,6 +187,7 @@ class Checkpoints:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             state |= read_manifest(folder).get("evaluation", {})
             saved, scale = state.pop("optimizer"), state.pop("scaler")
+            self.run.compare_numerics(folder, state.pop("numerics", None))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder}/state.json is damaged: {error!r}.") from error
         Tensors(folder, "model").fill(self._weights())

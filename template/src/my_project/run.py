@@ -2,11 +2,11 @@
 
 runs/<run_name>/
   config.yaml      the resolved config
-  run.json         the command, versions, git commit, chosen environment variables
+  run.json         the command, versions, git commit, numerics, chosen environment variables
   status.json      running, finished, preempted or failed; step; reason
   logs/            what each process printed, by node (launch.py)
   errors/          a file for each process that failed: rank, host, step, traceback
-  metrics.jsonl    one record per interval and per evaluation
+  metrics.jsonl    one record per interval, per evaluation, and where the numerics changed
   checkpoints/     step_00000100/ ...
   export/  best/   the weights for use: model.safetensors, config.yaml, data_info.json
 """
@@ -123,6 +123,8 @@ class Run:
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; the first launch's
         self.token = ""  # of this launch, once it has begun
         self.hosts: list[str] = []  # by rank
+        self.numerics: dict[str, Any] = {}  # of this start, see runtime.numerics
+        self.changed: dict[str, list[Any]] = {}  # of them, then and now, since the checkpoint
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the path given by hand that this run began at
         with writing(self.folder):
@@ -212,8 +214,23 @@ class Run:
         self.write_status("running")
         about = self.folder / "run.json"
         self.id = str(read_json(about).get("run") or self.id)
-        record = {"run": self.id, "launch": self.token} | provenance()
+        record = {"run": self.id, "launch": self.token, "numerics": self.numerics} | provenance()
         write_atomically(about, json.dumps(record, indent=1) + "\n")
+
+    def compare_numerics(self, folder: Path, before: Any) -> None:
+        """Note what of the numerics is not as when a checkpoint was saved, and warn of it."""
+        before = before if isinstance(before, dict) else {}  # an old one has none
+        self.changed = {
+            name: [before[name], now]
+            for name, now in self.numerics.items()
+            if name in before and before[name] != now
+        }
+        if self.changed and self.rank == 0:
+            differing = [f"{name} {old} (now {new})" for name, (old, new) in self.changed.items()]
+            logger.warning(
+                "%s was trained with %s: the curve may differ from here on",
+                folder, ", ".join(differing),
+            )  # fmt: skip
 
     def sees(self, token: str, seconds: float = 20) -> bool:
         """Tell whether the run folder is the one that the main process wrote into.

@@ -24,6 +24,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
+    DistributedType,
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
@@ -293,6 +294,8 @@ def begin(
                 " would train in another order: give all nodes the same files."
             )
 
+    run.numerics = numerics(accelerator, run.config)
+
     def begin_on_main() -> str:
         with writing(run.folder):
             run.begin()
@@ -306,6 +309,22 @@ def begin(
             " wrote to, so nothing could be resumed or read there: set --runs_folder to storage"
             " that all nodes share."
         )
+
+
+def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
+    """Tell what a curve may follow from and the config need not say, or may change in a run."""
+    kind = "DDP" if accelerator.num_processes > 1 else "one process"
+    if accelerator.distributed_type == DistributedType.FSDP:
+        mesh = getattr(accelerator, "parallelism_config", None)
+        kind = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
+    hook = config.distributed.ddp.get("comm_hook", "no")
+    return {
+        "precision": accelerator.mixed_precision,
+        "tf32": config.tf32,
+        "deterministic": config.deterministic,
+        "parallelism": kind,
+        "comm_hook": hook if kind == "DDP" else "no",
+    }
 
 
 def set_numerics(config: Config) -> None:

@@ -94,6 +94,8 @@ class Telemetry:
                 move_aside(self.path)
             kept = [r for r in records if self._is_kept(r)]
             write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        if changed := self.run.changed:  # not for trackers, which take numbers
+            self._append(json.dumps({"step": self.state["step"], "changed": changed}) + "\n")
         self.accelerator.init_trackers(
             self.config.run_name,
             init_kwargs={  # a resumed run goes on in the same curves
@@ -126,6 +128,8 @@ class Telemetry:
     def _is_kept(self, record: dict[str, Any]) -> bool:
         """Return whether a record is not newer than the state: nor of an evaluation to come."""
         step, is_evaluation = self.state["step"], "samples_per_second" not in record
+        if "changed" in record:  # at this step this start writes it anew, if it still holds
+            return record["step"] < step
         to_come = is_evaluation and self.state["evaluated_step"] != step
         return record["step"] < step or (record["step"] == step and not to_come)
 
