@@ -11,16 +11,29 @@ import dataclasses
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from .parent import LAUNCHER
 from .recipe import Recipe, problems_of
 
 
 class ConfigError(ValueError):
     """Say what a user can mend: the value, the limit, the remedy. Shown without a traceback."""
+
+    exit_code = 2  # again would be no better
+
+
+class TransientError(ConfigError):
+    """Say what may get better by itself, so that a scheduler tries again."""
+
+    exit_code = 1
+
+
+CONFIG_ERRORS = "LAUNCH_CONFIG_ERRORS"  # names the folder in which launch.py looks for them
 
 
 def free(default: Any) -> Any:
@@ -443,7 +456,11 @@ def parse(arguments: list[str], description: str = "", prog: str | None = None) 
 
 
 def parse_command_line(description: str) -> Config:
-    """Read the command line of the train module; a mistake ends the process with 2."""
+    """Read the command line of the train module; a mistake ends the process with 2.
+
+    Before anything else: from here on the process ends with the launcher that started it.
+    """
+    LAUNCHER.watch()
     try:
         config = parse(sys.argv[1:], description)
     except ConfigError as error:
@@ -454,15 +471,19 @@ def parse_command_line(description: str) -> Config:
     return config
 
 
-def exit_with_sentence(error: Exception) -> NoReturn:
-    """Print one sentence and exit with 2.
+def exit_with_sentence(error: ConfigError) -> NoReturn:
+    """Print one sentence and exit with the error's code.
 
     Every process of a launch meets the same mistake. The first of each node says it; the others
     wait a little, since the launcher ends them once one is gone, and speak only if it did not.
+    Launchers return 1 whatever their processes returned, so launch.py finds a 2 in a file.
     """
+    if error.exit_code == 2 and (folder := os.environ.get(CONFIG_ERRORS)):
+        with suppress(OSError):
+            Path(folder, str(os.getpid())).write_text(str(error), encoding="utf-8")
     if os.environ.get("LOCAL_RANK", "0") != "0":
         import time
 
         time.sleep(5)
     print(f"error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(error.exit_code)

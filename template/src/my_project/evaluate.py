@@ -6,6 +6,11 @@ python -m my_project.evaluate runs/image_classification/checkpoints/step_0000010
 A run folder means its export or, where there is none yet, its newest checkpoint.
 """
 
+from .parent import LAUNCHER
+
+if __name__ == "__main__":
+    LAUNCHER.watch()  # before torch is imported
+
 import argparse
 import dataclasses
 import json

@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from .config import Config, ConfigError, seconds_of
+from .parent import LAUNCHER
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def process_name() -> str:
 
 # ---- told to stop --------------------------------------------------------------------------------
 class StopRequest:
-    """Turn a signal, or the end of config.stop_after, into a flag.
+    """Turn a signal, the end of config.stop_after, or in the loop that of the launcher into a flag.
 
     It travels with a step's reduction, so all processes leave after the same step. A second signal
     ends the process at once; it counts only 5 s after the first, since launchers pass on to their
@@ -62,7 +63,13 @@ class StopRequest:
         """Tell whether this process has been asked to stop."""
         if not self.reason and time.monotonic() > self._stop_at:
             self.reason = f"stop_after {self._stop_after} is over"
+        if not self.reason and LAUNCHER.is_gone:
+            self.reason = "the launcher is gone"
         return bool(self.reason)
+
+    def loop_begins(self) -> None:
+        """Save before leaving when the launcher is gone; before the loop the process just ends."""
+        LAUNCHER.ends_process = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -79,6 +86,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        LAUNCHER.ends_process = True
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -276,7 +284,10 @@ def failures_recorded(run: Run) -> Iterator[None]:
         _record(run, error)
         raise
     except BaseException as error:
-        if not isinstance(error, (SystemExit, GeneratorExit)):
+        if isinstance(error, SystemExit):
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            error.add_note(f"(called in {place.filename}, line {place.lineno})")
+        if not isinstance(error, GeneratorExit):
             _record(run, error)
         raise
 

@@ -10,7 +10,8 @@ Takes what accelerate launch takes, and does besides, in this order:
 3. with --preflight, checks the cluster (preflight.py), and ends with 1 where that fails;
 4. trains; what each process prints also goes to <run folder>/logs/node_<n>/;
 5. passes signals on, so that the run saves and leaves; leaves no process behind;
-6. exits with the run's outcome: 0 finished, 75 preempted, else failed.
+6. exits with the run's outcome: 0 finished; 75 preempted; 2 what will not get better by itself (a
+   wrong setting); 1 anything else (a node that is late or lost, an exception).
 """
 
 import argparse
@@ -22,16 +23,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from .config import ConfigError, exit_with_sentence, read_yaml
+from .config import CONFIG_ERRORS, ConfigError, exit_with_sentence, read_yaml
 from .roll_call import Node, interface_to, roll_call
 from .run import read_json, writing
 
@@ -253,7 +256,8 @@ class Child:
         self.told: float | None = None  # when first told to stop
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: whoever loses its parent becomes ours
         for number in SIGNALS:
-            signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: object) -> None:
         now = time.monotonic()
@@ -277,17 +281,16 @@ class Child:
 
     def run(self, command: list[str]) -> int:
         """Run a command; return its exit code when it and all it started are gone."""
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # for the moment in which there are two of us
+        # A signal that comes before the child can be told waits until it can.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self.process = subprocess.Popen(
                 command,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - a few system calls
+                preexec_fn=partial(_end_with, os.getpid()),  # noqa: PLW1509 - a few system calls
                 start_new_session=True,  # Ctrl-C in a terminal reaches this process only
             )
         finally:
-            for number in SIGNALS:
-                signal.signal(number, self._handle)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             return self.process.wait()
         finally:
@@ -305,10 +308,15 @@ class Child:
         psutil.wait_procs([p for p in left if not self.process or p.pid != self.process.pid], 10)
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
+    """Make a child of this one heed signals, and end with its parent."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the mask outlives exec
     prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)  # it has gone before it could be watched
 
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -324,6 +332,7 @@ def stop_at_end_of_input() -> None:
     """Stop this process when its standard input ends."""
 
     def wait() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # they are for the main thread
         while os.read(0, 4096):  # not sys.stdin, whose lock would be held at the exit
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -347,7 +356,7 @@ def exit_code(status: dict[str, Any], before: dict[str, Any], code: int) -> int:
     Args:
         status: now.
         before: as it was when the launcher started.
-        code: of the launcher, which is 0 or 1 whatever its processes returned.
+        code: of the launcher, which is 0 or 1 whatever its processes returned; 2 if one did.
     """
     outcome = status.get("outcome")
     if outcome == "preempted" and status != before:
@@ -372,7 +381,6 @@ def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[st
 def main(arguments: list[str]) -> int:
     """Launch this node's part; return the exit code."""
     own, launch = parse(arguments)
-    folder = launch.run_folder
     child = Child(torchrun=launch.processes > 1)
     if own.stop_at_end_of_input:
         stop_at_end_of_input()
@@ -396,9 +404,20 @@ def main(arguments: list[str]) -> int:
             me, launch.address, launch.port, launch.seconds_to_come,
             say=lambda text: print(text, flush=True),
         )  # fmt: skip
-    if launch.preflight and child.run(launch.command(f"{__package__}.preflight")) != 0:
-        print("preflight failed, so nothing was trained; its errors stand above", flush=True)
-        return PREEMPTED if child.told else 1
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
+        os.environ[CONFIG_ERRORS] = errors
+        if launch.preflight and child.run(launch.command(f"{__package__}.preflight")) != 0:
+            print("preflight failed, so nothing was trained; its errors stand above", flush=True)
+            return PREEMPTED if child.told else 2 if repeat_error(errors) else 1
+        return run(launch, child, errors)
+
+
+def run(launch: Launch, child: Child, errors: str) -> int:
+    """Run the module; return the exit code.
+
+    Says last, below whatever the launchers have printed about their processes, how that ended.
+    """
+    folder = launch.run_folder
     before = read_status(folder)
     command = launch.command(launch.module)
     if launch.processes > 1:
@@ -411,9 +430,27 @@ def main(arguments: list[str]) -> int:
     if child.told and code and status == before:
         print("stopped before it began; the same command starts it", flush=True)
         return PREEMPTED
-    if status != before:  # below whatever the launchers have printed about their processes
+    if code == 0 and launch.module == f"{__package__}.train" and status.get("outcome") == "running":
+        print(
+            f"error: the processes ended with 0, but {folder}/status.json says running: something"
+            " in them called os._exit; the same command continues.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
+    if status != before:
         print(f"{folder}: {status.get('outcome')}: {status.get('reason')}", flush=True)
+    if code and repeat_error(errors):
+        code = 2
     return exit_code(status, before, code)
+
+
+def repeat_error(errors: str) -> bool:
+    """Tell whether a process left with 2, and say once more why (config.exit_with_sentence)."""
+    sentences = [path.read_text(encoding="utf-8") for path in sorted(Path(errors).iterdir())]
+    for sentence in sentences[:1]:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    return bool(sentences)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from .config import Config, ConfigError, curve, parse, to_yaml
+from .config import Config, ConfigError, TransientError, curve, parse, to_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ class Run:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.lock.seek(0)
-            raise ConfigError(
+            raise TransientError(
                 f"{self.folder} is in use by {self.lock.read().strip()}: wait for it, end it, or"
                 " choose another --run_name."
             ) from None

@@ -605,7 +605,7 @@ def command(main: Callable[[Any], int], argument: Any) -> None:
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
         code = 130
-    except Exception:
+    except (Exception, SystemExit):  # no recipe ends a run with sys.exit(0)
         logger.exception(
             "process %d of %d failed on %s", world()[1], world()[0], socket.gethostname()
         )

@@ -96,6 +96,7 @@ def main(config: Config) -> int:
         find_unused = runtime.finder_of_unused(call)
         in_buckets = runtime.has_gradients_in_buckets(call)
         call.train()
+        stop.loop_begins()
         with (
             checkpoints,
             telemetry.Telemetry(accelerator, config, run, split, state, watch, model, feed) as log,
