@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from .config import ConfigError
+from .config import ConfigError, TransientError
 
 CONNECT_SECONDS = 5.0  # for one connection between two nodes
 LATE_SECONDS = 10.0  # for which node 0 stays to tell latecomers what is wrong
@@ -128,7 +128,8 @@ def roll_call(
         All nodes, by rank.
 
     Raises:
-        ConfigError: on every node, what is wrong and what to do.
+        ConfigError: on every node, what is wrong and what to do; a TransientError where another try
+            may find the nodes there, reachable and the port free.
     """
     family = socket.AF_INET6 if ":" in me.ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as door:  # tried by others; nobody answers
@@ -146,7 +147,7 @@ def roll_call(
         else:
             answer = _attend(me, address, port, deadline, seconds, say)
     if answer.get("error"):
-        raise ConfigError(answer["error"])
+        raise (TransientError if answer["is_transient"] else ConfigError)(answer["error"])
     return [Node(**node) for node in answer["nodes"]]
 
 
@@ -156,7 +157,7 @@ def _preside(
     """Be node 0: wait for all, let them try each other, tell them the result."""
     come: dict[int, Node] = {0: me}
     lines: dict[str, _Line] = {}  # by the token of who calls
-    error = ""
+    error, is_transient = "", True
     with _open_port(me, port) as server:
         while len(lines) < me.nodes - 1 and time.monotonic() < deadline:
             server.settimeout(max(0.01, min(30.0, deadline - time.monotonic())))
@@ -175,7 +176,8 @@ def _preside(
                 continue
             wrong = _mismatch(me, node) or _twice(come.get(node.rank), node)
             if wrong and not error:
-                error, deadline = wrong, time.monotonic() + LATE_SECONDS
+                error, is_transient = wrong, False
+                deadline = time.monotonic() + LATE_SECONDS
             come.setdefault(node.rank, node)
             lines[node.token] = line
         if not error and len(come) < me.nodes:
@@ -192,10 +194,11 @@ def _preside(
                 except (OSError, ValueError) as lost:
                     failures.append(f"{node.host} fell silent ({lost})")
             error = _unreached(failures)
+        answer = {"error": error, "is_transient": is_transient, "nodes": nodes}
         for line in lines.values():
-            line.write({"error": error, "nodes": nodes})
+            line.write(answer)
             line.close()
-    return {"error": error, "nodes": nodes}
+    return answer
 
 
 def _attend(
@@ -223,7 +226,8 @@ def _attend(
     return {
         "error": f"node 0 did not answer at {address}:{port} within {seconds:.0f} s ({why}), tried"
         f" from {me.host} ({me.ip}): start it, give its right address as --main_process_ip, or"
-        " open the port in the firewall."
+        " open the port in the firewall.",
+        "is_transient": True,
     }
 
 
@@ -237,7 +241,7 @@ def _open_port(me: Node, port: int) -> socket.socket:
             dualstack_ipv6=family == socket.AF_INET6,
         )
     except OSError as error:
-        raise ConfigError(
+        raise TransientError(
             f"port {port} cannot be opened on {me.host} ({error.strerror}): another run may use it;"
             " give another --main_process_port on every node."
         ) from error
