@@ -34,7 +34,7 @@ def check(folder, fault: str = "") -> tuple[int, str, str]:
         sys.stderr = (folder / f"said_{os.environ['RANK']}").open("w")
         if os.environ["RANK"] == "1":
             preflight.code_digest = lambda config: time.sleep(60)
-        preflight.SECONDS["what each node is"] = 3.0
+        preflight.SECONDS["what each node is"] = (2.0, 1.0)
         return preflight.main(make_config(folder)), "", ""
     if fault == "version":
         other = os.environ["RANK"] == "1"
@@ -86,6 +86,13 @@ def test_a_check_that_stands_still_ends_with_its_name(tmp_path):
         said = (tmp_path / f"said_{rank}").read_text()
         assert f"stood still for 3 s at 'what each node is', on rank {rank} of 2" in said
         assert "launch/network.sh" in said
+
+
+def test_the_time_limits_grow_with_the_nodes(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for nodes, seconds in {2: 70, 300: 1560}.items():
+        monkeypatch.setenv("WORLD_SIZE", str(8 * nodes))
+        assert preflight.seconds_for("pairs of nodes") == seconds
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from my_project import roll_call
-from my_project.config import ConfigError
+from my_project.config import ConfigError, TransientError
 from my_project.roll_call import Node
 
 
@@ -20,7 +20,10 @@ def node(rank: int, nodes: int = 3, **more) -> Node:
 
 
 def meet(*nodes: Node, seconds: float = 20, address: str = "127.0.0.1") -> list:
-    """Let nodes call on one port; return for each the hosts it was told of, or its error."""
+    """Let nodes call on one port; return for each the hosts it was told of, or its error.
+
+    An error begins with the exit code that it ends the node with.
+    """
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
 
@@ -28,7 +31,7 @@ def meet(*nodes: Node, seconds: float = 20, address: str = "127.0.0.1") -> list:
         try:
             found = roll_call.roll_call(me, address, port, seconds, say=lambda _: None)
         except ConfigError as error:
-            return str(error)
+            return f"{error.exit_code}: {error}"
         return [found[rank].host for rank in range(me.nodes)]
 
     with ThreadPoolExecutor(len(nodes)) as pool:
@@ -44,17 +47,19 @@ def test_a_node_that_never_comes_is_named_on_every_node():
     assert told[0] == told[1]
     assert "node 1 of 3 did not come to 127.0.0.1 within 1 s; there are 0 (host0)" in told[0]
     assert "2 (host2)" in told[0]
+    assert told[0].startswith("1: "), "it may come to the next try"
 
 
 def test_a_main_node_that_is_not_there_ends_in_time():
     (told,) = meet(node(1), seconds=1)
-    assert "node 0 did not answer at 127.0.0.1" in told
+    assert told.startswith("1: node 0 did not answer at 127.0.0.1")
     assert "--main_process_ip" in told
 
 
 def test_two_nodes_of_one_rank_are_told_so(monkeypatch):
     monkeypatch.setattr(roll_call, "LATE_SECONDS", 1.0)
     for told in meet(node(0), node(1, host="a"), node(1, host="b")):
+        assert told.startswith("2: ")
         assert "both say that they are node 1: give each its own --machine_rank, 0 to 2" in told
         assert "a (127.0.0.1)" in told
         assert "b (127.0.0.1)" in told
@@ -70,14 +75,14 @@ def test_two_nodes_of_one_rank_are_told_so(monkeypatch):
 )
 def test_nodes_that_were_told_different_things_are_told_so(other, sentence):
     for told in meet(node(0, 2), node(1, **{"nodes": 2, "processes": 4} | other)):
-        assert sentence in told
+        assert told.startswith(f"2: {sentence}")
 
 
 def test_a_node_that_others_cannot_reach_is_named():
     """192.0.2.1 is for documentation: nobody has it, so nobody answers."""
     unreachable = node(1, 2, ip="192.0.2.1", interface="eth7")
     for told in meet(node(0, 2), unreachable):
-        assert "host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in told
+        assert "1: host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in told
         assert "GLOO_SOCKET_IFNAME" in told
 
 
@@ -105,7 +110,7 @@ def test_strangers_at_the_port_do_not_disturb():
 def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as busy:
         port = busy.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} cannot be opened on host0"):
+        with pytest.raises(TransientError, match=f"port {port} cannot be opened on host0"):
             roll_call.roll_call(node(0), "127.0.0.1", port, 1)
 
 
@@ -114,8 +119,10 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypat
     for variable, value in {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "=eth"}.items():
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)
-            with pytest.raises(ConfigError, match=rf"{variable} is {value}.*eth0 \(10.0.0.1\)"):
+            with pytest.raises(ConfigError, match=rf"{variable} is {value}.*eth0 ") as error:
                 roll_call.interface_to("10.0.0.2")
+            assert "(10.0.0.1)" in str(error.value)
+            assert error.value.exit_code == 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(ConfigError, match="no such interface to reach others by"):
         roll_call.interface_to("10.0.0.2")

@@ -75,6 +75,7 @@ class StopRequest:
         name = signal.Signals(number).name
         if self._first is None:
             self.reason, self._first = self.reason or name, time.monotonic()
+            LAUNCHER.told_to_stop()
             note = f"{name}: saving and leaving after this step; again in 5 s to leave at once\n"
             os.write(2, note.encode())  # print may be under way in what was interrupted
         elif time.monotonic() - self._first > SECOND_COUNTS_AFTER:
@@ -86,7 +87,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        LAUNCHER.ends_process = True
+        LAUNCHER.leave_at, LAUNCHER.ends_process = float("inf"), True
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -427,8 +427,8 @@ def run(launch: Launch, child: Child, errors: str) -> int:
         command[at:at] = ["--tee", "3", "--log_dir", str(logs)]
     code = child.run(command)
     status = wait_for_status(folder, before, launch.nodes)
-    if child.told and code and status == before:
-        print("stopped before it began; the same command starts it", flush=True)
+    if child.told and code and (status == before or status.get("outcome") == "running"):
+        print("stopped before it could save; the same command goes on", flush=True)
         return PREEMPTED
     if code == 0 and launch.module == f"{__package__}.train" and status.get("outcome") == "running":
         print(

@@ -49,12 +49,15 @@ from .run import installed, write_atomically
 logger = logging.getLogger(__name__)
 
 MB = 1_000_000
-SECONDS = {  # until a check that does not return counts as failed
-    "the processes meet": 60.0,
-    "what each node is": 30.0,
-    "the run folder": 60.0,
-    "all-reduce": 60.0,
-    "pairs of nodes": 60.0,
+# Until a check that does not return counts as failed: at least, and for each node. Each node writes
+# WRITTEN_BYTES, which one storage takes at 64 MB/s; it sends 256 MB to each other, two times at
+# 100 MB/s.
+SECONDS = {
+    "the processes meet": (60.0, 1.0),
+    "what each node is": (30.0, 0.1),
+    "the run folder": (60.0, 1.0),
+    "all-reduce": (60.0, 1.0),
+    "pairs of nodes": (60.0, 5.0),
 }
 MUST_AGREE = ("python", "packages", "nccl", "driver", "code", "config", "gpu", "gpus")
 LARGEST_SKEW_SECONDS = 5.0
@@ -63,14 +66,23 @@ WRITTEN_BYTES = 64 * MB
 
 
 # ---- no check hangs ------------------------------------------------------------------------------
+def seconds_for(what: str) -> float:
+    """Say how long a check may take: at least + for each node x nodes."""
+    at_least, per_node = SECONDS[what]
+    processes, _ = runtime.world()
+    nodes = processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return at_least + per_node * nodes
+
+
 @contextmanager
 def checking(what: str) -> Iterator[None]:
     """End this process with a sentence when a check takes too long."""
     size, rank = runtime.world()
+    seconds = seconds_for(what)
 
     def give_up() -> None:
         print(
-            f"error: preflight stood still for {SECONDS[what]:.0f} s at '{what}', on rank {rank} of"
+            f"error: preflight stood still for {seconds:.0f} s at '{what}', on rank {rank} of"
             f" {size} on {socket.gethostname()} (interface {chosen_interface()}): the processes do"
             " not reach each other by that interface, or one is gone; name the right one in"
             " GLOO_SOCKET_IFNAME (launch/network.sh), or look at what the others printed.",
@@ -79,7 +91,7 @@ def checking(what: str) -> Iterator[None]:
         )
         os._exit(1)
 
-    timer = threading.Timer(SECONDS[what], give_up)
+    timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
     try:
@@ -413,7 +425,10 @@ def main(config: Config) -> int:
     started = time.monotonic()
     batches.split(config.batches, runtime.world()[0])
     runtime.check_launch(config)
-    patient = replace(config.distributed, timeout_seconds=60, startup_timeout_seconds=60, ddp={})
+    longest = round(max(map(seconds_for, SECONDS)))  # checking strikes before the process group
+    patient = replace(
+        config.distributed, timeout_seconds=longest, startup_timeout_seconds=longest, ddp={}
+    )
     with checking("the processes meet"):
         started_processes = ExitStack()
         accelerator = started_processes.enter_context(
