@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
+import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -118,6 +120,26 @@ def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(
     assert "lost contact with another process" in found[0]
     reason = status(config)["reason"]
     assert reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
+
+
+def command_with_sys_exit(config: Config) -> None:
+    from my_project import runtime
+
+    def loss(self, model, batch, at):
+        sys.exit(0)
+
+    type(config.recipe).loss = loss  # type: ignore[method-assign]
+    runtime.command(train, config)
+
+
+def test_a_recipe_that_calls_sys_exit_has_failed(tmp_path):
+    config = make_config(tmp_path)
+    with pytest.raises(RuntimeError, match="the process died"):  # by os._exit(1)
+        run_world(1, command_with_sys_exit, config)
+    assert status(config)["outcome"] == "failed"
+    wanted = rf"rank 0 on {HERE}, step 0: SystemExit: 0 \(called in {__file__}, line \d+\)"
+    assert re.fullmatch(wanted, status(config)["reason"])
+    assert "sys.exit(0)" in errors(config)[0]
 
 
 def test_out_of_memory_says_what_to_lower(tmp_path):

@@ -14,7 +14,7 @@ import test_launch
 from test_launch import CONFIG, PROJECT, outcome
 
 from my_project import config, launch, logs
-from my_project.config import ConfigError
+from my_project.config import ConfigError, TransientError
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
@@ -150,6 +150,46 @@ def test_launch_says_it_where_torchrun_starts_the_processes(
     where = f"{WHERE}/cpu_2_processes.yaml"
     launch.main(["--config_file", where, f"--num_processes={processes}", *TRAIN])
     assert capsys.readouterr().out.count("torch 2.10.0: a run that is told") == processes - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error", "wanted"),
+    [
+        (("train",), 0, None, 1),  # a recipe called os._exit(0)
+        (("evaluate",), 0, None, 0),  # of a run that is under way
+        (("train",), 1, None, 1),
+        (("train",), 1, TransientError("a node is late."), 1),
+        (("train",), 1, ConfigError("lr is -1."), 2),
+        (("train", "--preflight"), 1, ConfigError("lr is -1."), 2),
+        (("train",), 0, ConfigError("lr is -1."), 1),  # of a start before the last, with restarts
+    ],
+)
+def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
+    arguments, code, error, wanted, tmp_path, monkeypatch, capsys
+):
+    class LeavesRunning:
+        def __init__(self, *, torchrun: bool) -> None:
+            self.torchrun, self.told = torchrun, None
+
+        def run(self, command: list[str]) -> int:
+            (tmp_path / "runs/tiny").mkdir(parents=True)
+            (tmp_path / "runs/tiny/status.json").write_text('{"outcome": "running"}')
+            if error:
+                with pytest.raises(SystemExit, match=str(error.exit_code)):
+                    config.exit_with_sentence(error)
+            return code
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(launch, "Child", LeavesRunning)
+    where = f"{WHERE}/cpu.yaml"
+    module, *more = arguments
+    flags = ["--config_file", where, "-m", f"my_project.{module}", "--config", "tiny.yaml"]
+    assert launch.main([*flags, *more]) == wanted
+    said = capsys.readouterr().err
+    assert ("something in them called os._exit" in said) == (module == "train" and code == 0)
+    if wanted == 2:
+        assert said == "error: lr is -1.\n" * 2, "the process says it, and then the launcher"
 
 
 # ---- for real ------------------------------------------------------------------------------------

@@ -181,6 +181,7 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
     message = run_world(1, train_while_another_does, make_config(tmp_path))[0]
     assert "is in use by process" in message
     assert "choose another --run_name" in message
+    assert "TransientError" in message, "exit code 1: the other one may be about to end"
 
 
 def train_noting_trackers(config: Config, steps: list[int]) -> list[dict]:

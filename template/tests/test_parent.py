@@ -1,0 +1,193 @@
+"""What a launcher started ends with it, at any time; what a person started outlives its shell."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import test_launch
+from test_launch import outcome, processes_with, steps_done
+
+ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def script(text: str, *arguments: str, **environment: str) -> list[str]:
+    """Run a script to its end; return the words of each line that it printed."""
+    inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH")}
+    done = subprocess.run(
+        [*arguments, sys.executable, "-c", text], env=inherited | environment,
+        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+# ---- without torch: a parent that is gone --------------------------------------------------------
+ORPHAN = """
+import os, subprocess, sys, threading, time
+from my_project import parent
+parent.POLL_SECONDS = 0.01
+os.write(1, b"started ")
+parent.LAUNCHER.watch()
+others = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)  # as a recipe's pool
+before = os.getppid()
+{in_loop}
+os.write(1, b"ready ")
+while os.getppid() == before:
+    time.sleep(0.01)
+{then}
+"""
+IN_LOOP = {
+    "in_loop": "parent.LAUNCHER.ends_process = False",
+    "then": """
+while not parent.LAUNCHER.is_gone:
+    time.sleep(0.01)
+os.write(1, b"saved ")
+parent.LAUNCHER.ends_process = True
+time.sleep(600)
+""",
+}
+BEFORE = {"in_loop": "", "then": "time.sleep(600)"}
+ALONE = {
+    "in_loop": "",
+    "then": "others.kill(); os.write(1, str(threading.active_count()).encode())",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "said"),
+    [
+        (BEFORE, {"TORCHELASTIC_RUN_ID": "none"}, b"started ready "),
+        (BEFORE, {"ACCELERATE_MIXED_PRECISION": "no"}, b"started ready "),
+        (IN_LOOP, {"TORCHELASTIC_RUN_ID": "none"}, b"started ready saved "),
+        (ALONE, {}, b"started ready 1"),
+    ],
+)
+def test_whose_parent_is_gone_ends_with_all_it_started_if_that_was_a_launcher(
+    text, environment, said
+):
+    with subprocess.Popen(
+        ["sh", "-c", '"$@" & wait', "sh", sys.executable, "-c", ORPHAN.format(**text)],
+        env=environment | {"PYTHONPATH": os.environ["PYTHONPATH"], "PATH": os.environ["PATH"]},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as shell:  # fmt: skip
+        assert shell.stdout
+        assert shell.stderr
+        shown = b""
+        while not shown.endswith(b"ready "):
+            shown += os.read(shell.stdout.fileno(), 100)
+        shell.kill()
+        shown += shell.stdout.read()  # to its end: when nobody is left
+        assert shown == said
+        assert (b"the launcher is gone" in shell.stderr.read()) == bool(environment)
+
+
+TOLD = """
+import os, time
+from my_project import parent
+parent.POLL_SECONDS, parent.REACHES_LOOP_WITHIN = 0.01, 0.1
+parent.LAUNCHER.watch()
+parent.LAUNCHER.ends_process = {ends}
+parent.LAUNCHER.told_to_stop()
+time.sleep({seconds})
+print("still there")
+"""
+
+
+def test_who_is_told_to_stop_before_the_loop_has_some_time_to_reach_it():
+    launched = {"TORCHELASTIC_RUN_ID": "none"}
+    assert script(TOLD.format(ends=True, seconds=600), **launched) == []
+    assert script(TOLD.format(ends=False, seconds=1), **launched) == ["still", "there"]
+
+
+# ---- signals around the start of a child ---------------------------------------------------------
+CHILD = """
+import os, signal, sys
+from my_project import launch
+child = launch.Child(torchrun=True)
+child.run(["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"])
+end_with = launch._end_with
+def end_with_signalled(parent):  # in the child, before it heeds signals
+    os.kill(parent, signal.SIGTERM)
+    end_with(parent)
+launch._end_with = end_with_signalled
+print(child.run(["sleep", "600"]), bool(child.told), flush=True)
+"""
+
+
+@pytest.mark.parametrize("before", [[], ["nohup"]])
+def test_a_signal_while_the_child_is_started_reaches_it_and_nohup_holds_for_it(before):
+    _, blocked, _, ignored, *ended = script(CHILD, *before)
+    assert ended == [str(-signal.SIGTERM), "True"]
+    assert int(blocked, 16) == 0
+    assert bool(int(ignored, 16) & 1 << signal.SIGHUP - 1) == bool(before)
+
+
+# ---- the real launchers --------------------------------------------------------------------------
+LONG = ("--steps", "100000", "--telemetry.every_steps", "1")
+WAITING = """
+import os, time
+from dataclasses import dataclass
+from pathlib import Path
+from ragged import Ragged
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting(Ragged):
+    def build_datasets(self, data_info):
+        if os.environ["RANK"] == "1":
+            Path("waiting").touch()
+            time.sleep(600)
+        return super().build_datasets(data_info)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # seven starts
+def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on(tmp_path):
+    # In start-up: while all import; while one builds its data and the other waits for it.
+    (tmp_path / "waiting.py").write_text(WAITING)
+    with test_launch.launch(tmp_path, launcher=LAUNCH) as run:
+        wait_for(lambda: len(processes_with(run.mark)) == 4)
+        os.kill(run.pid, signal.SIGKILL)
+        run.communicate(timeout=120)
+    with test_launch.launch(tmp_path, "--recipe", "waiting.Waiting") as run:
+        lock = tmp_path / "runs/.tiny.lock"
+        wait_for(lambda: (tmp_path / "waiting").exists() and lock.exists() and lock.read_text())
+        os.kill(run.pid, signal.SIGKILL)
+        shown, _ = run.communicate(timeout=120)
+    assert "rank 1: the launcher is gone, so this process ends" in shown
+    # In the loop: the processes save.
+    for launcher, where, number in (
+        (ACCELERATE, "cpu_2_processes", signal.SIGKILL),
+        (ACCELERATE, "cpu", signal.SIGTERM),
+        (LAUNCH, "cpu", signal.SIGKILL),
+    ):
+        before = steps_done(tmp_path)
+        with test_launch.launch(tmp_path, *LONG, launcher=launcher, where=where) as run:
+            wait_for(lambda before=before: steps_done(tmp_path) > before + 2)
+            os.kill(run.pid, number)
+            shown, _ = run.communicate(timeout=120)
+        left = outcome(tmp_path)
+        assert left["outcome"] == "preempted", shown
+        assert "the launcher is gone" in left["reason"] or where != "cpu"
+        assert left["step"] == steps_done(tmp_path)
+    # Without a launcher, from a shell that hangs up, the run goes on to its end.
+    command = f"{sys.executable} -m my_project.train --config tiny.yaml --steps {left['step'] + 30}"
+    shell = subprocess.run(
+        ["sh", "-c", f"nohup {command} > said 2>&1 & echo $!"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    wait_for(lambda: f"process {shell.stdout.strip()} on" in lock.read_text())
+    os.kill(int(shell.stdout), signal.SIGHUP)
+    wait_for(lambda: outcome(tmp_path)["outcome"] == "finished")
+    said = (tmp_path / "said").read_text()
+    assert f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}" in said
