@@ -51,6 +51,7 @@ IN_LOOP = {
     "then": """
 while not parent.LAUNCHER.is_gone:
     time.sleep(0.01)
+time.sleep(0.2)
 os.write(1, b"saved ")
 parent.LAUNCHER.ends_process = True
 time.sleep(600)
