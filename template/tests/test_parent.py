@@ -134,7 +134,8 @@ def test_a_signal_while_the_child_is_started_reaches_it_and_nohup_holds_for_it(b
 
 
 # ---- the real launchers --------------------------------------------------------------------------
-LONG = ("--steps", "100000", "--telemetry.every_steps", "1")
+# Steps of 0.8 s, so that two of them, in which all agree to leave, last longer than who watches.
+SLOW = ("--steps", "1000", "--recipe.init_args.seconds", "0.2", "--telemetry.every_steps", "1")
 WAITING = """
 import os, time
 from dataclasses import dataclass
@@ -173,8 +174,8 @@ def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on
         (LAUNCH, "cpu", signal.SIGKILL),
     ):
         before = steps_done(tmp_path)
-        with test_launch.launch(tmp_path, *LONG, launcher=launcher, where=where) as run:
-            wait_for(lambda before=before: steps_done(tmp_path) > before + 2)
+        with test_launch.launch(tmp_path, *SLOW, launcher=launcher, where=where) as run:
+            wait_for(lambda before=before: steps_done(tmp_path) > before)
             os.kill(run.pid, number)
             shown, _ = run.communicate(timeout=120)
         left = outcome(tmp_path)
@@ -182,9 +183,10 @@ def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on
         assert "the launcher is gone" in left["reason"] or where != "cpu"
         assert left["step"] == steps_done(tmp_path)
     # Without a launcher, from a shell that hangs up, the run goes on to its end.
-    command = f"{sys.executable} -m my_project.train --config tiny.yaml --steps {left['step'] + 30}"
+    words = [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml", *SLOW]
+    words += ["--steps", str(left["step"] + 3)]
     shell = subprocess.run(
-        ["sh", "-c", f"nohup {command} > said 2>&1 & echo $!"],
+        ["sh", "-c", 'nohup "$@" > said 2>&1 & echo $!', "sh", *words],
         cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     wait_for(lambda: f"process {shell.stdout.strip()} on" in lock.read_text())
