@@ -1,8 +1,10 @@
 """Nodes that meet, and those that do not: each ends in time, with the same sentence."""
 
+import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +65,24 @@ def test_two_nodes_of_one_rank_are_told_so(monkeypatch):
         assert "both say that they are node 1: give each its own --machine_rank, 0 to 2" in told
         assert "a (127.0.0.1)" in told
         assert "b (127.0.0.1)" in told
+
+
+def test_a_node_that_left_and_was_started_again_is_no_second_one():
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(2) as pool:
+        main = pool.submit(roll_call.roll_call, node(0), "127.0.0.1", port, 20)
+        for _ in range(100):
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as first:
+                    first.sendall(json.dumps(asdict(node(1, token="first"))).encode() + b"\n")
+                break
+            except ConnectionRefusedError:
+                threading.Event().wait(0.05)
+        others = [pool.submit(roll_call.roll_call, node(1), "127.0.0.1", port, 20)]
+        roll_call.roll_call(node(2), "127.0.0.1", port, 20)
+        assert [found.host for found in main.result()] == ["host0", "host1", "host2"]
+        assert len(others[0].result()) == 3
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,9 @@ def _preside(
             except (OSError, ValueError, TypeError):
                 line.close()  # not one of ours: a port scan, another run's torchrun
                 continue
+            for token in [token for token, other in lines.items() if other.has_hung_up]:
+                lines.pop(token).close()  # started again, or elsewhere: a pod that was evicted
+                come = {rank: other for rank, other in come.items() if other.token != token}
             wrong = _mismatch(me, node) or _twice(come.get(node.rank), node)
             if wrong and not error:
                 error, is_transient = wrong, False
@@ -354,6 +357,17 @@ class _Line:
         if not line:
             raise ValueError("it hung up")
         return json.loads(line)
+
+    @property
+    def has_hung_up(self) -> bool:
+        """Tell whether the other side has left."""
+        self.connection.setblocking(False)
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Hang up."""
