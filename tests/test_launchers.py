@@ -335,7 +335,7 @@ def test_a_wrong_launch_ends_in_time_and_names_its_cause(hosts, fault, sentences
         check(hosts, host, *flags.get(fault, ()), **environment)
     if fault == "cable":
         hosts.cable("down")
-    assert hosts.wait(60) == [2] * len(sentences)
+    assert hosts.wait(60) == [1] * len(sentences), "another try may find the nodes"
     assert time.monotonic() - started < 60
     for host, sentence in enumerate(sentences):
         assert sentence in hosts.output(host)

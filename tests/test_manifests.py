@@ -64,6 +64,12 @@ def test_the_manifests_agree_with_themselves():
     runtime = flow["TrainingRuntime"]
     assert trainer["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == int(given["NODES"])
     assert flow["TrainJob"]["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    for spec, name in ((job, "train"), (node["template"]["spec"], "node")):
+        final = spec["podFailurePolicy"]["rules"][-1]
+        codes = {"containerName": name, "operator": "In", "values": [2]}
+        assert final == {"action": "FailJob", "onExitCodes": codes}
+        assert spec["template"]["spec"]["containers"][0]["name"] == name
     ours, theirs = container["args"][0], trainer["args"][0]
     theirs = theirs.replace("$PET_NODE_RANK", "$JOB_COMPLETION_INDEX")
     assert theirs.replace('"$PET_MASTER_ADDR"', "my-run-0.my-run") == ours, "one command"

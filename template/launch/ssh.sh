@@ -7,6 +7,8 @@
 # Every node sees this folder and this Python under the same paths, and ssh asks for no password.
 # Each line of output begins with its host. Ctrl-C, or the first node that fails, stops all of them:
 # each holds a connection to this script, and saves and leaves when that ends, for whatever reason.
+# Exits with 0 finished, 75 preempted, 2 where one said that again would be no better, else that of the
+# first node that failed.
 #
 # In the environment: WHERE, a name in accelerate_configs/ (multi_node); PORT of the main node
 # (29500); ADDRESS of the main node, if not its name in the list; SSH, the command (ssh).
@@ -73,7 +75,7 @@ while :; do
         code=$(<"$file")
         if [ "$code" -ne 0 ] && [ "$outcome" -eq 0 ]; then outcome=$code; fi
         if [ "$code" -ne 0 ] && [ "$code" -ne 75 ]; then
-            if [ "$outcome" -eq 75 ]; then outcome=$code; fi
+            if [ "$outcome" -eq 75 ] || [ "$code" -eq 2 ]; then outcome=$code; fi
             let_go
         fi
     done
