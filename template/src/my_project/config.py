@@ -476,11 +476,12 @@ def exit_with_sentence(error: ConfigError) -> NoReturn:
 
     Every process of a launch meets the same mistake. The first of each node says it; the others
     wait a little, since the launcher ends them once one is gone, and speak only if it did not.
-    Launchers return 1 whatever their processes returned, so launch.py finds a 2 in a file.
+    Launchers return 1 whatever their processes returned, so launch.py finds both in a file.
     """
-    if error.exit_code == 2 and (folder := os.environ.get(CONFIG_ERRORS)):
+    if folder := os.environ.get(CONFIG_ERRORS):
         with suppress(OSError):
-            Path(folder, str(os.getpid())).write_text(str(error), encoding="utf-8")
+            path = Path(folder, f"{error.exit_code}_{os.getpid()}")
+            path.write_text(str(error), encoding="utf-8")
     if os.environ.get("LOCAL_RANK", "0") != "0":
         import time
 

@@ -356,7 +356,7 @@ def exit_code(status: dict[str, Any], before: dict[str, Any], code: int) -> int:
     Args:
         status: now.
         before: as it was when the launcher started.
-        code: of the launcher, which is 0 or 1 whatever its processes returned; 2 if one did.
+        code: of the launcher, or of a process that left with a sentence.
     """
     outcome = status.get("outcome")
     if outcome == "preempted" and status != before:
@@ -408,7 +408,7 @@ def main(arguments: list[str]) -> int:
         os.environ[CONFIG_ERRORS] = errors
         if launch.preflight and child.run(launch.command(f"{__package__}.preflight")) != 0:
             print("preflight failed, so nothing was trained; its errors stand above", flush=True)
-            return PREEMPTED if child.told else 2 if repeat_error(errors) else 1
+            return PREEMPTED if child.told else repeat_error(errors) or 1
         return run(launch, child, errors)
 
 
@@ -440,17 +440,22 @@ def run(launch: Launch, child: Child, errors: str) -> int:
         return 1
     if status != before:
         print(f"{folder}: {status.get('outcome')}: {status.get('reason')}", flush=True)
-    if code and repeat_error(errors):
-        code = 2
+    if code:
+        code = repeat_error(errors) or code
     return exit_code(status, before, code)
 
 
-def repeat_error(errors: str) -> bool:
-    """Tell whether a process left with 2, and say once more why (config.exit_with_sentence)."""
-    sentences = [path.read_text(encoding="utf-8") for path in sorted(Path(errors).iterdir())]
-    for sentence in sentences[:1]:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
-    return bool(sentences)
+def repeat_error(errors: str) -> int:
+    """Say once more why a process left with a sentence (config.exit_with_sentence).
+
+    Returns:
+        Its exit code, 2 if there is one; 0 if none left so.
+    """
+    left = sorted(Path(errors).iterdir())
+    if not left:
+        return 0
+    print(f"error: {left[-1].read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
+    return int(left[-1].name.split("_")[0])
 
 
 if __name__ == "__main__":
