@@ -3,8 +3,16 @@
 python -m my_project.evaluate runs/image_classification
 python -m my_project.evaluate runs/image_classification/checkpoints/step_00000100
 
-A run folder means its export or, where there is none yet, its newest checkpoint.
+A run folder means its export or, where there is none yet, its newest checkpoint. Nothing of a
+stranger's folder is run (trust.py).
 """
+
+import sys
+
+from .search_path import leave_out_weights, run_folder
+
+if __name__ == "__main__":
+    leave_out_weights(sys.argv[1:])  # before any other import
 
 from .parent import LAUNCHER
 
@@ -16,9 +24,10 @@ import dataclasses
 import json
 import logging
 import math
-import sys
+import os
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,11 +40,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import checkpoint, contract, runtime
 from .batches import Fetch, generators_kept, make_loader, on_device
-from .config import Config, ConfigError, TelemetryConfig, parse
+from .config import Config, ConfigError, OptimConfig, TelemetryConfig
 from .predict import load_model
 from .recipe import optional
 from .run import finite
 from .telemetry import print_table, shown
+from .trust import add_trust, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -252,11 +262,23 @@ def is_export(folder: Path) -> bool:
     return (folder / "data_info.json").is_file()
 
 
-def config_beside(folder: Path) -> Config:
-    """Read the config.yaml of an export, a run folder or a checkpoint's run."""
+def config_beside(folder: Path, trusted: Iterable[str] = ()) -> Config:
+    """Read what evaluation needs of the config.yaml of an export, or of a checkpoint's run.
+
+    The optimizer's class is not imported, and nothing is written where a stranger's config says.
+    """
+    run = Path(run_folder(str(folder)))
+    is_writable = os.access(run.parent, os.W_OK)
     for place in (folder, *folder.resolve().parents[:2]):
         if (place / "config.yaml").is_file():
-            return parse(["--config", str(place / "config.yaml")])
+            return dataclasses.replace(
+                read_config(place / "config.yaml", trusted),
+                optim=OptimConfig(),
+                telemetry=TelemetryConfig(trackers=[]),
+                stage_to=None,
+                runs_folder=str(run.parent) if is_writable else tempfile.gettempdir(),
+                run_name=run.name,
+            )
     raise ConfigError(f"{folder} has no config.yaml beside it.")
 
 
@@ -270,9 +292,7 @@ def main(arguments: argparse.Namespace) -> int:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
                 handler.setStream(sys.stderr)
     folder = weights_folder(Path(arguments.folder))
-    config = dataclasses.replace(
-        config_beside(folder), telemetry=TelemetryConfig(trackers=[]), stage_to=None
-    )
+    config = config_beside(folder, arguments.trust)
     runtime.check_launch(config)
     contract.check_recipe(config)
     data_info, reader = contract.prepare_data(config)
@@ -301,5 +321,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
+    add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     runtime.command(main, parser.parse_args())

@@ -3,11 +3,19 @@
 python -m my_project.predict runs/image_classification/export digit.png
 python -m my_project.predict runs/image_classification/export --onnx
 
-The second writes model.onnx beside the weights.
+The second writes model.onnx beside the weights. Nothing of a stranger's export is run (trust.py).
 """
+
+import sys
+
+from .search_path import leave_out_weights
+
+if __name__ == "__main__":
+    leave_out_weights(sys.argv[1:])  # before any other import
 
 import argparse
 import json
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,24 +25,35 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from .config import Config, ConfigError, exit_with_sentence, parse
+from .config import Config, ConfigError, exit_with_sentence
 from .recipe import Recipe, optional
+from .trust import add_trust, read_config
 
 
-def load(folder: Path) -> tuple[Config, dict[str, Any], nn.Module]:
+def load(folder: Path, trusted: Iterable[str] = ()) -> tuple[Config, dict[str, Any], nn.Module]:
     """Build the model of an export and load its weights, every key of them.
 
+    Args:
+        folder: the export, whoever made it.
+        trusted: class paths that may be imported besides this project's own (trust.py).
+
     Raises:
-        ConfigError: the folder is no export, or its weights do not fit the model.
+        ConfigError: the folder is no export, it names a class that is not trusted, or its weights
+            do not fit the model.
     """
     for name in ("config.yaml", "data_info.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} is no export: it has no {name}; give runs/<name>/export.")
-    config = parse(["--config", str(folder / "config.yaml")])
+    config = read_config(folder / "config.yaml", trusted)
     try:
-        data_info = json.loads((folder / "data_info.json").read_text())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder}/data_info.json is damaged ({error}); export again.") from error
+        data_info = json.loads((folder / "data_info.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder}/data_info.json cannot be read: {error}.") from error
+    if not isinstance(data_info, dict):
+        raise ConfigError(
+            f"{folder}/data_info.json holds a {type(data_info).__name__}; an export has what its"
+            " recipe's prepare_data returned, a dict."
+        )
     return config, data_info, load_model(folder, config.recipe, data_info).eval()
 
 
@@ -77,7 +96,7 @@ def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.
 def main(arguments: argparse.Namespace) -> None:
     """Print the recipe's answer, or write the ONNX file."""
     folder = Path(arguments.folder)
-    config, data_info, model = load(folder)
+    config, data_info, model = load(folder, arguments.trust)
     if arguments.onnx:
         write_onnx(folder / "model.onnx", config, data_info, model)
         print(folder / "model.onnx")
@@ -99,6 +118,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("folder", help="runs/<name>/export or runs/<name>/best")
     parser.add_argument("argument", nargs="?", help="what the recipe's predict takes")
+    add_trust(parser)
     parser.add_argument("--onnx", action="store_true", help="write model.onnx into the folder")
     try:
         main(parser.parse_args())
