@@ -55,7 +55,7 @@ def run_predict(*arguments: str) -> subprocess.CompletedProcess:
         "runpy.run_module('my_project.predict', run_name='__main__')\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code, "--trust", "ragged.Ragged", *arguments],
         capture_output=True, text=True, check=False, cwd=TESTS,
     )  # fmt: skip
 

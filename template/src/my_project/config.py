@@ -341,6 +341,33 @@ def curve(config: Any, prefix: str = "") -> dict[str, Any]:
     return settings
 
 
+def saved_curve(saved: Any, config: Any, prefix: str = "") -> dict[str, Any]:
+    """List the same settings out of a config.yaml, without importing the classes it names.
+
+    Args:
+        saved: what the file holds.
+        config: whose fields are looked for; their defaults stand for what the file lacks.
+        prefix: of the dotted names.
+    """
+    known = {f.name for f in dataclasses.fields(config)}
+    settings = {prefix + name: value for name, value in saved.items() if name not in known}
+    for f in dataclasses.fields(config):
+        if not f.init or not f.metadata.get("changes_curve", True):
+            continue
+        value = getattr(config, f.name)
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        there = saved.get(f.name, _plain(default))
+        if f.name == "recipe" and isinstance(config, Config) and isinstance(there, dict):
+            kind, class_path = type(value).__qualname__, str(there.get("class_path"))
+            settings["recipe"] = kind if class_path.endswith(f".{kind}") else class_path
+            there = there.get("init_args") or {}
+        if dataclasses.is_dataclass(value) and isinstance(there, dict):
+            settings |= saved_curve(there, value, f"{prefix}{f.name}.")
+        else:
+            settings[prefix + f.name] = None if there is dataclasses.MISSING else there
+    return settings
+
+
 # ---- YAML, checked -------------------------------------------------------------------------------
 MOST_YAML_CHARACTERS = 10_000_000  # what aliases stand for counted each time; a value is 100 more
 MOST_YAML_LEVELS = 100

@@ -31,7 +31,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from .config import Config, ConfigError, TransientError, curve, parse, to_yaml
+from .config import (
+    Config,
+    ConfigError,
+    TransientError,
+    curve,
+    read_yaml,
+    saved_curve,
+    to_yaml,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +323,7 @@ class Run:
         if self.config.resume == "never" or not os.path.lexists(path):
             return
         try:
-            before, now = curve(parse(["--config", str(path)])), curve(self.config)
+            before, now = saved_curve(read_yaml(path), self.config), curve(self.config)
         except ConfigError as error:
             raise ConfigError(
                 f"{path} cannot be read ({str(error).rstrip('.')}): put this run's there again, or"
