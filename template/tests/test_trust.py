@@ -139,7 +139,7 @@ def test_the_class_of_the_optimizer_is_not_imported(tmp_path, marker):
 
 
 def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, marker, monkeypatch):
-    run = tmp_path / "runs/theirs"
+    run = tmp_path / "given/theirs"
     export = run / "export"
     export.mkdir(parents=True)
     (run / "run.json").write_text("{}")
@@ -149,11 +149,11 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
     (run / "configs/theirs.yaml").write_text("class_path: hostile.Evil")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("runs.theirs.hostile.Evil", "hostile.Evil"):
+    for name in ("given.theirs.hostile.Evil", "hostile.Evil"):
         monkeypatch.chdir(run if name == "hostile.Evil" else tmp_path)
         monkeypatch.syspath_prepend("")
         path = write(export, settings_of() | {"recipe": {"class_path": name}})
-        with pytest.raises(ConfigError, match=r"lies in .*runs/theirs: code that comes with"):
+        with pytest.raises(ConfigError, match=r"lies in .*given/theirs: code that comes with"):
             trust.read_config(path, [name])
     assert not marker.exists()
 
@@ -183,8 +183,7 @@ def test_commands_run_nothing_of_the_export_that_they_stand_in(tmp_path, marker)
         )
         for command in ("predict", "evaluate")
     ]  # fmt: skip
-    for process in started:
-        _, shown = process.communicate(timeout=250)
+    for process, shown in [(process, process.communicate()[1]) for process in started]:
         assert process.returncode == 2, shown
         assert "add --trust my_recipe.Evil" in shown
     assert not marker.exists(), marker.read_text()
@@ -200,7 +199,7 @@ def test_a_data_info_that_is_no_dict_is_a_sentence(tmp_path, text):
 
 def test_evaluate_writes_nothing_where_a_strangers_config_says(tmp_path, monkeypatch):
     places = {"runs_folder": str(tmp_path / "target"), "stage_to": str(tmp_path / "stage")}
-    run = tmp_path / "runs/theirs"
+    run = tmp_path / "given/theirs"
     run.mkdir(parents=True)
     write(run, settings_of() | places | {"run_name": "x", "resume": "never"})
     (run / "run.json").write_text("{}")

@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from .parent import LAUNCHER
 from .recipe import Recipe, problems_of
+from .redaction import mask, secrets_in, variable_for
 
 
 class ConfigError(ValueError):
@@ -308,10 +309,16 @@ def to_yaml(config: Config) -> str:
     """Write a config as YAML that `parse` reads back.
 
     Raises:
-        ConfigError: a setting is of a type that YAML does not have.
+        ConfigError: a setting is of a type that YAML does not have, or holds a secret.
     """
     import yaml
 
+    for name in secrets_in(config):
+        raise ConfigError(
+            f"{name} holds a secret, which config.yaml would show: leave it empty and set the"
+            f" environment variable {variable_for(name)}, or give a file that holds it in a field"
+            f" such as {name.rpartition('.')[2]}_file."
+        )
     plain = to_dict(config)
     try:
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
@@ -508,10 +515,10 @@ def exit_with_sentence(error: ConfigError) -> NoReturn:
     if folder := os.environ.get(CONFIG_ERRORS):
         with suppress(OSError):
             path = Path(folder, f"{error.exit_code}_{os.getpid()}")
-            path.write_text(str(error), encoding="utf-8")
+            path.write_text(mask(str(error)), encoding="utf-8")
     if os.environ.get("LOCAL_RANK", "0") != "0":
         import time
 
         time.sleep(5)
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(mask(f"error: {error}"), file=sys.stderr, flush=True)
     raise SystemExit(error.exit_code)

@@ -22,6 +22,7 @@ import torch
 
 from .config import Config, ConfigError, seconds_of
 from .parent import LAUNCHER
+from .redaction import mask
 from .run import Run
 
 logger = logging.getLogger(__name__)
@@ -321,6 +322,7 @@ def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
 
     Some processes notice only when others leave, so whoever comes later knows more.
     """
+    reason = mask(reason)
     run.fail(reason, unexplained=f"{run.who}: {reason}")  # at once: there may be little time
     if not run.hosts:  # not connected yet
         return

@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 
 from .config import CONFIG_ERRORS, ConfigError, exit_with_sentence, read_yaml
+from .redaction import mask_command
 from .roll_call import Node, interface_to, roll_call
 from .run import read_json, writing
 
@@ -395,7 +396,7 @@ def main(arguments: list[str]) -> int:
             rank=launch.rank,
             nodes=launch.nodes,
             processes=launch.processes,
-            run=" ".join((launch.module, *launch.arguments)),
+            run=" ".join((launch.module, *mask_command(launch.arguments))),
             host=socket.gethostname(),
             interface=interface,
             ip=ip,

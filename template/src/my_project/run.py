@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -40,13 +39,10 @@ from .config import (
     saved_curve,
     to_yaml,
 )
+from .redaction import RECORDED_VARIABLES, mask, mask_command
 
 logger = logging.getLogger(__name__)
 
-# The environment is never recorded whole: it holds tokens.
-RECORDED_ENVIRONMENT = re.compile(
-    r"(NCCL|GLOO|OMP|TORCH|MASTER|ACCELERATE|FSDP)_\w+|CUDA_VISIBLE_DEVICES|WORLD_SIZE|SLURM_JOB_ID"
-)
 RECORDED_PACKAGES = (
     "torch",
     "torchvision",
@@ -158,7 +154,7 @@ class Run:
             "outcome": outcome,
             "step": self.step,
             "steps": self.total_steps,
-            "reason": reason,
+            "reason": mask(reason),
         }
         if "result" in more:
             more["result"] = finite(more["result"])
@@ -185,7 +181,8 @@ class Run:
         if self.folder.is_dir():
             try:
                 path.parent.mkdir(exist_ok=True)
-                write_atomically(path, f"{self.who}\nlaunch {self.token}\n{reason}\n\n{details}")
+                text = mask(f"{reason}\n\n{details}")
+                write_atomically(path, f"{self.who}\nlaunch {self.token}\n{text}")
             except OSError as error:
                 logger.error("%s cannot be written: %s", path, error)
 
@@ -364,7 +361,7 @@ def installed() -> dict[str, str]:
 def provenance() -> dict[str, Any]:
     """Collect what a reader needs to run this again, and no secret."""
     return {
-        "command": [re.sub(r"://[^/@\s]+@", "://", argument) for argument in sys.orig_argv],
+        "command": mask_command(sys.orig_argv),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -372,9 +369,9 @@ def provenance() -> dict[str, Any]:
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
         "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if RECORDED_ENVIRONMENT.fullmatch(name)
+            name: mask(os.environ[name])
+            for name in sorted(RECORDED_VARIABLES.split())
+            if name in os.environ
         },
     }
 

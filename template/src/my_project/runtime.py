@@ -40,6 +40,7 @@ from .batches import Split, seed_of
 from .config import Config, ConfigError, exit_with_sentence
 from .faults import turn_on_flight_recorder
 from .optim import check_parameters, empty_gradients, optimizer_class
+from .redaction import MaskedFormatter
 from .run import Run, writing
 
 logger = logging.getLogger(__name__)
@@ -582,12 +583,11 @@ def set_up_logging() -> None:
     """Log from the main process as it is, from the others warnings and errors with their rank."""
     size, rank = world()
     prefix = f"[rank {rank} on {socket.gethostname()}] " if size > 1 and rank else ""
-    logging.basicConfig(
-        level=logging.WARNING if rank else logging.INFO,
-        format=f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s",
-        stream=sys.stdout,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stdout)
+    text = f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s"
+    handler.setFormatter(MaskedFormatter(text))
+    level = logging.WARNING if rank else logging.INFO
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     for noisy in ("accelerate", "torch", "httpx", "datasets"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.captureWarnings(True)

@@ -1,0 +1,136 @@
+"""Keep secrets out of what a run writes down and prints.
+
+A secret is known by the last words of its name: token, password, secret or api key, as in hub_token
+or --api-key. No other name counts (max_tokens, token_count, secretary). A tokenizer's special
+tokens are none: eos_token and its like by their names, and what any field ending in token holds in
+brackets (<image>, [INST]) or in fewer than 6 characters.
+"""
+
+import dataclasses
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+MASK = "***"
+LAST_WORDS = {"token", "password", "passwd", "passphrase", "secret", "apikey"}
+LAST_TWO_WORDS = {("api", "key"), ("access", "key"), ("secret", "key"), ("private", "key")}
+SPECIAL_TOKENS = {
+    "bos", "eos", "pad", "padding", "unk", "mask", "sep", "cls", "start", "end", "stop", "image",
+}  # fmt: skip
+# What explains a run, name by name: the environment also holds tokens and passwords.
+RECORDED_VARIABLES = """
+CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUBLAS_WORKSPACE_CONFIG OMP_NUM_THREADS
+PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF SLURM_JOB_ID SLURM_JOB_NUM_NODES SLURM_RESTART_COUNT
+WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME
+NCCL_ALGO NCCL_BUFFSIZE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS
+NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT
+NCCL_IB_SL NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_MAX_NCHANNELS NCCL_MIN_NCHANNELS NCCL_NET
+NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN NCCL_NSOCKS_PERTHREAD NCCL_NVLS_ENABLE NCCL_P2P_DISABLE
+NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME
+NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE
+TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+TORCH_DISTRIBUTED_DEBUG TORCH_ELASTIC_SHUTDOWN_TIMEOUT TORCH_FR_BUFFER_SIZE
+TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT
+TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC
+ACCELERATE_CPU_AFFINITY ACCELERATE_DOWNCAST_BF16 ACCELERATE_DYNAMO_BACKEND
+ACCELERATE_DYNAMO_MODE ACCELERATE_DYNAMO_USE_DYNAMIC ACCELERATE_DYNAMO_USE_FULLGRAPH
+ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION ACCELERATE_GRADIENT_ACCUMULATION_STEPS
+ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU ACCELERATE_USE_FSDP
+ACCELERATE_USE_PARALLELISM_CONFIG
+FSDP_ACTIVATION_CHECKPOINTING FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH
+FSDP_CPU_RAM_EFFICIENT_LOADING FSDP_FORWARD_PREFETCH FSDP_MIN_NUM_PARAMS FSDP_OFFLOAD_PARAMS
+FSDP_RESHARD_AFTER_FORWARD FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE FSDP_SYNC_MODULE_STATES
+FSDP_TRANSFORMER_CLS_TO_WRAP FSDP_USE_ORIG_PARAMS FSDP_VERSION
+PARALLELISM_CONFIG_CP_SIZE PARALLELISM_CONFIG_DP_REPLICATE_SIZE PARALLELISM_CONFIG_DP_SHARD_SIZE
+PARALLELISM_CONFIG_SP_SIZE PARALLELISM_CONFIG_TP_SIZE
+"""
+NAMED = re.compile(  # name=value, 'name': 'value', --name value
+    r"""(?P<name>(?<![\w.-])(?P<option>--)?[\w.-]*(?:token|password|passwd|passphrase|secret|key))
+    (?P<sign>["']?\s*[=:]\s*["']?|(?(option)(?:["'],\s*["']|\s+(?!-)["']?)|(?!)))
+    (?P<value>(?<=")[^"]*|(?<=')[^']*|[^\s"',;&)}\]]+)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+IN_URL = re.compile(r"(?<=://)[^/\s?#]+(?=@)")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether what has this name is a secret."""
+    words = re.findall("[a-z0-9]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    *_, before, last = ["", "", *words]
+    if last == "token":
+        return before not in SPECIAL_TOKENS
+    return last in LAST_WORDS or (before, last) in LAST_TWO_WORDS
+
+
+def mask(text: str) -> str:
+    """Mask secrets in a text: where their names stand before them, in URLs, and known ones."""
+    for value in sorted(_known(), key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return IN_URL.sub(MASK, NAMED.sub(_mask_value, text))
+
+
+def mask_command(arguments: Iterable[str]) -> list[str]:
+    """Mask secrets in the arguments of a command."""
+    masked, is_next = [], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if is_next and not argument.startswith("--"):
+            masked.append(MASK)
+        elif equals and is_secret(name):
+            masked.append(f"{name}={MASK}")
+        else:
+            masked.append(mask(argument))
+        is_next = name.startswith("-") and not equals and is_secret(name)
+    return masked
+
+
+def _mask_value(found: re.Match[str]) -> str:
+    return found["name"] + found["sign"] + MASK if is_secret(found["name"]) else found[0]
+
+
+def _known() -> Iterator[str]:
+    """List the secrets in the environment and on the command line."""
+    for name, value in os.environ.items():
+        if is_secret(name) and len(value) >= 8:
+            yield value
+    for argument, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--") and is_secret(name):
+            value = value if equals else following
+            if len(value) >= 8 and not value.startswith("--"):
+                yield value
+
+
+class MaskedFormatter(logging.Formatter):
+    """Mask secrets in log lines, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        return mask(super().format(record))
+
+
+def secrets_in(settings: Any, name: str = "") -> Iterator[str]:
+    """List the dotted names of the settings that hold a secret as a string."""
+    if dataclasses.is_dataclass(settings):
+        settings = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            yield from secrets_in(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(settings, (list, tuple)):
+        for value in settings:
+            yield from secrets_in(value, name)
+    elif isinstance(settings, str) and settings and is_secret(name):
+        is_special = len(settings) < 6 or re.fullmatch(r"[<\[].*[>\]]", settings)
+        if not (is_special and name.endswith("token")):
+            yield name
+
+
+def variable_for(name: str) -> str:
+    """Name the environment variable that a secret belongs into."""
+    words = set(re.findall("[a-z]+", name.lower()))
+    if words & {"hf", "hub", "huggingface"}:
+        return "HF_TOKEN"
+    return "WANDB_API_KEY" if "wandb" in words else name.rpartition(".")[2].upper()

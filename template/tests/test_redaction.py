@@ -1,0 +1,148 @@
+"""No secret reaches config.yaml, run.json, status.json, errors/ or a log."""
+
+import logging
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ragged import Ragged
+from runs import make_config, status, train
+
+from my_project import launch, redaction, run, runtime
+from my_project.config import Config, ConfigError, exit_with_sentence
+from my_project.redaction import is_secret, mask, mask_command
+
+SECRET = "hf_QWERTYqwerty123"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged(Ragged):
+    hub_token: str | None = None
+    inner: dict[str, Any] = field(default_factory=dict)
+    token_count: str = "many-of-them"
+    tokens: str = "many-of-them"
+    max_tokens: str = "many-of-them"
+    secretary: str = "a-long-enough-name"
+    secret: int = 12345678
+    eos_token: str = "<|endoftext|>"
+    pad_token: str = "endoftext"
+    trigger_token: str = "sks"
+    image_token: str = "<image>"
+    api_key_file: str = "/home/me/api_key"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["token", "hub_token", "--recipe.init_args.hub_token", "HF_TOKEN", "hubToken", "--db-password",
+     "client_secret", "api_key", "--api-key", "OPENAI_API_KEY", "apiKey", "AWS_SECRET_ACCESS_KEY"],
+)  # fmt: skip
+def test_a_secret_is_known_by_the_last_words_of_its_name(name):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokens", "max_tokens", "token_count", "secretary", "pad_token", "eos_token", "key", "monkey",
+     "--recipe.init_args.mask_token", "sort_key", "api_key_file", "tokenizer", "password_length"],
+)  # fmt: skip
+def test_other_names_are_no_secrets(name):
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train --recipe.init_args.hub_token={} --steps 3",
+        "train --recipe.init_args.hub_token {} --steps 3",
+        "Command '['python', '--api-key', '{}', '--steps', '3']'",
+        "Recipe(hub_token='{}', samples=3)",
+        '{{"password": "{}", "samples": 3}}',
+        "hub_token: {}\nsamples: 3",
+        "GET https://{}@host/path",
+        "GET https://host/path?access_token={}&page=3",
+    ],
+)
+def test_texts_are_masked(text):
+    assert mask(text.format("s3cr:t")) == text.format("***")
+
+
+def test_other_texts_stay_as_they_are():
+    for text in ("step 3: 20 tokens: 7", "max_tokens=512", "eos_token: </s>", "a token is missing",
+                 "mailto me@host", "https://host/a?b=c", "sort_key=name"):  # fmt: skip
+        assert mask(text) == text
+
+
+def test_arguments_of_a_command_are_masked_each():
+    given = [
+        "train",
+        "--hub_token",
+        "a b",
+        "--api-key=c d",
+        "-x",
+        '{"token": "e"}',
+        "--token",
+        "--y",
+    ]
+    assert mask_command(given) == [
+        "train", "--hub_token", "***", "--api-key=***", "-x", '{"token": "***"}', "--token", "--y"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", [{"hub_token": SECRET}, {"inner": {"a": [{"password": "abc"}]}}])
+def test_a_setting_that_holds_a_secret_is_refused_before_anything_is_written(tmp_path, where):
+    config = make_config(tmp_path / "runs", Logged(**where), steps=2)
+    with pytest.raises(ConfigError, match=r"environment variable (HF_TOKEN|PASSWORD), or") as told:
+        train(config)
+    assert SECRET not in str(told.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
+    """Of the command line, of the environment, and of what is said where it fails."""
+    monkeypatch.setenv("MASTER_PASSWORD", SECRET)
+    monkeypatch.setenv("NCCL_SOME_TOKEN", SECRET)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setattr("sys.orig_argv", ["python", "--hub_token", SECRET, "http://me:pw@host"])
+
+    def fail(self: Any, *_: Any) -> Any:
+        raise OSError(f"cannot read http://me:pw@host with {SECRET}")
+
+    monkeypatch.setattr(Logged, "loss", fail)
+    config: Config = make_config(tmp_path, Logged(), steps=2, evaluation__sanity_check=False)
+    runtime.set_up_logging()
+    try:
+        with pytest.raises(OSError, match="cannot read") as told:
+            train(config)
+        logging.getLogger("test").error("it failed", exc_info=told.value)
+        with pytest.raises(SystemExit):
+            exit_with_sentence(told.value)
+    finally:
+        logging.getLogger().handlers.clear()
+    assert "with ***" in status(config)["reason"]
+    files = [path for path in config.folder.rglob("*") if path.is_file()]
+    assert {"config.yaml", "run.json", "status.json"} <= {path.name for path in files}
+    assert any(path.parent.name == "errors" for path in files)
+    shown = capsys.readouterr()
+    assert "it failed" in shown.out
+    for text in [*(path.read_text(errors="replace") for path in files), shown.out, shown.err]:
+        assert SECRET not in text
+        assert "me:pw" not in text
+    about = run.provenance()
+    assert about["command"] == ["python", "--hub_token", "***", "http://***@host"]
+    assert about["environment"]["NCCL_DEBUG"] == "WARN"
+    assert not {"MASTER_PASSWORD", "NCCL_SOME_TOKEN"} & about["environment"].keys()
+
+
+def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
+    told = []
+    monkeypatch.setattr(launch, "roll_call", lambda me, *_, **__: told.append(me) or 1 / 0)
+    monkeypatch.setattr(launch, "prepare_environment", lambda _: "")
+    arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
+                 "--num_processes", "2", "--main_process_ip", "127.0.0.1", "-m", "my_project.train",
+                 "--recipe.init_args.hub_token", SECRET]  # fmt: skip
+    monkeypatch.chdir(redaction.__file__.rpartition("/src/")[0])
+    monkeypatch.setattr(launch, "Child", lambda **_: SimpleNamespace(torchrun=True))
+    with pytest.raises(ZeroDivisionError):
+        launch.main(arguments)
+    assert told[0].run == "my_project.train --recipe.init_args.hub_token ***"
