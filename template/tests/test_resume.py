@@ -199,7 +199,7 @@ def train_noting_trackers(config: Config, steps: list[int]) -> list[dict]:
 
 
 def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path):
-    config = make_config(tmp_path)
+    config = make_config(tmp_path, telemetry__trackers=["tensorboard"])
     first, second = run_world(1, train_noting_trackers, config, [4, 6])[0]
     assert (first["tensorboard"], second["tensorboard"]) == ({"purge_step": 1}, {"purge_step": 5})
     assert first["wandb"] == second["wandb"]

@@ -36,7 +36,7 @@ import psutil
 
 from .config import CONFIG_ERRORS, ConfigError, exit_with_sentence, read_yaml
 from .redaction import mask_command
-from .roll_call import Node, interface_to, roll_call
+from .roll_call import Node, interface_to, loopback, roll_call
 from .run import read_json, writing
 
 PREEMPTED = 75
@@ -225,6 +225,8 @@ def prepare_environment(launch: Launch) -> str:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # restarts find a live address
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
     if launch.nodes == 1:
+        if name := loopback():  # else gloo listens to the network
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         return ""
     interface, ip = interface_to(launch.address)
     if interface:

@@ -53,6 +53,14 @@ def interfaces() -> dict[str, str]:
     return found
 
 
+def loopback() -> str:
+    """Return the name of the loopback interface; empty where it has none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return ""
+
+
 def interface_to(address: str) -> tuple[str, str]:
     """Find the interface by which this node reaches the main one, and its IP address.
 

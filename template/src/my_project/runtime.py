@@ -41,6 +41,7 @@ from .config import Config, ConfigError, exit_with_sentence
 from .faults import turn_on_flight_recorder
 from .optim import check_parameters, empty_gradients, optimizer_class
 from .redaction import MaskedFormatter
+from .roll_call import loopback
 from .run import Run, writing
 
 logger = logging.getLogger(__name__)
@@ -179,10 +180,18 @@ def use_cpu() -> bool:
     return asked_for_cpu() or not torch.accelerator.is_available()
 
 
+def keep_gloo_on_this_machine() -> None:
+    """Let gloo use the loopback interface where all processes run here."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if local and local == os.environ.get("WORLD_SIZE") and (name := loopback()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
 @contextmanager
 def start(config: Config) -> Iterator[Accelerator]:
     """Make the Accelerator; leave no process group behind on any path."""
     set_numerics(config)
+    keep_gloo_on_this_machine()
     turn_on_flight_recorder(config)
     AcceleratorState._reset_state(True)  # a run may follow another in one process
     GradientState._reset_state()

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,13 +96,7 @@ class Telemetry:
             write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         if changed := self.run.changed:  # not for trackers, which take numbers
             self._append(json.dumps({"step": self.state["step"], "changed": changed}) + "\n")
-        self.accelerator.init_trackers(
-            self.config.run_name,
-            init_kwargs={  # a resumed run goes on in the same curves
-                "tensorboard": {"purge_step": self.state["step"] + 1},
-                "wandb": {"id": self.run.id, "resume": "allow"},
-            },
-        )
+        self._start_trackers()
         if sys.stdout.isatty():
             from rich import progress
 
@@ -119,11 +113,36 @@ class Telemetry:
     def __exit__(self, *_: object) -> None:
         if self.bar:
             self.bar.stop()
-        try:
-            for tracker in self.accelerator.trackers:
-                tracker.finish()
-        except OSError as error:
-            logger.error("a tracker could not finish: %s", error)
+        self._each_tracker("finish", lambda tracker: tracker.finish())
+
+    def _start_trackers(self) -> None:
+        """Start each tracker by itself, so that one which cannot start is left out alone."""
+        name, started = self.config.run_name, []
+        init_kwargs = {  # a resumed run goes on in the same curves
+            "tensorboard": {"purge_step": self.state["step"] + 1},
+            "wandb": {"name": name, "id": self.run.id, "resume": "allow"},
+        }
+        for tracker in self.accelerator.log_with:
+            is_wandb = str(tracker) == "wandb"  # there, one project holds all runs
+            project = os.environ.get("WANDB_PROJECT") or __name__.partition(".")[0]
+            self.accelerator.log_with, self.accelerator.trackers = [tracker], []
+            try:
+                self.accelerator.init_trackers(
+                    project if is_wandb else name, init_kwargs=init_kwargs
+                )
+                started += self.accelerator.trackers
+            except Exception as error:
+                report_tracker(str(tracker), "start", error)
+        self.accelerator.trackers = started
+
+    def _each_tracker(self, what: str, function: Callable[[Any], Any]) -> None:
+        """Call a function with each tracker; one that fails gets nothing more, the run goes on."""
+        for tracker in [*self.accelerator.trackers]:
+            try:
+                function(tracker)
+            except Exception as error:
+                report_tracker(tracker.name, what, error)
+                self.accelerator.trackers.remove(tracker)
 
     def _is_kept(self, record: dict[str, Any]) -> bool:
         """Return whether a record is not newer than the state: nor of an evaluation to come."""
@@ -263,11 +282,8 @@ class Telemetry:
         record = finite(record)
         self._append(json.dumps(record, allow_nan=False) + "\n")
         values = {name: value for name, value in record.items() if value is not None}
-        try:
-            self.accelerator.log(values, step=values.pop("step"))
-        except OSError as error:
-            logger.error("trackers get nothing from here on: %s", error)
-            self.accelerator.trackers = []
+        step = values.pop("step")
+        self._each_tracker("log", lambda tracker: tracker.log(dict(values), step=step))
         shown = " ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in values.items()
@@ -296,6 +312,12 @@ class Telemetry:
                 logger.error("%s cannot be written, records wait: %s", self.path, error)
             if self.path.exists():
                 os.truncate(self.path, size)  # no half line
+
+
+def report_tracker(name: str, what: str, error: Exception) -> None:
+    """Say in one line which tracker failed; no tracker's failure ends a run."""
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    logger.error("tracker %s cannot %s, the run goes on without it: %s", name, what, told)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
