@@ -111,10 +111,8 @@ def test_a_file_that_is_no_plain_config_is_a_sentence(tmp_path, marker, text, se
 
 
 def test_own_classes_those_of_configs_and_trusted_ones_are_imported(tmp_path, marker, monkeypatch):
-    own = settings_of() | {
-        "recipe": {"class_path": "my_project.recipes.image_classification.ImageClassification"}
-    }
-    assert trust.read_config(write(tmp_path / "own", own)).steps == 5
+    own = write(tmp_path / "own", settings_of(kind="my_project.config.Config"))
+    assert trust.read_config(own, MINE).recipe.kind is Config
     stated = settings_of(function="hostile.function", path="elsewhere.csv")
     path = write(tmp_path / "export", stated)
     (tmp_path / "project/configs").mkdir(parents=True)
