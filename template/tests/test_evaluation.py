@@ -355,7 +355,8 @@ def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_t
 # ---- the command ---------------------------------------------------------------------------------
 def evaluate(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "my_project.evaluate", "--trust", "ragged.Ragged", *arguments],
+        [sys.executable, "-m", "my_project.evaluate", "--trust", "ragged.Ragged",
+         *arguments],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 

@@ -53,18 +53,18 @@ def test_other_names_are_no_secrets(name):
 @pytest.mark.parametrize(
     "text",
     [
-        "train --recipe.init_args.hub_token={} --steps 3",
-        "train --recipe.init_args.hub_token {} --steps 3",
-        "Command '['python', '--api-key', '{}', '--steps', '3']'",
-        "Recipe(hub_token='{}', samples=3)",
-        '{{"password": "{}", "samples": 3}}',
-        "hub_token: {}\nsamples: 3",
-        "GET https://{}@host/path",
-        "GET https://host/path?access_token={}&page=3",
+        "train --recipe.init_args.hub_token=%s --steps 3",
+        "train --recipe.init_args.hub_token %s --steps 3",
+        "Command '['python', '--api-key', '%s', '--steps', '3']'",
+        "Recipe(hub_token='%s', samples=3)",
+        '{"password": "%s", "samples": 3}',
+        "hub_token: %s\nsamples: 3",
+        "GET https://%s@host/path",
+        "GET https://host/path?access_token=%s&page=3",
     ],
 )
 def test_texts_are_masked(text):
-    assert mask(text.format("s3cr:t")) == text.format("***")
+    assert mask(text % "s3cr:t") == text % "***"
 
 
 def test_other_texts_stay_as_they_are():
@@ -139,10 +139,10 @@ def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
     monkeypatch.setattr(launch, "roll_call", lambda me, *_, **__: told.append(me) or 1 / 0)
     monkeypatch.setattr(launch, "prepare_environment", lambda _: "")
     arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
-                 "--num_processes", "2", "--main_process_ip", "127.0.0.1", "-m", "my_project.train",
-                 "--recipe.init_args.hub_token", SECRET]  # fmt: skip
+                 "--num_processes", "2", "--main_process_ip", "127.0.0.1",
+                 "-m", "my_project.train", "--hub_token", SECRET]  # fmt: skip
     monkeypatch.chdir(redaction.__file__.rpartition("/src/")[0])
     monkeypatch.setattr(launch, "Child", lambda **_: SimpleNamespace(torchrun=True))
     with pytest.raises(ZeroDivisionError):
         launch.main(arguments)
-    assert told[0].run == "my_project.train --recipe.init_args.hub_token ***"
+    assert told[0].run == "my_project.train --hub_token ***"
