@@ -106,6 +106,7 @@ def test_the_exit_code_is_the_runs_outcome(status, before, code, wanted):
 
 
 def test_what_a_scheduler_set_does_not_reach_torchrun(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PET_NNODES", "PET_NODE_RANK"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("PET_MONITOR_INTERVAL", "1")
