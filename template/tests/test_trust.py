@@ -96,6 +96,7 @@ def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, ma
         ("recipe.class_path: hostile.Evil", "no run has: recipe.class_path"),
         ("recipe: !!python/name:hostile.Evil", "tag"),
         ("recipe: " + "[" * 100_000, "recursion"),
+        ("recipe: {class_path: 'a.B; echo'}", "no path of a class"),
         ("- recipe", "holds no settings by name"),
         ("\x00", "cannot be read"),
     ],

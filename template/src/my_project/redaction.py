@@ -124,7 +124,7 @@ def secrets_in(settings: Any, name: str = "") -> Iterator[str]:
             yield from secrets_in(value, name)
     elif isinstance(settings, str) and settings and is_secret(name):
         is_special = len(settings) < 6 or re.fullmatch(r"[<\[].*[>\]]", settings)
-        if not (is_special and name.endswith("token")):
+        if not (is_special and name.lower().endswith("token")):
             yield name
 
 

@@ -42,7 +42,7 @@ def read_config(path: Path, trusted: Iterable[str] = ()) -> Config:
     """
     weights = run_folder(str(path.parent))
     try:
-        settings = _compose(path.read_text())
+        settings = _compose(path.read_text())  # decoded as jsonargparse does
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, yaml.MappingNode):
@@ -55,6 +55,8 @@ def read_config(path: Path, trusted: Iterable[str] = ()) -> Config:
             value.value = [(k, v) for k, v in value.value if k.value != "class_path"]
     named = set(_named_in_configs(weights)) | {*trusted}
     for name, is_class in _strings(settings, set()):
+        if is_class and not _is_dotted(name):
+            raise ConfigError(f"{path} names {name!r}, which is no path of a class (module.Class).")
         if not (is_class or _may_run_code(name)) or _is_of_package(name):
             continue
         if any(is_inside(str(Path(entry, *name.split("."))), weights) for entry in sys.path):
@@ -106,14 +108,19 @@ def _strings(node: yaml.Node | None, seen: set[int], is_class: bool = False) -> 
             yield from _strings(value, seen, bool(key) and str(key.value).endswith("class_path"))
 
 
+def _is_dotted(name: str) -> bool:
+    parts = name.split(".")
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)
+
+
 def _may_run_code(name: str) -> bool:
     """Return whether to import a string would run a module; jsonargparse does so for some fields.
 
     A file's name such as data.csv is none, unless a module data is there.
     """
-    parts = name.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+    if not _is_dotted(name):
         return False
+    parts = name.split(".")
     try:
         spec = importlib.util.find_spec(parts[0])  # imports nothing, since it is no submodule
     except (ImportError, ValueError):
