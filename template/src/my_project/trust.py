@@ -57,14 +57,14 @@ def read_config(path: Path, trusted: Iterable[str] = ()) -> Config:
     for name, is_class in _strings(settings, set()):
         if is_class and not _is_dotted(name):
             raise ConfigError(f"{path} names {name!r}, which is no path of a class (module.Class).")
-        if not (is_class or _may_run_code(name)) or _is_of_package(name):
+        if not (is_class or _may_run_code(name)):
             continue
         if any(is_inside(str(Path(entry, *name.split("."))), weights) for entry in sys.path):
             raise ConfigError(
                 f"{path} names {name}, which lies in {weights}: code that comes with weights is"
                 " never imported; copy what you have read and trust into your project."
             )
-        if name not in named:
+        if name not in named and not _is_of_package(name):
             raise ConfigError(
                 f"{path} names {name}, which is neither defined in the package {PACKAGE} nor named"
                 " by a file in configs/, so importing it may run anything; if you trust it, add"
