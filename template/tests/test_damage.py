@@ -130,13 +130,13 @@ def test_what_is_in_the_way_of_a_folder_or_a_report_is_moved_aside(copied, tmp_p
 
 
 def test_damaged_error_files_name_no_rank(copied):
-    now = Run(copied, 6, rank=1)
+    now = Run(copied, rank=1)
     now.token = "abc"
     now.record_error("it failed", "")
     for kind in ("empty", "zeros", "not UTF-8"):
         name = f"20200101T000000_rank_00003_step_{len(kind):08d}.txt"
         (copied.folder / "errors" / name).write_bytes(KINDS[kind] or b"")
-    assert now.ranks_with_errors() == {1}
+    assert now.errors().keys() == {1}
 
 
 def test_a_run_that_began_at_a_path_goes_on_without_its_status(trained, tmp_path):
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, c
     given = change(copied, resume=str(newest))
     with pytest.raises(ConfigError, match=sentence):
         checkpoint.check_path(given)
-    assert checkpoint.choose(Run(copied, 6, rank=0)) == newest.with_name("step_00000004")
+    assert checkpoint.choose(Run(copied, rank=0)) == newest.with_name("step_00000004")
     assert f"{newest} is passed over: {sentence}." in caplog.text
     assert newest.with_name("step_00000006.old-1").is_dir(), "moved aside"
 
@@ -256,7 +256,7 @@ def test_temporary_files_of_killed_launches_are_removed_and_no_others(copied):
         past = time.time() - 100
         os.utime(copied.folder / name, (past, past))
     os.utime(copied.folder / others[-1], (past + 200, past + 200))  # another rank is writing it
-    now = Run(copied, 6, rank=0)
+    now = Run(copied, rank=0)
     now.begin()
     assert checkpoint.choose(now)
     assert [name for name in old if (copied.folder / name).exists()] == []
@@ -311,12 +311,12 @@ def test_a_runs_folder_that_cannot_be_is_one_sentence(tmp_path, monkeypatch, whe
     monkeypatch.setattr("my_project.runtime.start", refuse_to_train)
     (tmp_path / "file").write_text("mine")
     config = make_config(tmp_path, runs_folder=where.format(tmp_path))
-    for start in (lambda: train(config), lambda: Run(config, 10, rank=0)):
+    for start in (lambda: train(config), lambda: Run(config, rank=0)):
         with pytest.raises(ConfigError, match=r"cannot be written to \(.*another --runs_folder"):
             start()
     (tmp_path / "run").write_text("mine")
     with pytest.raises(ConfigError, match=r"cannot be written to \(.*Not a directory"):
-        Run(make_config(tmp_path), 10, rank=0)
+        Run(make_config(tmp_path), rank=0)
 
 
 @pytest.mark.parametrize("options", ["size=512k", "ro"])
@@ -328,7 +328,7 @@ def test_a_full_or_read_only_disk_is_one_sentence(tmp_path, monkeypatch, options
     config = make_config(tmp_path)
     try:
         if options != "ro":
-            assert Run(config, 10, rank=0).lock, "there is room"
+            assert Run(config, rank=0).lock, "there is room"
             (tmp_path / "filler").write_bytes(bytes(500 * 1024))
         for name in (config.run_name, "other"):
             with pytest.raises(ConfigError, match=r"cannot be written to \(.*(space|Read-only)"):

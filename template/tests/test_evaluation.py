@@ -307,6 +307,12 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
     (config.folder / "status.json").write_text('{"outcome": "running", "step": 6, "steps": 40}')
     assert run_world(1, train, config) == [0], "as if killed in its export"
     assert status(config)["step"] == 6, "no step more is trained"
+    run = (config.folder / "run.json").read_text()
+    assert run_world(1, train, config) == [0]
+    assert (config.folder / "run.json").read_text() == run, "a finished run is shown, not begun"
+    longer = change(config, evaluation__patience=4)
+    assert run_world(1, train, longer) == [0]
+    assert status(config)["step"] == 10
 
 
 def stop_at_the_last_step(config: Config) -> int:

@@ -302,7 +302,9 @@ def test_evaluating_an_export_gives_what_training_gave(tmp_path, folder, capsys)
         config = config_of(tmp_path, folder, run_name, **settings)
         assert train(config) == 0
         capsys.readouterr()
-        assert evaluate.main(argparse.Namespace(folder=str(config.folder), json=True)) == 0
+        assert (
+            evaluate.main(argparse.Namespace(folder=str(config.folder), trust=[], json=True)) == 0
+        )
         results = json.loads(capsys.readouterr().out)
         last = records(config, "validation/loss")[-1]
         for name in ("validation/loss", "validation/accuracy"):

@@ -45,7 +45,8 @@ def clock(monkeypatch):
 
 def telemetry_of(folder: Path, steps: int, **settings: Any) -> telemetry.Telemetry:
     config = make_config(folder, steps=steps, **settings)
-    run = Run(config, steps, rank=0)
+    run = Run(config, rank=0)
+    run.total_steps = steps
     run.folder.mkdir()
     accelerator: Any = SimpleNamespace(
         is_main_process=True, device=torch.device("cpu"), trackers=[],
@@ -81,7 +82,7 @@ def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
         (r["step"], 32 / r["samples_per_second"], r["data_seconds"]) for r in records(log.config)
     ]
     assert seen == [(2, 4, 0.5), (4, 8, 0.5), (6, 18, 0.5), (8, 2, 0.5)]
-    assert log.samples_per_second == 8 * 16 / (4 + 8 + 18 + 2)
+    assert log.throughput == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
 
 
 def numerics(config: Config) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def numerics(config: Config) -> dict[str, Any]:
 def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, caplog):
     config = make_config(tmp_path, Ragged(validation_samples=0), steps=2)
     plain = {
-        "precision": "no", "tf32": True, "deterministic": False, "parallelism": "one process",
+        "precision": "no", "tf32": True, "deterministic": False, "sharding": "none",
         "comm_hook": "no",
     }  # fmt: skip
     train(config)
@@ -102,7 +103,6 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, ca
     )
     changed = {
         "precision": ["no", "bf16"], "tf32": [True, False], "comm_hook": ["no", "bf16"],
-        "parallelism": ["one process", "DDP"],
     }  # fmt: skip
     run_world(2, train, other)
     assert records(config, "changed") == [{"step": 2, "changed": changed}]
@@ -114,7 +114,7 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, ca
     assert "curve may differ" not in caplog.text
     with caplog.at_level(logging.WARNING):
         train(again)
-    told = "step_00000004 was trained with parallelism DDP (now one process), comm_hook bf16 (now"
+    told = "step_00000004 was trained with comm_hook bf16 (now"
     assert caplog.text.count("curve may differ") == caplog.text.count(told) == 1
     assert [r["step"] for r in records(config, "changed")] == [2, 4]
 
@@ -128,14 +128,14 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, ca
 @pytest.mark.parametrize(
     ("kind", "mesh", "wanted"),
     [
-        (DistributedType.MULTI_GPU, None, "DDP"),
+        (DistributedType.MULTI_GPU, None, "none"),
         (DistributedType.FSDP, None, "FSDP2"),
         (DistributedType.FSDP, ParallelismConfig(dp_shard_size=8), "FSDP2"),
         (DistributedType.FSDP, ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), "HSDP"),
     ],
 )
-def test_the_kind_of_data_parallelism_is_told(tmp_path, kind, mesh, wanted):
+def test_the_kind_of_sharding_is_told(tmp_path, kind, mesh, wanted):
     accelerator: Any = SimpleNamespace(
         num_processes=8, distributed_type=kind, parallelism_config=mesh, mixed_precision="bf16"
     )
-    assert runtime.numerics(accelerator, make_config(tmp_path))["parallelism"] == wanted
+    assert runtime.numerics(accelerator, make_config(tmp_path))["sharding"] == wanted

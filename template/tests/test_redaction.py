@@ -116,7 +116,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
             train(config)
         logging.getLogger("test").error("it failed", exc_info=told.value)
         with pytest.raises(SystemExit):
-            exit_with_sentence(told.value)
+            exit_with_sentence(ConfigError(str(told.value)))
     finally:
         logging.getLogger().handlers.clear()
     assert "with ***" in status(config)["reason"]

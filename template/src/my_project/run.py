@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -139,7 +140,8 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Read the last status; empty when there is none, or it is damaged: it only reports."""
         status = read_json(self.folder / "status.json")
-        kinds = {"outcome": str, "reason": str, "step": int, "steps": int, "result": dict}
+        kinds = dict.fromkeys(("outcome", "reason"), str) | {"result": dict}
+        kinds |= dict.fromkeys(("step", "steps", "patience"), int)
         intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
         if not intact or not all(
             value is None or isinstance(value, (int, float))
@@ -198,10 +200,13 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Tell whether the run has reached its duration; a greater one extends it."""
-        status = self.status()
-        done = status.get("outcome") == "finished" and self.config.resume == "auto"
-        return done and "result" in status and self.total_steps <= status.get("steps", -1)
+        """Return whether the run is at its end; more steps or a greater patience extend it."""
+        status, patience = self.status(), self.config.evaluation.patience
+        if status.get("outcome") != "finished" or "result" not in status:
+            return False
+        all_done = self.total_steps <= status.get("step", -1)
+        stopped_early = patience is not None and patience <= status.get("patience", 0)
+        return self.config.resume == "auto" and (all_done or stopped_early)
 
     def begin(self) -> None:
         """Make the folder and record what the run is made of. Main process only."""
@@ -320,7 +325,10 @@ class Run:
         if self.config.resume == "never" or not os.path.lexists(path):
             return
         try:
-            before, now = saved_curve(read_yaml(path), self.config), curve(self.config)
+            saved = read_yaml(path)
+            if not all(isinstance(saved.get(name), dict) for name in ("recipe", "batches")):
+                raise ConfigError("it names no recipe and batches")
+            before, now = saved_curve(saved, self.config), curve(self.config)
         except ConfigError as error:
             raise ConfigError(
                 f"{path} cannot be read ({str(error).rstrip('.')}): put this run's there again, or"

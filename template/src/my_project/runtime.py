@@ -323,17 +323,16 @@ def begin(
 
 def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
     """Tell what a curve may follow from and the config need not say, or may change in a run."""
-    kind = "DDP" if accelerator.num_processes > 1 else "one process"
+    sharding, uses_hook = "none", accelerator.num_processes > 1
     if accelerator.distributed_type == DistributedType.FSDP:
-        mesh = getattr(accelerator, "parallelism_config", None)
-        kind = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
-    hook = config.distributed.ddp.get("comm_hook", "no")
+        mesh, uses_hook = getattr(accelerator, "parallelism_config", None), False
+        sharding = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
     return {
         "precision": accelerator.mixed_precision,
         "tf32": config.tf32,
         "deterministic": config.deterministic,
-        "parallelism": kind,
-        "comm_hook": hook if kind == "DDP" else "no",
+        "sharding": sharding,
+        "comm_hook": config.distributed.ddp.get("comm_hook", "no") if uses_hook else "no",
     }
 
 

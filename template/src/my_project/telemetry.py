@@ -271,9 +271,13 @@ class Telemetry:
         return rates
 
     @property
-    def samples_per_second(self) -> float:
-        """The throughput since this process started, without evaluations and saves."""
-        return self.run_steps * self.split.global_batch_size / max(self.run_seconds, 1e-9)
+    def throughput(self) -> dict[str, float]:
+        """Return the samples per second since this process started, without evaluations and saves.
+
+        Nothing where no step was recorded.
+        """
+        samples = self.run_steps * self.split.global_batch_size
+        return {"samples per second": samples / self.run_seconds} if self.run_steps else {}
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record everywhere."""

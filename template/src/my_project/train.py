@@ -200,8 +200,9 @@ def main(config: Config) -> int:
             checkpoint.export(run.folder / "export", config, data_info, model, is_main)
         accelerator.wait_for_everyone()  # a rank that had left would be blamed if an export hangs
         if is_main:
-            result = state["results"] | {"samples per second": log.samples_per_second}
-            run.write_status("finished", ended + checkpoints.note, result=result)
+            result, patience = state["results"] | log.throughput, config.evaluation.patience or 0
+            reason = ended + checkpoints.note
+            run.write_status("finished", reason, result=result, patience=patience)
             telemetry.print_result(run)
     return 0
 
