@@ -10,7 +10,7 @@ import pytest
 from world import World, run_world
 
 from my_project import faults, turns
-from my_project.config import ConfigError
+from my_project.config import ConfigError, TransientError
 from my_project.faults import progress_reported
 from my_project.turns import first_alone, in_turn
 
@@ -72,7 +72,7 @@ def prepare_and_die(folder: Path) -> str:
                 time.sleep(0.5)
                 os._exit(9)
             return "came too late"
-    except RuntimeError as error:
+    except TransientError as error:
         return str(error)
 
 

@@ -76,7 +76,7 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
 
     Raises:
         ConfigError: it cannot be prepared as the settings say, or data_info is no JSON.
-        RuntimeError: the process that was waited for is gone.
+        TransientError: the process that was waited for is gone.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
     with writing(folder):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from .config import ConfigError
+from .config import ConfigError, TransientError
 from .run import writing
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def in_turn(folder: Path, who: str) -> Iterator[None]:
         who: this process, for those that wait for it.
 
     Raises:
-        RuntimeError: the process that was waited for is gone.
+        TransientError: the process that was waited for is gone.
     """
     node = folder / f".prepare_data.{socket.gethostname()}.lock"
     with first_alone(node, who) as is_first:
@@ -51,7 +51,7 @@ def first_alone(path: Path, who: str) -> Iterator[bool]:
     """Let one process pass alone, and those that waited for it all at once; yield which it is.
 
     Raises:
-        RuntimeError: the process of this launch that was waited for is gone.
+        TransientError: the process of this launch that was waited for is gone.
     """
     with writing(path.parent):
         file = path.open("a+b", buffering=0)  # nothing is left to fail at the end
@@ -87,6 +87,6 @@ def _lock(descriptor: int) -> bool:
         if not launch:
             return False
         if launch == launch_name():
-            raise RuntimeError(f"{who} has ended before the data was prepared")
+            raise TransientError(f"{who} has ended before the data was prepared")
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # it was of another launch: begin again
         time.sleep(random.uniform(0, 0.1))
