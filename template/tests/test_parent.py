@@ -93,12 +93,13 @@ def test_whose_parent_is_gone_ends_with_all_it_started_if_that_was_a_launcher(
 
 
 TOLD = """
-import os, time
+import os, signal, time
 from my_project import parent
 parent.POLL_SECONDS, parent.REACHES_LOOP_WITHIN = 0.01, 0.1
 parent.LAUNCHER.watch()
 parent.LAUNCHER.ends_process = {ends}
-parent.LAUNCHER.told_to_stop()
+signal.signal(signal.SIGTERM, lambda *_: None)
+os.kill(os.getpid(), signal.SIGTERM)
 time.sleep({seconds})
 print("still there")
 """

@@ -76,7 +76,6 @@ class StopRequest:
         name = signal.Signals(number).name
         if self._first is None:
             self.reason, self._first = self.reason or name, time.monotonic()
-            LAUNCHER.told_to_stop()
             note = f"{name}: saving and leaving after this step; again in 5 s to leave at once\n"
             os.write(2, note.encode())  # print may be under way in what was interrupted
         elif time.monotonic() - self._first > SECOND_COUNTS_AFTER:
