@@ -185,8 +185,8 @@ def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
     monkeypatch.setattr(launch, "Child", LeavesRunning)
     where = f"{WHERE}/cpu.yaml"
     module, *more = arguments
-    flags = ["--config_file", where, "-m", f"my_project.{module}", "--config", "tiny.yaml"]
-    assert launch.main([*flags, *more]) == wanted
+    flags = ["--config_file", where, "-m", f"my_project.{module}"]
+    assert launch.main([*flags, "--config", "tiny.yaml", *more]) == wanted
     said = capsys.readouterr().err
     assert ("something in them called os._exit" in said) == (module == "train" and code == 0)
     if code and error:
