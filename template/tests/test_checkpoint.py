@@ -130,6 +130,13 @@ def test_a_path_given_by_hand_is_where_the_run_begins_not_where_each_launch_does
     run_world(1, train, change(other, steps=9))
     assert [r["step"] for r in records(other)] == [5, 6, 7, 8, 9]
     assert names(other) == ["step_00000006", "step_00000008", "step_00000009"], "none moved aside"
+    gone = tmp_path / "gone"
+    folder_of(trained, 4).rename(gone)
+    try:
+        run_world(1, train, change(other, steps=10))
+    finally:
+        gone.rename(folder_of(trained, 4))
+    assert [r["step"] for r in records(other)][-1] == 10, "it has its own"
 
 
 def test_a_path_given_by_hand_may_have_any_name(copied):

@@ -313,6 +313,10 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
     longer = change(config, evaluation__patience=4)
     assert run_world(1, train, longer) == [0]
     assert status(config)["step"] == 10
+    all_steps = change(config, run_name="all", steps=4, evaluation__patience=50, recipe__how="")
+    assert run_world(1, train, all_steps) == [0]
+    assert run_world(1, train, change(all_steps, steps=6)) == [0]
+    assert status(all_steps)["step"] == 6
 
 
 def stop_at_the_last_step(config: Config) -> int:

@@ -92,7 +92,6 @@ def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
 def test_data_that_cannot_be_opened_ends_the_run_in_time(tmp_path):
     limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 2}
     config = make_config(tmp_path, Stuck(where="build_datasets"), **limits)
-    config.folder.mkdir()  # as the launcher does, which writes logs there
     with pytest.raises(RuntimeError, match="the process died"):
         run_world(1, train, config)
     assert "nothing has moved for 2 s; stands at strike (" in errors(config)[0]

@@ -1,5 +1,6 @@
 """launch.py: what it makes of the arguments, signals and outcomes; local.sh; logs.py."""
 
+import json
 import os
 import re
 import shutil
@@ -191,6 +192,42 @@ def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
     assert ("something in them called os._exit" in said) == (module == "train" and code == 0)
     if code and error:
         assert said == f"error: {error}\n" * 2, "the process says it, and then the launcher"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code", "told", "wanted"),
+    [
+        ("", "", 0, None, 1),  # os._exit(0) before the run began
+        ("preempted", "preempted", 0, None, 1),
+        ("finished", "finished", 0, None, 0),  # its result was shown
+        ("running", "failed", 1, None, 1),
+        ("running", "failed", 1, 5.0, 75),  # of processes that leave in start-up, one by one
+    ],
+)
+def test_only_a_run_that_says_so_has_ended_well(
+    before, after, code, told, wanted, tmp_path, monkeypatch
+):
+    path = tmp_path / "runs/tiny/status.json"
+
+    def says(outcome: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lost = {"unexplained": "rank 1: lost contact"} if outcome == "failed" else {}
+        path.write_text(json.dumps({"outcome": outcome} | lost) if outcome else "")
+
+    class Says:
+        def __init__(self, *, torchrun: bool) -> None:
+            self.torchrun, self.told = torchrun, None
+
+        def run(self, command: list[str]) -> int:
+            self.told = told
+            says(after)
+            return code
+
+    says(before)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(launch, "Child", Says)
+    assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN]) == wanted
 
 
 # ---- for real ------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import os
 import socket
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 from runs import make_config
 from world import run_world
 
-from my_project import launch, roll_call, runtime
+from my_project import roll_call, runtime
 from my_project.config import Config
 
 
@@ -49,15 +48,15 @@ def test_on_one_machine_gloo_uses_the_loopback_interface(tmp_path):
         assert set(ips) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-def test_the_launcher_sets_it_for_one_machine_and_leaves_what_is_set(monkeypatch):
-    one, two = (SimpleNamespace(nodes=nodes, address="127.0.0.1") for nodes in (1, 2))
-    monkeypatch.setattr(launch, "interface_to", lambda _: ("eth7", "10.0.0.1"))
-    for given, machine, wanted in [
-        ("", one, roll_call.loopback()),
-        ("", two, "eth7"),
-        ("eth9", one, "eth9"),
-    ]:
-        environment = {"GLOO_SOCKET_IFNAME": given} if given else {}
-        monkeypatch.setattr("os.environ", environment)
-        launch.prepare_environment(machine)
-        assert environment["GLOO_SOCKET_IFNAME"] == wanted
+@pytest.mark.parametrize(
+    ("given", "processes", "wanted"),
+    [("", 2, roll_call.loopback()), ("", 4, None), ("eth9", 2, "eth9")],
+)
+def test_it_is_set_where_all_processes_are_here_and_what_is_set_stays(
+    given, processes, wanted, monkeypatch
+):
+    environment = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": str(processes)}
+    environment |= {"GLOO_SOCKET_IFNAME": given} if given else {}
+    monkeypatch.setattr("os.environ", environment)
+    runtime.keep_gloo_on_this_machine()
+    assert environment.get("GLOO_SOCKET_IFNAME") == wanted

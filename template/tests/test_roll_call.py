@@ -67,6 +67,14 @@ def test_two_nodes_of_one_rank_are_told_so(monkeypatch):
         assert "b (127.0.0.1)" in told
 
 
+def test_one_host_that_calls_twice_may_be_a_pod_that_is_there_again(monkeypatch):
+    """Its first connection was cut off, so nothing tells that it has left."""
+    monkeypatch.setattr(roll_call, "LATE_SECONDS", 1.0)
+    for told in meet(node(0), node(1, host="a"), node(1, host="a")):
+        assert told.startswith("1: ")
+        assert "both say that they are node 1" in told
+
+
 def test_a_node_that_left_and_was_started_again_is_no_second_one():
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]

@@ -1,5 +1,6 @@
 """Who prepares the data first, and what the others do meanwhile."""
 
+import multiprocessing
 import os
 import socket
 import time
@@ -12,7 +13,7 @@ from world import World, run_world
 from my_project import faults, turns
 from my_project.config import ConfigError, TransientError
 from my_project.faults import progress_reported
-from my_project.turns import first_alone, in_turn
+from my_project.turns import first_alone, in_turn, no_node_at_work
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> None:
@@ -59,33 +60,84 @@ def test_the_first_prepares_alone_then_the_first_of_each_node_then_all_at_once(t
         assert ".prepare_data.host1.lock" in of_the_other_node
 
 
-def prepare_and_die(folder: Path) -> str:
+def prepare_and_fail(folder: Path, how: str) -> str:
+    """Two nodes of two processes, of which the first of all fails while it prepares."""
     rank = int(os.environ["RANK"])
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    turns.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
     if rank:
         wait_for(folder, "inside_0", 1)
-        (folder / "outside_1").touch()
+        (folder / f"outside_{rank}").touch()
     try:
-        with in_turn(folder, f"rank {rank} on {socket.gethostname()}"):
+        with in_turn(folder, f"rank {rank}"):
             (folder / f"inside_{rank}").touch()
             if rank == 0:
-                wait_for(folder, "outside_1", 1)
+                wait_for(folder, "outside_*", 3)
                 time.sleep(0.5)
-                os._exit(9)
+                if how == "die":
+                    os._exit(9)
+                raise KeyError("no such token")
             return "came too late"
-    except TransientError as error:
+    except (TransientError, KeyError) as error:
         return str(error)
 
 
-def test_who_waits_ends_when_the_process_that_prepares_is_gone(tmp_path):
-    for attempt in range(10):  # on a busy machine the other may come when all is over
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("die", "rank 0 has ended before the data was prepared"),
+        ("raise", "rank 0 failed to prepare the data: KeyError: 'no such token'"),
+    ],
+)
+def test_all_who_wait_end_when_the_process_that_prepares_has_failed(tmp_path, how, sentence):
+    for attempt in range(10):  # on a busy machine the others may come when all is over
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        with closing(World(2, prepare_and_die, folder)) as world:
-            assert world.pipes[1].poll(60)
-            _, told = world.pipes[1].recv()
-        if told != "came too late":
+        with closing(World(4, prepare_and_fail, folder, how)) as world:
+            told = []
+            for pipe in world.pipes[1:]:
+                assert pipe.poll(60)
+                told.append(pipe.recv()[1])
+        if "came too late" not in told:
             break
-    assert told == f"rank 0 on {socket.gethostname()} has ended before the data was prepared"
+    assert told == [sentence] * 3
+
+
+def work(folder: Path) -> bool:
+    """Rank 1 is done at once, rank 0 later; return whether that was seen."""
+    rank = int(os.environ["RANK"])
+    with no_node_at_work(folder, "run"):
+        (folder / f"inside_{rank}").touch()
+        wait_for(folder, "inside_*", 2)
+        if rank == 0:
+            time.sleep(0.5)
+            (folder / "done").touch()
+    return (folder / "done").exists()
+
+
+def test_a_node_that_is_done_waits_for_the_others(tmp_path):
+    assert run_world(2, work, tmp_path) == [True, True]
+
+
+def prepare_with_a_child(folder: Path) -> bool:
+    """Rank 0 leaves a process behind, as a pool that was not closed."""
+    if os.environ["RANK"] == "0":
+        with first_alone(folder / "lock", "rank 0"):
+            child = multiprocessing.get_context("fork").Process(
+                target=wait_for, args=(folder, "inside_1", 1), daemon=True
+            )
+            child.start()
+        (folder / "left_0").touch()
+        child.join()
+        return child.exitcode == 0
+    wait_for(folder, "left_0", 1)
+    with first_alone(folder / "lock", "rank 1") as is_first:
+        (folder / "inside_1").touch()
+        return is_first
+
+
+def test_what_is_forked_while_the_data_is_prepared_keeps_no_lock(tmp_path):
+    assert run_world(2, prepare_with_a_child, tmp_path) == [True, True]
 
 
 def test_what_a_kill_has_left_in_a_lock_is_no_hindrance(tmp_path):

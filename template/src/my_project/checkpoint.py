@@ -420,7 +420,10 @@ def check_path(config: Config) -> None:
     """Refuse a checkpoint given by hand that is none, before any process group starts."""
     if config.resume in ("auto", "never"):
         return
-    folder = Path(config.resume)
+    folder, own = Path(config.resume), checkpoints(config.folder)
+    with suppress(ValueError):
+        if own and read_manifest(own[-1]).get("resumed_from") == config.resume:
+            return  # the run has saved since, and goes on by itself
     if problem := damage(folder, hashes=False):
         raise ConfigError(
             f"resume {folder} cannot be used: {problem}; give a folder such as"
@@ -442,7 +445,6 @@ def choose(run: Run) -> Path | None:
         if problem := damage(Path(given)):
             raise ConfigError(f"resume {given} cannot be used: {problem}.")
         chosen, run.resumed_from = Path(given), given
-        run.write_status("running", resumed_from=given)
     step = read_manifest(chosen)["step"] if chosen else -1
     for folder in (run.folder / "checkpoints").glob("step_*"):
         if step_of(folder) > step:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from .batches import is_stream
-from .config import Config, ConfigError, to_yaml
+from .config import Config, ConfigError, TransientError, to_yaml
 from .faults import process_name, progress_reported
 from .recipe import Recipe, optional, place_of, problems
 from .run import writing
 from .stage import staged
-from .turns import in_turn
+from .turns import in_turn, no_node_at_work
 
 
 def check_recipe(config: Config) -> None:
@@ -81,19 +81,16 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
     recipe, folder = config.recipe, Path(config.runs_folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with (
-        in_turn(folder, process_name()),
-        in_a_sentence(recipe),
-        progress_reported("prepare_data"),
-    ):
-        data_info = recipe.prepare_data()
-    if not isinstance(data_info, dict):
-        _refuse(recipe, "prepare_data", f"returned {_kind(data_info)}; it must return a dict.")
-    try:
-        data_info = json.loads(json.dumps(data_info))
-    except (TypeError, ValueError) as error:
-        _refuse(recipe, "prepare_data", f"must return plain JSON: {error}.")
-    return data_info, staged(recipe, config.stage_to) if config.stage_to else recipe
+    with no_node_at_work(folder, config.run_name), in_a_sentence(recipe):
+        with in_turn(folder, process_name()), progress_reported("prepare_data"):
+            data_info = recipe.prepare_data()
+        if not isinstance(data_info, dict):
+            _refuse(recipe, "prepare_data", f"returned {_kind(data_info)}; it must return a dict.")
+        try:
+            data_info = json.loads(json.dumps(data_info))
+        except (TypeError, ValueError) as error:
+            _refuse(recipe, "prepare_data", f"must return plain JSON: {error}.")
+        return data_info, staged(recipe, config.stage_to) if config.stage_to else recipe
 
 
 def build_datasets(recipe: Recipe, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -253,7 +250,19 @@ def in_a_sentence(recipe: Recipe) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ValueError, FileNotFoundError, IsADirectoryError) as error:
+    except (ValueError, FileNotFoundError, IsADirectoryError, ConnectionError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = [f for f in frames if f.filename == inspect.getsourcefile(type(recipe))] or frames
-        raise ConfigError(f"{error} ({at[-1].filename}, line {at[-1].lineno})") from error
+        kind = TransientError if _is_of_network(error) else ConfigError
+        raise kind(f"{error} ({at[-1].filename}, line {at[-1].lineno})") from error
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Return whether a network was the cause, which may be there again on the next try."""
+    names = set()
+    while error:
+        names |= {kind.__name__ for kind in type(error).__mro__}
+        error = error.__cause__ or error.__context__
+    libraries = {"ConnectError", "Timeout", "TimeoutException", "LocalEntryNotFoundError"}
+    is_of_network = names & (libraries | {"ConnectionError", "TimeoutError"})
+    return bool(is_of_network) and "OfflineModeIsEnabled" not in names

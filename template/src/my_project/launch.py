@@ -36,7 +36,7 @@ import psutil
 
 from .config import CONFIG_ERRORS, ConfigError, exit_with_sentence, read_yaml
 from .redaction import mask_command
-from .roll_call import Node, interface_to, loopback, roll_call
+from .roll_call import Node, interface_to, roll_call
 from .run import read_json, writing
 
 PREEMPTED = 75
@@ -225,8 +225,6 @@ def prepare_environment(launch: Launch) -> str:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # restarts find a live address
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
     if launch.nodes == 1:
-        if name := loopback():  # else gloo listens to the network
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         return ""
     interface, ip = interface_to(launch.address)
     if interface:
@@ -376,7 +374,8 @@ def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[st
         status = read_status(folder)
         waited = time.monotonic() - started
         enough = 5.0 if status == before else STATUS_SHOWS_WITHIN
-        if status.get("outcome") != "running" or nodes == 1 or waited > enough:
+        has_ended = status != before and status.get("outcome") != "running"
+        if has_ended or nodes == 1 or waited > enough:
             return status
         time.sleep(0.2)
 
@@ -412,6 +411,8 @@ def main(arguments: list[str]) -> int:
         if launch.preflight and child.run(launch.command(f"{__package__}.preflight")) != 0:
             print("preflight failed, so nothing was trained; its errors stand above", flush=True)
             return PREEMPTED if child.told else repeat_error(errors) or 1
+        if child.told:  # as the preflight ended
+            return PREEMPTED
         return run(launch, child, errors)
 
 
@@ -430,13 +431,16 @@ def run(launch: Launch, child: Child, errors: str) -> int:
         command[at:at] = ["--tee", "3", "--log_dir", str(logs)]
     code = child.run(command)
     status = wait_for_status(folder, before, launch.nodes)
-    if child.told and code and (status == before or status.get("outcome") == "running"):
+    outcome, is_new = status.get("outcome"), status != before
+    # told to stop in start-up, each process leaves by itself: the others may lose contact with it
+    if child.told and code and (not is_new or outcome == "running" or "unexplained" in status):
         print("stopped before it could save; the same command goes on", flush=True)
         return PREEMPTED
-    if code == 0 and launch.module == f"{__package__}.train" and status.get("outcome") == "running":
+    has_ended = outcome == "finished" or (outcome == "preempted" and is_new)
+    if code == 0 and launch.module == f"{__package__}.train" and not has_ended:
         print(
-            f"error: the processes ended with 0, but {folder}/status.json says running: something"
-            " in them called os._exit; the same command continues.",
+            f"error: the processes ended with 0, but {folder}/status.json does not say finished:"
+            " something in them called os._exit; the same command continues.",
             file=sys.stderr,
             flush=True,
         )

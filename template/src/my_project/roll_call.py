@@ -187,7 +187,9 @@ def _preside(
                 come = {rank: other for rank, other in come.items() if other.token != token}
             wrong = _mismatch(me, node) or _twice(come.get(node.rank), node)
             if wrong and not error:
-                error, is_transient = wrong, False
+                # the same host: perhaps a pod that is there again, whose connection was cut off
+                first = come.get(node.rank)
+                error, is_transient = wrong, bool(first and first.host == node.host)
                 deadline = time.monotonic() + LATE_SECONDS
             come.setdefault(node.rank, node)
             lines[node.token] = line

@@ -160,7 +160,7 @@ class Run:
         }
         if "result" in more:
             more["result"] = finite(more["result"])
-        record = {"resumed_from": self.status().get("resumed_from")} | record | more
+        record |= more
         try:
             write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
         except OSError as error:  # a full disk must not end a run
@@ -180,13 +180,12 @@ class Run:
         """Write a file about this process into errors/; their names sort by time."""
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         path = self.folder / "errors" / f"{now}_rank_{self.rank:05d}_step_{self.step:08d}.txt"
-        if self.folder.is_dir():
-            try:
-                path.parent.mkdir(exist_ok=True)
-                text = mask(f"{reason}\n\n{details}")
-                write_atomically(path, f"{self.who}\nlaunch {self.token}\n{text}")
-            except OSError as error:
-                logger.error("%s cannot be written: %s", path, error)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = mask(f"{reason}\n\n{details}")
+            write_atomically(path, f"{self.who}\nlaunch {self.token}\n{text}")
+        except OSError as error:
+            logger.error("%s cannot be written: %s", path, error)
 
     def errors(self) -> dict[int, str]:
         """Read what the processes of this launch have written into errors/: a reason by rank."""
@@ -206,7 +205,8 @@ class Run:
             return False
         all_done = self.total_steps <= status.get("step", -1)
         stopped_early = patience is not None and patience <= status.get("patience", 0)
-        return self.config.resume == "auto" and (all_done or stopped_early)
+        is_exported = (self.folder / "export").is_dir()
+        return self.config.resume == "auto" and is_exported and (all_done or stopped_early)
 
     def begin(self) -> None:
         """Make the folder and record what the run is made of. Main process only."""

@@ -257,18 +257,18 @@ def from_main(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
     """Call a function on the main process only, and return its result on every one.
 
     Raises:
-        ConfigError: on every process, what the function raised on the main one.
+        ConfigError: on every process what the function raised on the main one, of the same type.
     """
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
             outcome = [function(), None]
         except ConfigError as error:
-            outcome = [None, str(error)]
+            outcome = [None, error]
     if accelerator.num_processes > 1:
         broadcast_object_list(outcome)
     if outcome[1] is not None:
-        raise ConfigError(outcome[1])
+        raise outcome[1]
     return outcome[0]
 
 
@@ -294,7 +294,10 @@ def begin(
         of_main = everywhere[0][1][name]
         different = [rank for rank, (_, seen, _) in enumerate(everywhere) if seen[name] != of_main]
         if different:
-            raise RuntimeError(f"{name} on rank(s) {different} differs from that on rank 0")
+            raise ConfigError(
+                f"{name} on rank(s) {different} ({run.hosts[different[0]]}) differs from that on"
+                f" rank 0 ({run.hosts[0]}): give all nodes the same files and arguments."
+            )
     for name in sorted({name for *_, seen in everywhere for name in seen}):
         counts = [seen.get(name, 0) for *_, seen in everywhere]
         if different := [rank for rank, count in enumerate(counts) if count != counts[0]]:

@@ -108,6 +108,7 @@ class Telemetry:
                 "", total=self.run.total_steps, completed=self.state["step"]
             )
             self.bar.start()
+        self.recorded = self.pushed = self._clock()  # trackers may take seconds to start
         return self
 
     def __exit__(self, *_: object) -> None:

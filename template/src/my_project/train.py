@@ -200,7 +200,8 @@ def main(config: Config) -> int:
             checkpoint.export(run.folder / "export", config, data_info, model, is_main)
         accelerator.wait_for_everyone()  # a rank that had left would be blamed if an export hangs
         if is_main:
-            result, patience = state["results"] | log.throughput, config.evaluation.patience or 0
+            result, is_early = state["results"] | log.throughput, run.step < total_steps
+            patience = config.evaluation.patience if is_early else 0
             reason = ended + checkpoints.note
             run.write_status("finished", reason, result=result, patience=patience)
             telemetry.print_result(run)

@@ -13,7 +13,8 @@ import random
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from io import FileIO
 from pathlib import Path
 
 from .config import ConfigError, TransientError
@@ -26,7 +27,25 @@ def launch_name() -> str:
     """Name this launch, the same on all its processes and hardly ever on those of another."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     found = [os.environ[name] for name in names if name in os.environ]
-    return " ".join(found) or f"process {os.getpid()}"
+    if not found:
+        return f"process {os.getpid()} on {socket.gethostname()}"
+    is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return " ".join(found + [socket.gethostname()] * is_one_node)
+
+
+@contextmanager
+def no_node_at_work(folder: Path, run_name: str) -> Iterator[None]:
+    """Do this process's part of the work, then wait until no other process does any.
+
+    Else the nodes that are done would wait in the process group, for which there is a limit.
+    """
+    with _open(folder / f".{run_name}.preparing") as file:
+        with suppress(OSError):  # no locks there
+            fcntl.lockf(file, fcntl.LOCK_SH)
+        yield
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_UN)  # two that upgrade would wait for each other
+            fcntl.lockf(file, fcntl.LOCK_EX)
 
 
 @contextmanager
@@ -51,42 +70,67 @@ def first_alone(path: Path, who: str) -> Iterator[bool]:
     """Let one process pass alone, and those that waited for it all at once; yield which it is.
 
     Raises:
-        TransientError: the process of this launch that was waited for is gone.
+        TransientError: the process of this launch that was waited for is gone, or has failed.
     """
-    with writing(path.parent):
-        file = path.open("a+b", buffering=0)  # nothing is left to fail at the end
-    with file:
-        is_first = _lock(file.fileno())
-        if is_first:  # what the file holds tells the others whether it has ended before its time
-            with writing(path.parent):
-                file.truncate(0)
-                file.write(f"{launch_name()}\n{who}".encode())
+    with _open(path) as file:
+        is_first = _lock(file)
+        if not is_first:
+            yield False
+            return
+        _leave_word(file, f"{who} has ended before the data was prepared")
         try:
-            yield is_first
-        except ConfigError:  # the others meet it too, and say so themselves
-            if is_first:
+            yield True
+        except ConfigError as error:
+            if isinstance(error, TransientError):
+                _leave_word(file, str(error))
+            else:  # the others meet it too, and say so themselves
                 file.truncate(0)
             raise
-        if is_first:
-            file.truncate(0)
+        except Exception as error:
+            _leave_word(file, f"{who} failed to prepare the data: {type(error).__name__}: {error}")
+            raise
+        file.truncate(0)
 
 
-def _lock(descriptor: int) -> bool:
-    """Return whether this process is the first; the others return when the first is done."""
+def _open(path: Path) -> FileIO:
+    """Open a lock file, which processes of other users may use too."""
+    with writing(path.parent):
+        file = open(  # noqa: SIM115 - the caller closes it; unbuffered, nothing fails at the end
+            path, "r+b", buffering=0,
+            opener=lambda name, flags: os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666),
+        )  # fmt: skip
+    with suppress(OSError):  # of another user
+        os.fchmod(file.fileno(), 0o666)
+    return file
+
+
+def _leave_word(file: FileIO, sentence: str) -> None:
+    """Leave what those that wait raise, unless the file is emptied."""
+    with writing(Path(str(file.name)).parent):
+        file.truncate(0)
+        os.pwrite(file.fileno(), f"{launch_name()}\n{sentence}".encode(), 0)
+
+
+def _lock(file: FileIO) -> bool:
+    """Return whether this process is the first; the others return when the first is done.
+
+    The locks are those of POSIX, which a process that is forked meanwhile does not inherit.
+    """
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            fcntl.lockf(file, fcntl.LOCK_SH)
         except OSError as error:
             logger.warning("no file locks (%s): each process prepares the data itself", error)
             return False
         else:
             return True
-        launch, _, who = os.pread(descriptor, 1 << 12, 0).decode(errors="replace").partition("\n")
+        word = os.pread(file.fileno(), 1 << 16, 0).decode(errors="replace")
+        launch, _, sentence = word.partition("\n")
         if not launch:
             return False
         if launch == launch_name():
-            raise TransientError(f"{who} has ended before the data was prepared")
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # it was of another launch: begin again
+            raise TransientError(sentence)
+        fcntl.lockf(file, fcntl.LOCK_UN)  # it was of another launch: begin again
         time.sleep(random.uniform(0, 0.1))
