@@ -200,7 +200,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
     """As a scheduler sends it: to everything at once, loader workers included."""
     config = make_config(tmp_path, steps=5000, batches__workers=1)
@@ -223,12 +223,15 @@ def signals_of_a_loader_worker() -> list[bool]:
     from my_project import faults
 
     faults.heed_only_the_parent()
-    return [signal.getsignal(n) is signal.SIG_IGN for n in (signal.SIGINT, signal.SIGUSR1)]
+    return [
+        signal.getsignal(n) is signal.SIG_IGN
+        for n in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    ]
 
 
 def test_loader_workers_that_inherit_no_handler_ignore_signals_too():
     """Those that are spawned, not forked."""
-    assert run_world(1, signals_of_a_loader_worker) == [[True, True]]
+    assert run_world(1, signals_of_a_loader_worker) == [[True, True, True]]
 
 
 def train_signalled_twice(config: Config, seconds_between: float) -> int:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -84,6 +85,7 @@ def run_world(processes: int, function: Callable, *arguments: Any, seconds: floa
 
 def _work(pipe: Any, environment: dict[str, Any], function: Callable, arguments: tuple) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     multiprocessing.set_start_method("fork", force=True)  # loader workers: as in a real run
     try:
         with open(os.devnull, "w") as nowhere:

@@ -83,7 +83,12 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            numbers = SIGNALS
+            # of a terminal that is closed, but not under nohup; or of a torchrun that was told so
+            is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            if not is_ignored or "TORCHELASTIC_RUN_ID" in os.environ:
+                numbers += (signal.SIGHUP,)
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,6 +104,7 @@ def heed_only_the_parent() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):  # macOS
         return
     parent = os.getppid()

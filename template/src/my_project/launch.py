@@ -17,6 +17,7 @@ Takes what accelerate launch takes, and does besides, in this order:
 import argparse
 import ctypes
 import importlib.metadata
+import importlib.util
 import os
 import re
 import signal
@@ -97,6 +98,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         raise ConfigError("name what to run after the flags, such as -m my_project.train")
     at = arguments.index("-m")
     module, its_arguments = arguments[at + 1], arguments[at + 2 :]
+    if not _is_module(module):
+        raise ConfigError(f"there is no module {module}; give one such as {__package__}.train")
     if preflight := "--preflight" in its_arguments:  # where the scripts in launch/ put it
         its_arguments.remove("--preflight")
     own, flags = _parser().parse_known_args(arguments[:at])
@@ -157,6 +160,13 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         preflight=own.preflight or preflight,
         seconds_to_come=own.seconds_to_come,
     )
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -434,7 +444,7 @@ def run(launch: Launch, child: Child, errors: str) -> int:
     outcome, is_new = status.get("outcome"), status != before
     # told to stop in start-up, each process leaves by itself: the others may lose contact with it
     if child.told and code and (not is_new or outcome == "running" or "unexplained" in status):
-        print("stopped before it could save; the same command goes on", flush=True)
+        print("stopped before it could save; run the same command again", flush=True)
         return PREEMPTED
     has_ended = outcome == "finished" or (outcome == "preempted" and is_new)
     if code == 0 and launch.module == f"{__package__}.train" and not has_ended:
