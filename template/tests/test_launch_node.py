@@ -48,7 +48,7 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
     [
         (["--config_file", f"{WHERE}/cpu.yaml"], "name what to run"),
         (["--config_file", f"{WHERE}/cpu.yaml", "-m"], "name what to run"),
-        (["--config_file", "cpu.yaml", "-m", "my_project.trian"], "no module my_project.trian"),
+        (["--config_file", "cpu.yaml", "-m", "trian"], "no module trian"),
         (
             ["--config_file", f"{WHERE}/cpu.yaml", "--num_machines", "0", *TRAIN],
             "--num_machines is 0, but must be at least 1",
