@@ -234,7 +234,10 @@ class Finetune:
 
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {self.model}: {folder} has no config.json")
-        config, tokenizer = AutoConfig.from_pretrained(folder), _tokenizer_of(folder)
+        config, tokenizer = (
+            AutoConfig.from_pretrained(folder, trust_remote_code=False),
+            _tokenizer_of(folder),
+        )
         positions = getattr(config, "max_position_embeddings", None) or self.longest
         if self.longest > (most := min(positions, tokenizer.model_max_length)):
             raise ValueError(
@@ -317,14 +320,16 @@ class Finetune:
             names = data_info["classes"]
             settings["id2label"] = dict(enumerate(names))
             settings["label2id"] = {name: i for i, name in enumerate(names)}
-            known = transformers.AutoConfig.from_pretrained(folder)
+            known = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
             has_other_head = known.id2label != settings["id2label"]
-        config = transformers.AutoConfig.from_pretrained(folder, **settings)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, **settings
+        )
         dtype = getattr(torch, self.frozen_dtype) if self.lora_rank else torch.float32
         if any(folder.glob("*.safetensors")):
             model, about = kind.from_pretrained(
                 folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True,
-                ignore_mismatched_sizes=has_other_head,
+                ignore_mismatched_sizes=has_other_head, trust_remote_code=False,
             )  # fmt: skip
             new = set(about["missing_keys"])
             if has_other_head:
@@ -340,7 +345,7 @@ class Finetune:
                 f"lora_rank is {self.lora_rank}, but model {self.model} has no weights that LoRA"
                 " could leave as they are; set lora_rank 0"
             )
-        return kind.from_config(config, dtype=dtype), []
+        return kind.from_config(config, dtype=dtype, trust_remote_code=False), []
 
     def _model_folder(self, may_download: bool = False) -> Path:
         if self.model == "minilm":
@@ -522,7 +527,7 @@ def _has_weights(folder: Path) -> bool:
 def _tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from ragged import Ragged
 from runs import make_config, status, train
 
 from my_project import launch, redaction, run, runtime
-from my_project.config import Config, ConfigError, exit_with_sentence
+from my_project.config import Config, ConfigError, exit_with_sentence, to_dict
 from my_project.redaction import is_secret, mask, mask_command
 
 SECRET = "hf_QWERTYqwerty123"
@@ -24,7 +25,7 @@ class Logged(Ragged):
     tokens: str = "many-of-them"
     max_tokens: str = "many-of-them"
     secretary: str = "a-long-enough-name"
-    secret: int = 12345678
+    token: int = 12345678
     eos_token: str = "<|endoftext|>"
     pad_token: str = "endoftext"
     trigger_token: str = "sks"
@@ -35,7 +36,9 @@ class Logged(Ragged):
 @pytest.mark.parametrize(
     "name",
     ["token", "hub_token", "--recipe.init_args.hub_token", "HF_TOKEN", "hubToken", "--db-password",
-     "client_secret", "api_key", "--api-key", "OPENAI_API_KEY", "apiKey", "AWS_SECRET_ACCESS_KEY"],
+     "client_secret", "api_key", "--api-key", "OPENAI_API_KEY", "apiKey", "AWS_SECRET_ACCESS_KEY",
+     "--secrets", "access_tokens", "--hftoken", "--mypassword", "--token_1", "token0", "HFTOKEN",
+     "api_keys", "hf_tokens"],
 )  # fmt: skip
 def test_a_secret_is_known_by_the_last_words_of_its_name(name):
     assert is_secret(name)
@@ -44,7 +47,9 @@ def test_a_secret_is_known_by_the_last_words_of_its_name(name):
 @pytest.mark.parametrize(
     "name",
     ["tokens", "max_tokens", "token_count", "secretary", "pad_token", "eos_token", "key", "monkey",
-     "--recipe.init_args.mask_token", "sort_key", "api_key_file", "tokenizer", "password_length"],
+     "--recipe.init_args.mask_token", "sort_key", "api_key_file", "tokenizer", "password_length",
+     "num_tokens", "n_tokens", "--max_new_tokens", "special_tokens", "pwd", "credentials",
+     "eos_token_2", "keys"],
 )  # fmt: skip
 def test_other_names_are_no_secrets(name):
     assert not is_secret(name)
@@ -60,6 +65,9 @@ def test_other_names_are_no_secrets(name):
         '{"password": "%s", "samples": 3}',
         "hub_token: %s\nsamples: 3",
         "GET https://%s@host/path",
+        "password_2 = '%s'",
+        "credentials=%s",
+        "Authorization: %s",
         "GET https://host/path?access_token=%s&page=3",
     ],
 )
@@ -69,30 +77,60 @@ def test_texts_are_masked(text):
 
 def test_other_texts_stay_as_they_are():
     for text in ("step 3: 20 tokens: 7", "max_tokens=512", "eos_token: </s>", "a token is missing",
-                 "mailto me@host", "https://host/a?b=c", "sort_key=name"):  # fmt: skip
+                 "mailto me@host", "https://host/a?b=c", "sort_key=name",
+                 "http://host:8080/a@b", "http://host/a@b"):  # fmt: skip
         assert mask(text) == text
 
 
 def test_arguments_of_a_command_are_masked_each():
-    given = [
-        "train",
-        "--hub_token",
-        "a b",
-        "--api-key=c d",
-        "-x",
-        '{"token": "e"}',
-        "--token",
-        "--y",
-    ]
-    assert mask_command(given) == [
-        "train", "--hub_token", "***", "--api-key=***", "-x", '{"token": "***"}', "--token", "--y"
-    ]  # fmt: skip
+    given = ["train", "--hub_token", "a b", "--api-key=c d", "-x", '{"token": "e"}', "--steps=3"]
+    masked = ["train", "--hub_token", "***", "--api-key=***", "-x", "***", "--steps=3"]
+    assert mask_command(given) == masked
 
 
-@pytest.mark.parametrize("where", [{"hub_token": SECRET}, {"inner": {"a": [{"password": "abc"}]}}])
+@pytest.mark.parametrize(
+    ("given", "masked"),
+    [
+        (["--hub_token", "--S3cr3t"], ["--hub_token", "***"]),
+        (["--pwd", "S3cr3t"], ["--pwd", "***"]),
+        (["--credentials", "S3cr3t"], ["--credentials", "***"]),
+        (["HF_TOKEN=S3cr3t"], ["HF_TOKEN=***"]),
+        (["--init={'a': {'password': 'a b S3cr3t'}}"], ["--init=***"]),
+        (["--x", "{password: a S3cr3t}"], ["--x", "***"]),
+        (["--x", 'a: {token: "a\\"S3cr3t"}'], ["--x", "***"]),
+        (["--x", "token:\n  S3cr3t"], ["--x", "***"]),
+        (["--x", "Authorization: Bearer S3cr3t"], ["--x", "***"]),
+        (["--x", "bearer S3cr3t12"], ["--x", "bearer ***"]),
+        (["https://user:pa/S3cr3t@host"], ["https://***@host"]),
+        (["--url=https://user:S3cr3t#x@y@host/a"], ["--url=https://***@host/a"]),
+        (["--max_tokens", "5", "--x={eos_token: a}"], ["--max_tokens", "5", "--x={eos_token: a}"]),
+    ],
+    ids=str,
+)
+def test_an_argument_is_masked_as_a_whole(given, masked):
+    assert mask_command(given) == masked
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"hub_token": SECRET},
+        {"inner": {"a": [{"password": "abc"}]}},
+        {"inner": {"password": 12345678}},
+        {"inner": {"api_key": b"abcdefgh"}},
+        {"inner": {"hf_tokens": ["abcdefgh"]}},
+        {"inner": {"hub_token": {"value": SECRET}}},
+        {"inner": {"password": {"abcdefgh"}}},
+        {"inner": {"place": "s3://me:abcdefgh@bucket"}},
+        {"eos_token": "https://me:abcdefgh@host"},
+    ],
+    ids=str,
+)
 def test_a_setting_that_holds_a_secret_is_refused_before_anything_is_written(tmp_path, where):
     config = make_config(tmp_path / "runs", Logged(**where), steps=2)
-    with pytest.raises(ConfigError, match=r"environment variable (HF_TOKEN|PASSWORD), or") as told:
+    with pytest.raises(
+        ConfigError, match=r"holds a secret.* environment variable [A-Z_]+, or"
+    ) as told:
         train(config)
     assert SECRET not in str(told.value)
     assert not (tmp_path / "runs").exists()
@@ -146,3 +184,15 @@ def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         launch.main(arguments)
     assert told[0].run == "my_project.train --hub_token ***"
+
+
+def test_a_secret_in_an_old_config_is_not_shown_where_settings_differ(tmp_path):
+    config: Config = make_config(tmp_path, Logged(), steps=2)
+    config.folder.mkdir()
+    saved = to_dict(config)
+    saved["recipe"]["init_args"] |= {"hub_token": SECRET, "secretary": "s3://me:pw@host"}
+    (config.folder / "config.yaml").write_text(yaml.safe_dump(saved))
+    with pytest.raises(ConfigError, match=r"hub_token \(\*\*\* there, \*\*\* here\)") as told:
+        train(config)
+    assert SECRET not in str(told.value)
+    assert "'s3://***@host' there" in str(told.value)

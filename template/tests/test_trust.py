@@ -1,12 +1,13 @@
 """A stranger's folder runs no code: what its config.yaml names is checked before any import."""
 
+import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -14,15 +15,26 @@ from ragged import Ragged
 from runs import make_config, train
 
 from my_project import evaluate, predict, search_path, trust
-from my_project.config import Config, ConfigError
+from my_project.config import Config, ConfigError, OptimConfig
 
 MINE = ["test_trust.Typed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    anything: Any = None
+    number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Typed(Ragged):
     """With fields whose strings jsonargparse imports."""
 
+    group: Group = field(default_factory=Group)
+    groups: list[Group] = field(default_factory=list)
+    named: dict[str, Group] = field(default_factory=dict)
+    lengths: tuple[int, ...] | None = None
+    size: Literal["a.b", "c"] | float = "c"
     function: Callable | None = None
     kind: type | None = None
     anything: Any = None
@@ -33,6 +45,13 @@ class Typed(Ragged):
 def settings_of(**init_args: Any) -> dict[str, Any]:
     recipe = {"class_path": "test_trust.Typed", "init_args": init_args}
     return {"recipe": recipe, "batches": {"global_batch_size": 16}, "steps": 5}
+
+
+def make_project_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let a folder be the project which the package lies in; return its configs/."""
+    (folder / "configs").mkdir(parents=True)
+    monkeypatch.setattr(trust, "__file__", str(folder / "src/my_project/trust.py"))
+    return folder / "configs"
 
 
 @pytest.fixture
@@ -60,25 +79,30 @@ def write(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 EVIL = {"class_path": "hostile.Evil"}
+WRITE = {"class_path": "my_project.run.write_atomically", "init_args": {"path": "x", "text": ""}}
+DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         settings_of() | {"recipe": EVIL},
-        settings_of() | {"recipe": "hostile.Evil"},
-        settings_of() | {"recipe": '{"class_path": "hostile.Evil"}'},
         settings_of(function="hostile.function"),
         settings_of(kind="hostile.Evil"),
         settings_of(anything=EVIL),
         settings_of(anything={"deep": [{"er": "class_path: hostile.Evil"}]}),
-        settings_of(anything="&a [*a, {class_path: hostile.Evil}]"),
+        settings_of(anything="[[{er: 'class_path: hostile.Evil'}]]"),
         settings_of(functions=["hostile.function"]),
         settings_of(function="my_project.run.subprocess.run"),
-        settings_of()
-        | {"recipe": {"class_path": MINE[0], "dict_kwargs": {"kind": "hostile.Evil"}}},
-        settings_of() | {"optim": {"class_path": "torch.optim.SGD", "init_args": {"a": EVIL}}},
-        settings_of() | {"batches": {"global_batch_size": 16, "loader": {"collate_fn": EVIL}}},
+        settings_of(anything=WRITE),
+        settings_of(function="my_project.files.discard"),
+        settings_of(group={"anything": WRITE}),
+        settings_of(groups=[{"anything": EVIL}]),
+        settings_of(named={"x": {"anything": EVIL}}),
+        settings_of(anything={"class_path": "my_project.launch.Child", "init_args": {}}),
+        settings_of(functions=["my_project.launch.Child"]),
+        settings_of() | {"recipe": WRITE},
+        settings_of(anything=DECOYS | {"z": "{class_path: hostile.Evil}"}),
     ],
     ids=str,
 )
@@ -92,12 +116,38 @@ def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, ma
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("recipe: {class_path: test_trust.Typed}\nconfig: other.yaml", "no run has: config"),
-        ("recipe.class_path: hostile.Evil", "no run has: recipe.class_path"),
+        ("recipe: {class_path: test_trust.Typed}\nconfig: other.yaml", "global_batch_size"),
+        ("recipe.class_path: hostile.Evil", "names None, which is no path of a class"),
+        ("recipe: hostile.Evil", "recipe is no group"),
+        ("recipe: {class_path: my_project.config.Config}", "is no recipe: it has no method"),
+        ("recipe: {class_path: my_project.config.parse}", "names my_project.config.parse, which"),
+        ("recipe: {class_path: test_trust.write}", "test_trust.write, which is no class"),
+        ("recipe: {class_path: test_trust.Typed}\nbatches: other.yaml", "batches is no group"),
+        (
+            "recipe: {class_path: test_trust.Typed}\nbatches: {global_batch_size: [1]}",
+            "batches.global_batch_size is no number",
+        ),
+        (
+            "recipe: {class_path: test_trust.Typed, init_args: {group: other.yaml}}",
+            "where a group of settings or a class belongs",
+        ),
+        (
+            "recipe: {class_path: test_trust.Typed, init_args: {groups: ['{anything: other.yaml}',"
+            " other.yaml]}}",
+            "where a group of settings or a class belongs",
+        ),
+        (
+            "recipe: {class_path: test_trust.Typed, init_args: {x.class_path: hostile.Evil}}",
+            "add --trust hostile.Evil",
+        ),
+        (
+            "recipe: {class_path: test_trust.Typed, init_args: {anything: {x.class_path: a}}}",
+            "write it as a group",
+        ),
         ("recipe: !!python/name:hostile.Evil", "tag"),
-        ("recipe: " + "[" * 100_000, "recursion"),
+        ("recipe: " + "[" * 100_000, "levels deep"),
         ("recipe: {class_path: 'a.B; echo'}", "no path of a class"),
-        ("- recipe", "holds no settings by name"),
+        ("- recipe", "holds a list"),
         ("\x00", "cannot be read"),
     ],
     ids=lambda value: str(value)[:30],
@@ -107,7 +157,7 @@ def test_a_file_that_is_no_plain_config_is_a_sentence(tmp_path, marker, text, se
     path = write(tmp_path / "export", {})
     path.write_text(text.replace("other.yaml", str(tmp_path / "other/config.yaml")))
     with pytest.raises(ConfigError, match=sentence):
-        trust.read_config(path, MINE)
+        trust.read_config(path, [*MINE, "test_trust.write"])
     assert not marker.exists()
 
 
@@ -116,24 +166,54 @@ def test_own_classes_those_of_configs_and_trusted_ones_are_imported(tmp_path, ma
     assert trust.read_config(own, MINE).recipe.kind is Config
     stated = settings_of(function="hostile.function", path="elsewhere.csv")
     path = write(tmp_path / "export", stated)
-    (tmp_path / "project/configs").mkdir(parents=True)
-    (tmp_path / "project/configs/mine.yaml").write_text(yaml.safe_dump(stated))
-    monkeypatch.chdir(tmp_path / "project")
-    assert isinstance(trust.read_config(path).recipe, Typed), "configs/ names all of it"
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "standing_in/configs").mkdir(parents=True)
+    (tmp_path / "standing_in/configs/mine.yaml").write_text(yaml.safe_dump(stated))
+    monkeypatch.chdir(tmp_path / "standing_in")
     with pytest.raises(ConfigError, match=r"add --trust test_trust\.Typed"):
         trust.read_config(path)
     with pytest.raises(ConfigError, match=r"add --trust hostile\.function"):
         trust.read_config(path, MINE)
     assert trust.read_config(path, [*MINE, "hostile.function"]).recipe.path == "elsewhere.csv"
+    configs = make_project_of(tmp_path / "project", monkeypatch)
+    (configs / "mine.yaml").write_text(yaml.safe_dump(stated))
+    assert isinstance(trust.read_config(path).recipe, Typed), "configs/ names all of it"
+    with pytest.raises(ConfigError, match=r"add --trust"):  # a stranger's own configs/
+        trust.read_config(path, given=tmp_path / "project")
 
 
-def test_the_class_of_the_optimizer_is_not_imported(tmp_path, marker):
-    optim = {"class_path": "hostile.Evil", "init_args": {"betas": [0.9, 0.95]}}
-    config = trust.read_config(write(tmp_path / "export", settings_of() | {"optim": optim}), MINE)
-    assert config.optim.class_path == "hostile.Evil"
-    config = evaluate.config_beside(tmp_path / "export", MINE)
-    assert config.optim.class_path == "torch.optim.AdamW"
+def test_only_what_is_needed_of_a_config_is_used(tmp_path, marker):
+    """Else a group may be a file that nobody has checked, or be imported under Any."""
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({"global_batch_size": 2, "loader": EVIL}))
+    other = str(tmp_path / "other.yaml")
+    hostile = {
+        "optim": {"class_path": "hostile.Evil", "init_args": {"betas": EVIL}},
+        "batches": {"global_batch_size": 16, "micro_batch_size": 4, "loader": {"x": EVIL}},
+        "evaluation": {"batch_size": 3, "best_metric": EVIL},
+        "telemetry": other,
+        "distributed": other,
+        "checkpoints": EVIL,
+        "config": other,
+        "resume": other,
+        "seed": 7,
+        "precision": "bf16",
+        "tf32": False,
+    }
+    typed = settings_of(
+        group={"number": 3, "anything": {"a": [1, "b"]}}, groups=[{"number": 4}],
+        named={"x": {"number": 5}}, lengths=[1, 2], size="a.b", anything="x: y",
+    )  # fmt: skip
+    path = write(tmp_path / "export", typed | hostile)
+    for config in (trust.read_config(path, MINE), evaluate.config_beside(path.parent, MINE)):
+        assert (config.seed, config.precision, config.tf32) == (7, "bf16", False)
+        assert (config.batches.global_batch_size, config.batches.micro_batch_size) == (16, 4)
+        assert config.batches.loader == {}
+        assert config.evaluation.batch_size == 3
+        assert config.optim == OptimConfig()
+        assert config.resume == "auto"
+        recipe = config.recipe
+        assert recipe.group == Group(number=3, anything={"a": [1, "b"]})
+        assert (recipe.groups, recipe.named) == ([Group(number=4)], {"x": Group(number=5)})
+        assert (recipe.lengths, recipe.size) == ((1, 2), "a.b")
     assert not marker.exists()
 
 
@@ -141,7 +221,6 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
     run = tmp_path / "given/theirs"
     export = run / "export"
     export.mkdir(parents=True)
-    (run / "run.json").write_text("{}")
     write(run, {})
     write_hostile(run)
     (run / "configs").mkdir()
@@ -162,6 +241,55 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
     path = write(export, settings_of(function="hostile.function"))
     with pytest.raises(ConfigError, match=r"if you trust it, add --trust hostile\.function"):
         trust.read_config(path, MINE)  # the one elsewhere; configs/ of the run is not the project's
+
+
+def test_configs_beside_a_strangers_export_are_not_the_projects(tmp_path, monkeypatch):
+    """Also where the folder that was given is no run, and only holds the export."""
+    given = tmp_path / "given"
+    (make_project_of(given, monkeypatch) / "theirs.yaml").write_text("a: test_trust.Typed")
+    write(given / "export", settings_of())
+    (given / "export/data_info.json").write_text("{}")
+    monkeypatch.chdir(given)
+    with pytest.raises(ConfigError, match=r"add --trust test_trust\.Typed"):
+        evaluate.main(argparse.Namespace(folder=".", trust=[], json=False))
+
+
+def test_a_run_folder_is_known_by_its_config_alone(tmp_path):
+    write(tmp_path, {})
+    for part in ("export", "best", "checkpoints/step_00000001"):
+        assert search_path.run_folder(str(tmp_path / part)) == str(tmp_path)
+    run = tmp_path / "runs/mine"  # of a project with a config.yaml of its own
+    assert search_path.run_folder(str(run)) == str(run)
+
+
+def test_onnx_is_not_written_through_a_strangers_link(tmp_path, monkeypatch):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "export").mkdir()
+    link = tmp_path / "export/model.onnx"
+    link.symlink_to(tmp_path / "mine")
+    monkeypatch.setattr(predict, "find_spec", lambda _: True)
+    monkeypatch.setattr(
+        predict.torch.onnx, "export", lambda _, __, to, **___: Path(to).write_text("new")
+    )
+    monkeypatch.setattr(Ragged, "example_inputs", lambda *_: (), raising=False)
+    predict.write_onnx(link, make_config(tmp_path, Ragged(), steps=1), {}, predict.nn.Identity())
+    assert (tmp_path / "mine").read_text() == "kept"
+    assert link.read_text() == "new" and not link.is_symlink()
+    assert [*link.parent.iterdir()] == [link]
+
+
+def test_a_run_that_is_not_writable_is_evaluated_in_a_folder_of_the_users_own(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    write(tmp_path / "export", settings_of())
+    folder = Path(evaluate.config_beside(tmp_path / "export", MINE).runs_folder)
+    assert folder == tmp_path / f"my_project-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"is not this user's alone"):
+        evaluate.config_beside(tmp_path / "export", MINE)
 
 
 @pytest.mark.slow

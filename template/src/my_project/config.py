@@ -460,8 +460,15 @@ def _parser(description: str, prog: str | None):
     return parser
 
 
-def parse(arguments: list[str], description: str = "", prog: str | None = None) -> Config:
+def parse(
+    arguments: list[str] | dict[str, Any], description: str = "", prog: str | None = None
+) -> Config:
     """Read `--config file.yaml --dotted.key value ...`; the later argument wins.
+
+    Args:
+        arguments: these, or the settings as plain data.
+        description: for --help.
+        prog: the command's name there.
 
     Raises:
         ConfigError: in one sentence, what is wrong.
@@ -470,7 +477,10 @@ def parse(arguments: list[str], description: str = "", prog: str | None = None) 
 
     parser = _parser(description, prog)
     try:
-        settings = parser.parse_args(arguments)
+        if isinstance(arguments, dict):
+            settings = parser.parse_object(arguments)
+        else:
+            settings = parser.parse_args(arguments)
         if settings.config and settings.run_name == "run":
             settings.run_name = Path(str(settings.config[-1])).stem
         values = vars(parser.instantiate(settings))

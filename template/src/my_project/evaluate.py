@@ -25,6 +25,7 @@ import json
 import logging
 import math
 import os
+import stat
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
@@ -40,7 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import checkpoint, contract, runtime
 from .batches import Fetch, generators_kept, make_loader, on_device
-from .config import Config, ConfigError, OptimConfig, TelemetryConfig
+from .config import Config, ConfigError, TelemetryConfig
 from .predict import load_model
 from .recipe import optional
 from .run import finite
@@ -262,24 +263,38 @@ def is_export(folder: Path) -> bool:
     return (folder / "data_info.json").is_file()
 
 
-def config_beside(folder: Path, trusted: Iterable[str] = ()) -> Config:
+def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
     """Read what evaluation needs of the config.yaml of an export, or of a checkpoint's run.
 
-    The optimizer's class is not imported, and nothing is written where a stranger's config says.
+    The locks of prepare_data lie beside the run, or in this user's temporary folder.
+
+    Args:
+        folder: of the weights.
+        trusted: class paths that may be imported besides this project's own (trust.py).
+        given: the folder on the command line.
     """
     run = Path(run_folder(str(folder)))
-    is_writable = os.access(run.parent, os.W_OK)
-    for place in (folder, *folder.resolve().parents[:2]):
+    for place in (folder, run):
         if (place / "config.yaml").is_file():
+            config = read_config(place / "config.yaml", trusted, given or folder)
+            runs = run.parent if os.access(run.parent, os.W_OK) else temporary_folder()
             return dataclasses.replace(
-                read_config(place / "config.yaml", trusted),
-                optim=OptimConfig(),
+                config,
                 telemetry=TelemetryConfig(trackers=[]),
-                stage_to=None,
-                runs_folder=str(run.parent) if is_writable else tempfile.gettempdir(),
+                runs_folder=str(runs),
                 run_name=run.name,
             )
     raise ConfigError(f"{folder} has no config.yaml beside it.")
+
+
+def temporary_folder() -> Path:
+    """Make a folder in the shared temporary one that only this user can write to."""
+    folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022 or folder.is_symlink():
+        raise ConfigError(f"{folder} is not this user's alone; remove it, or set TMPDIR.")
+    return folder
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -292,7 +307,7 @@ def main(arguments: argparse.Namespace) -> int:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
                 handler.setStream(sys.stderr)
     folder = weights_folder(Path(arguments.folder))
-    config = config_beside(folder, arguments.trust)
+    config = config_beside(folder, arguments.trust, Path(arguments.folder))
     runtime.check_launch(config)
     contract.check_recipe(config)
     data_info, reader = contract.prepare_data(config)

@@ -15,6 +15,8 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import os
+import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,9 +90,12 @@ def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.
     inputs = example_of(data_info)
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
-    torch.onnx.export(
-        model, inputs, str(path), dynamo=True, dynamic_shapes=shapes, external_data=False
-    )
+    with tempfile.TemporaryDirectory(prefix=".onnx-", dir=path.parent) as folder:
+        written = os.path.join(folder, path.name)  # at `path` a stranger's link may lie
+        torch.onnx.export(
+            model, inputs, written, dynamo=True, dynamic_shapes=shapes, external_data=False
+        )
+        os.replace(written, path)
 
 
 def main(arguments: argparse.Namespace) -> None:

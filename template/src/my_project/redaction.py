@@ -1,9 +1,15 @@
 """Keep secrets out of what a run writes down and prints.
 
-A secret is known by the last words of its name: token, password, secret or api key, as in hub_token
-or --api-key. No other name counts (max_tokens, token_count, secretary). A tokenizer's special
-tokens are none: eos_token and its like by their names, and what any field ending in token holds in
-brackets (<image>, [INST]) or in fewer than 6 characters.
+A secret is known by the end of its name: token, password, passwd, passphrase, secret or api key
+(also access, secret or private key), as in hub_token, --api-key, hftoken, secrets or token_1. No
+other name counts (token_count, secretary). `tokens` counts only after a word such as access
+(access_tokens, not max_tokens). A tokenizer's special tokens are none: eos_token and its like by
+their names, and what any field ending in token holds in brackets (<image>, [INST]) or in fewer than
+6 characters.
+
+What is masked only: what is named credentials, pwd or authorization, and a bearer's token. What has
+no name, or another one, is not found, unless it is the value of such an environment variable or
+option and has at least 8 characters.
 """
 
 import dataclasses
@@ -15,8 +21,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 MASK = "***"
-LAST_WORDS = {"token", "password", "passwd", "passphrase", "secret", "apikey"}
-LAST_TWO_WORDS = {("api", "key"), ("access", "key"), ("secret", "key"), ("private", "key")}
+SECRET_END = re.compile(
+    "(password|passwd|passphrase|secret|(api|access|secret|private)_?key)s?$|tokens?$"
+)
+MASKED_END = re.compile("(credentials?|pwd|authorization)$")
+ACCESS_TOKENS = {
+    "access", "api", "auth", "bearer", "git", "github", "gitlab", "hf", "hub", "huggingface",
+    "private", "refresh", "secret", "session", "user", "wandb",
+}  # fmt: skip
 SPECIAL_TOKENS = {
     "bos", "eos", "pad", "padding", "unk", "mask", "sep", "cls", "start", "end", "stop", "image",
 }  # fmt: skip
@@ -48,47 +60,68 @@ PARALLELISM_CONFIG_CP_SIZE PARALLELISM_CONFIG_DP_REPLICATE_SIZE PARALLELISM_CONF
 PARALLELISM_CONFIG_SP_SIZE PARALLELISM_CONFIG_TP_SIZE
 """
 NAMED = re.compile(  # name=value, 'name': 'value', --name value
-    r"""(?P<name>(?<![\w.-])(?P<option>--)?[\w.-]*(?:token|password|passwd|passphrase|secret|key))
+    r"""(?P<name>(?<![\w.-])(?P<option>--)?[\w.-]*
+        (?:token|password|passwd|passphrase|secret|key|credential|pwd|authorization)s?[_\d]*)
     (?P<sign>["']?\s*[=:]\s*["']?|(?(option)(?:["'],\s*["']|\s+(?!-)["']?)|(?!)))
-    (?P<value>(?<=")[^"]*|(?<=')[^']*|[^\s"',;&)}\]]+)""",
+    (?P<value>(?:(?:bearer|basic)\s+)?(?:(?<=")[^"]*|(?<=')[^']*|[^\s"',;&)}\]]+))""",
     re.IGNORECASE | re.VERBOSE,
 )
-IN_URL = re.compile(r"(?<=://)[^/\s?#]+(?=@)")
+NAME = re.compile(r"""[\w.-]+(?=["']?\s*[=:])""")
+BEARER = re.compile(r"(?<=\bbearer )[\w.~+/=-]{8,}", re.IGNORECASE)
+# Up to the last @ where a password may hold any character; host:port/ is none.
+IN_URL = re.compile(r"(?<=://)(?:[^/\s?#:@]*:(?!\d{1,5}/)\S*|[^/\s?#]+)(?=@)")
 
 
 def is_secret(name: str) -> bool:
     """Return whether what has this name is a secret."""
+    name = _words(name)
+    found = SECRET_END.search(name)
+    if found and found[0].startswith("token"):
+        *_, before = ["", *name[: found.start()].rstrip("_").split("_")]
+        return before in ACCESS_TOKENS if found[0] == "tokens" else before not in SPECIAL_TOKENS
+    return bool(found)
+
+
+def _is_masked(name: str) -> bool:
+    return is_secret(name) or bool(MASKED_END.search(_words(name)))
+
+
+def _words(name: str) -> str:
+    """Return a name's words, joined by "_", without a number at the end."""
     words = re.findall("[a-z0-9]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower())
-    *_, before, last = ["", "", *words]
-    if last == "token":
-        return before not in SPECIAL_TOKENS
-    return last in LAST_WORDS or (before, last) in LAST_TWO_WORDS
+    return "_".join(words).rstrip("_0123456789")
 
 
 def mask(text: str) -> str:
     """Mask secrets in a text: where their names stand before them, in URLs, and known ones."""
     for value in sorted(_known(), key=len, reverse=True):
         text = text.replace(value, MASK)
-    return IN_URL.sub(MASK, NAMED.sub(_mask_value, text))
+    return IN_URL.sub(MASK, BEARER.sub(MASK, NAMED.sub(_mask_value, text)))
 
 
 def mask_command(arguments: Iterable[str]) -> list[str]:
-    """Mask secrets in the arguments of a command."""
+    """Mask secrets in the arguments of a command.
+
+    Of a secret option the next argument, whatever it looks like; an argument with a secret's name
+    in it, such as YAML, as a whole.
+    """
     masked, is_next = [], False
     for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if is_next and not argument.startswith("--"):
+        name, equals, value = argument.partition("=")
+        if is_next:
             masked.append(MASK)
-        elif equals and is_secret(name):
+        elif equals and NAME.fullmatch(name) and _is_masked(name):
             masked.append(f"{name}={MASK}")
+        elif any(map(_is_masked, NAME.findall(value if name.startswith("--") else argument))):
+            masked.append(f"{name}={MASK}" if equals and name.startswith("--") else MASK)
         else:
             masked.append(mask(argument))
-        is_next = name.startswith("-") and not equals and is_secret(name)
+        is_next = name.startswith("-") and not equals and _is_masked(name)
     return masked
 
 
 def _mask_value(found: re.Match[str]) -> str:
-    return found["name"] + found["sign"] + MASK if is_secret(found["name"]) else found[0]
+    return found["name"] + found["sign"] + MASK if _is_masked(found["name"]) else found[0]
 
 
 def _known() -> Iterator[str]:
@@ -100,7 +133,7 @@ def _known() -> Iterator[str]:
         name, equals, value = argument.partition("=")
         if name.startswith("--") and is_secret(name):
             value = value if equals else following
-            if len(value) >= 8 and not value.startswith("--"):
+            if len(value) >= 8:
                 yield value
 
 
@@ -112,19 +145,34 @@ class MaskedFormatter(logging.Formatter):
         return mask(super().format(record))
 
 
-def secrets_in(settings: Any, name: str = "") -> Iterator[str]:
-    """List the dotted names of the settings that hold a secret as a string."""
+def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
+    """List the dotted names of the settings that hold a secret.
+
+    What stands under a secret's name: strings and bytes, numbers unless it ends in token, also in
+    lists, sets, groups and dictionaries; and any string that `mask` would change.
+
+    Args:
+        settings: a dataclass, or the value of a setting.
+        name: its dotted name.
+        of: the last secret's name that it stands under.
+    """
+    of = name if is_secret(name) else of
+    is_token = _words(of).endswith("token")
     if dataclasses.is_dataclass(settings):
         settings = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     if isinstance(settings, dict):
         for key, value in settings.items():
-            yield from secrets_in(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(settings, (list, tuple)):
+            yield from secrets_in(value, f"{name}.{key}" if name else str(key), of)
+    elif isinstance(settings, (list, tuple, set, frozenset)):
         for value in settings:
-            yield from secrets_in(value, name)
-    elif isinstance(settings, str) and settings and is_secret(name):
+            yield from secrets_in(value, name, of)
+    elif isinstance(settings, str) and settings:
         is_special = len(settings) < 6 or re.fullmatch(r"[<\[].*[>\]]", settings)
-        if not (is_special and name.lower().endswith("token")):
+        if (of and not (is_token and is_special)) or mask(settings) != settings:
+            yield name
+    elif of and settings:
+        is_number = type(settings) in (int, float)
+        if isinstance(settings, bytes) or (is_number and not is_token):
             yield name
 
 

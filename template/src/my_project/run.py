@@ -40,7 +40,7 @@ from .config import (
     saved_curve,
     to_yaml,
 )
-from .redaction import RECORDED_VARIABLES, mask, mask_command
+from .redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +336,7 @@ class Run:
                 " or --resume never, which moves that folder aside."
             ) from error
         differing = [
-            f"{name} ({before.get(name)!r} there, {now.get(name)!r} here)"
+            f"{name} ({_masked(name, before)} there, {_masked(name, now)} here)"
             for name in sorted(before.keys() | now.keys())
             if before.get(name) != now.get(name)
         ]
@@ -345,6 +345,10 @@ class Run:
                 f"{self.folder} was trained with other settings: {'; '.join(differing)}. Choose"
                 " another --run_name, or --resume never, which moves that folder aside."
             )
+
+
+def _masked(name: str, settings: dict[str, Any]) -> str:
+    return MASK if is_secret(name) else mask(repr(settings.get(name)))
 
 
 def unused_name(path: Path, end: str = "old") -> Path:

@@ -14,10 +14,9 @@ def run_folder(folder: str) -> str:
     """Return the run folder that weights belong to, or their own where they were given alone."""
     folder = os.path.realpath(folder)
     parent = os.path.dirname(folder)
-    for place in (os.path.dirname(parent), parent):  # of a checkpoint, of an export
-        if all(os.path.isfile(os.path.join(place, name)) for name in ("config.yaml", "run.json")):
-            return place
-    return folder
+    if os.path.basename(parent) == "checkpoints":
+        parent = os.path.dirname(parent)
+    return parent if os.path.isfile(os.path.join(parent, "config.yaml")) else folder
 
 
 def is_inside(path: str, folder: str) -> bool:

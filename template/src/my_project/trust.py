@@ -1,76 +1,87 @@
-"""Which classes a stranger's config.yaml may name; any other needs --trust.
+"""What of a stranger's config.yaml is used, and which classes it may name without --trust.
 
 Weights are data, but the config.yaml beside them names classes, and importing one runs code. So
-predict.py and evaluate.py import only what is this project's own:
+predict.py and evaluate.py use the recipe and the few numbers that they need, and nothing else of
+the file. A class is imported only if it is this project's own:
 
-- what is defined in the package that the loop lies in (its top-level package);
-- what a YAML file in this project's `configs/` names: in that of the current folder, and in that of
-  the project which the package lies in (beside the package, or beside `src` around it).
+- a class that is defined in the package that the loop lies in (its top-level package), for the
+  recipe and where a field's type is a base class of it;
+- what a YAML file in this project's `configs/` names. The project is the folder with the package's
+  `src`, or with pyproject.toml beside the package; or the current folder, if the package is in it.
 
-What lies in the run folder, export or checkpoint that was given is not this project's, and never
-imported. Nothing is imported before it is checked. train.py imports what its user's config names.
+What lies in the folder that was given is not this project's, and never imported. Nothing is
+imported before it is checked, and a string where a field takes settings, which jsonargparse would
+read as the name of a file, is refused. train.py imports what its user's config names.
 """
 
 import argparse
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import is_dataclass
+from enum import Enum
 from importlib.machinery import PathFinder
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import yaml
 
-from .config import Config, ConfigError, parse
+from .config import Config, ConfigError, check_yaml, parse, read_yaml
+from .recipe import problems
 from .search_path import is_inside, run_folder
 
 PACKAGE = __name__.partition(".")[0]
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # jsonargparse's
+NUMBERS = {  # what is used besides the recipe; numbers, booleans and null
+    "": ("seed", "tf32", "channels_last", "deterministic"),
+    "batches": ("global_batch_size", "micro_batch_size", "workers", "seed_samples"),
+    "evaluation": ("batch_size",),
+}
+PLAIN = (str, int, float, complex, bytes, NoneType, PurePath, Enum)
 
 
-def read_config(path: Path, trusted: Iterable[str] = ()) -> Config:
-    """Read the config.yaml of a run, whoever made it.
+def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
+    """Read what prediction and evaluation need of the config.yaml of a run, whoever made it.
 
     Args:
         path: of the file.
         trusted: class paths that may be imported besides this project's own.
+        given: the folder on the command line; the file's own if left out.
 
     Raises:
         ConfigError: it names what may not be imported, or is no config.
     """
-    weights = run_folder(str(path.parent))
-    try:
-        settings = _compose(path.read_text())  # decoded as jsonargparse does
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
-    if not isinstance(settings, yaml.MappingNode):
-        raise ConfigError(f"{path} holds no settings by name.")
-    names = {str(key.value) for key, _ in settings.value}
-    if unknown := names - {f.name for f in fields(Config)}:  # `config` would read another file
-        raise ConfigError(f"{path} has settings that no run has: {', '.join(sorted(unknown))}.")
-    for key, value in settings.value:
-        if key.value == "optim" and isinstance(value, yaml.MappingNode):  # training imports it
-            value.value = [(k, v) for k, v in value.value if k.value != "class_path"]
-    named = set(_named_in_configs(weights)) | {*trusted}
-    for name, is_class in _strings(settings, set()):
-        if is_class and not _is_dotted(name):
-            raise ConfigError(f"{path} names {name!r}, which is no path of a class (module.Class).")
-        if not (is_class or _may_run_code(name)):
-            continue
-        if any(is_inside(str(Path(entry, *name.split("."))), weights) for entry in sys.path):
-            raise ConfigError(
-                f"{path} names {name}, which lies in {weights}: code that comes with weights is"
-                " never imported; copy what you have read and trust into your project."
-            )
-        if name not in named and not _is_of_package(name):
-            raise ConfigError(
-                f"{path} names {name}, which is neither defined in the package {PACKAGE} nor named"
-                " by a file in configs/, so importing it may run anything; if you trust it, add"
-                f" --trust {name}."
-            )
-    return parse(["--config", str(path)])
+    saved = read_yaml(path)
+    for name in ("recipe", "batches", "evaluation"):
+        if not isinstance(saved.setdefault(name, {}), dict):
+            raise ConfigError(f"{path}: {name} is no group of settings.")
+    settings: dict[str, Any] = {"steps": 1}
+    for group, names in NUMBERS.items():
+        source, target = (
+            (saved[group], settings.setdefault(group, {})) if group else (saved, settings)
+        )
+        for name in names:
+            if not isinstance(value := source.get(name), (int, float, NoneType)):
+                raise ConfigError(f"{path}: {f'{group}.{name}'.lstrip('.')} is no number.")
+            if name in source:
+                target[name] = value
+    if (precision := saved.get("precision")) not in ("no", "bf16", "fp16", None):
+        raise ConfigError(f"{path}: precision is {precision!r}, but must be no, bf16 or fp16.")
+    settings["precision"] = precision
+    check = _Check(path, run_folder(str(given or path.parent)), trusted)
+    settings["recipe"] = check.recipe(saved["recipe"])
+    return parse(settings)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
@@ -84,28 +95,147 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _compose(text: str) -> yaml.Node | None:
-    """Parse YAML into its nodes, of which nothing is built."""
-    with suppress(yaml.YAMLError):
-        yaml.compose(text, yaml.SafeLoader)  # nested too deep, the one in C ends the process
-    node: yaml.Node | None = yaml.compose(text, LOADER)
-    return node
+class _Check:
+    """Check the recipe of a config.yaml before anything that it names is imported."""
+
+    def __init__(self, path: Path, weights: str, trusted: Iterable[str]) -> None:
+        self.path = path
+        self.weights = weights
+        self.named = {*trusted, *_named_in_configs(weights)}
+
+    def recipe(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the recipe's class and arguments."""
+        kind = self._class_of(settings.get("class_path"), is_base=True)
+        found = problems(kind) + ([] if is_dataclass(kind) else ["it is no dataclass"])
+        if found:
+            raise ConfigError(f"{self.path}: {settings['class_path']} is no recipe: {found[0]}.")
+        self._arguments(settings.get("init_args"), kind)
+        return {name: settings[name] for name in ("class_path", "init_args") if name in settings}
+
+    def _class_of(self, name: Any, is_base: bool) -> type:
+        """Import a class that is trusted; this project's own ones only as what a field takes."""
+        if not (isinstance(name, str) and _is_dotted(name)):
+            raise ConfigError(
+                f"{self.path} names {name!r}, which is no path of a class (module.Class)."
+            )
+        self._refuse_unless_trusted(name, is_base)
+        try:
+            kind = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{self.path} names {name}, which is not there: {error}.") from error
+        if not isinstance(kind, type):
+            raise ConfigError(f"{self.path} names {name}, which is no class.")
+        return kind
+
+    def _refuse_unless_trusted(self, name: str, own_is_enough: bool) -> None:
+        if any(is_inside(str(Path(entry, *name.split("."))), self.weights) for entry in sys.path):
+            raise ConfigError(
+                f"{self.path} names {name}, which lies in {self.weights}: code that comes with"
+                " weights is never imported; copy what you have read and trust into your project."
+            )
+        if name not in self.named and not (own_is_enough and _own_class(name)):
+            raise ConfigError(
+                f"{self.path} names {name}, which is neither a class of the package {PACKAGE} that"
+                " belongs there nor named by a file in configs/, so it may run anything; if you"
+                f" trust it, add --trust {name}."
+            )
+
+    def _arguments(self, arguments: Any, kind: type) -> None:
+        """Check what a class is called with."""
+        if not isinstance(arguments, (dict, NoneType)):
+            raise ConfigError(f"{self.path}: the init_args of {kind.__qualname__} are no group.")
+        hints = _hints(kind)
+        for name, value in (arguments or {}).items():
+            self._value(value, hints.get(name, object))
+
+    def _value(self, value: Any, hint: Any) -> None:
+        """Check a value, with what it holds, for a field of this type."""
+        kinds = list(_kinds(hint))
+        if isinstance(value, str):
+            self._string(value, hint, kinds)
+        elif isinstance(value, dict):
+            self._mapping(value, kinds)
+        elif isinstance(value, (list, tuple, set)):
+            hints = [part for kind in kinds for part in _parts(kind)]
+            for part in value:
+                self._value(part, Union[tuple(hints)] if hints else Any)  # noqa: UP007
+
+    def _string(self, value: str, hint: Any, kinds: list[Any]) -> None:
+        takes_strings = any(_is_plain(kind) for kind in kinds if kind is not NoneType)
+        if _may_run_code(value) or (_is_dotted(value) and not takes_strings):
+            self._refuse_unless_trusted(value, not any(_is_function(kind) for kind in kinds))
+        elif not takes_strings:  # jsonargparse would read a file, or look for a class, of this name
+            raise ConfigError(
+                f"{self.path} holds {value[:100]!r} where a group of settings or a class belongs."
+            )
+        inner = None
+        with suppress(yaml.YAMLError, ValueError):  # jsonargparse reads strings as YAML
+            check_yaml(value)
+            inner = yaml.safe_load(value)
+        if isinstance(inner, (dict, list, set)):
+            self._value(inner, hint)
+
+    def _mapping(self, value: dict[Any, Any], kinds: list[Any]) -> None:
+        for key in value:
+            if str(key) != "class_path" and str(key).rstrip("+").endswith(".class_path"):
+                raise ConfigError(f"{self.path} has the setting {key}; write it as a group.")
+        if "class_path" in value:
+            name = value["class_path"]
+            own = _own_class(name) if isinstance(name, str) else None
+            is_base = own is not None and any(kind in own.__mro__[:-1] for kind in kinds)
+            self._arguments(value.get("init_args"), self._class_of(name, is_base))
+            value = {key: value[key] for key in value.keys() - {"class_path", "init_args"}}
+        for key, part in value.items():
+            hints = [_hint_of(key, kind) for kind in kinds if not _is_plain(kind)]
+            self._value(part, Union[tuple(hints)] if hints else Any)  # noqa: UP007
 
 
-def _strings(node: yaml.Node | None, seen: set[int], is_class: bool = False) -> Iterator[tuple]:
-    """List all strings, and whether each is a class_path; also those in strings that are YAML."""
-    if isinstance(node, yaml.ScalarNode):
-        yield node.value, is_class
-        with suppress(yaml.YAMLError):
-            inner = _compose(node.value)
-            if inner and inner.value != node.value:
-                yield from _strings(inner, seen)
-    elif node and id(node) not in seen:  # an alias may lead back to what it is in
-        seen.add(id(node))
-        for part in node.value:
-            key, value = part if isinstance(node, yaml.MappingNode) else (None, part)
-            yield from _strings(key, seen)
-            yield from _strings(value, seen, bool(key) and str(key.value).endswith("class_path"))
+def _kinds(hint: Any) -> Iterator[Any]:
+    """List the types that a field takes, of a union each."""
+    if get_origin(hint) in (Union, UnionType):
+        for part in get_args(hint):
+            yield from _kinds(part)
+    elif get_origin(hint) is Annotated:
+        yield from _kinds(get_args(hint)[0])
+    else:
+        yield hint
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether a string for this type is only a string, or a number or a name in it."""
+    is_plain_class = isinstance(kind, type) and issubclass(kind, PLAIN)
+    return kind is Any or get_origin(kind) is Literal or is_plain_class
+
+
+def _is_function(kind: Any) -> bool:
+    return Callable in (kind, get_origin(kind))
+
+
+def _hint_of(key: Any, kind: Any) -> Any:
+    """Return the type of a value in a group, such as a dictionary or the fields of a dataclass."""
+    if isinstance(origin := get_origin(kind) or kind, type) and issubclass(origin, Mapping):
+        if is_typeddict(kind):
+            return _hints(kind).get(key, object)
+        return get_args(kind)[-1] if get_args(kind) else Any
+    return _hints(kind).get(key, object) if isinstance(kind, type) else object
+
+
+def _parts(kind: Any) -> list[Any]:
+    """Return the types of what a list, tuple or set holds."""
+    if _is_plain(kind) or _is_function(kind):
+        return []
+    return [part for part in get_args(kind) if part is not Ellipsis]
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types that a class is called with."""
+    has_fields = is_dataclass(kind) or is_typeddict(kind)
+    try:
+        return get_type_hints(kind if has_fields else kind.__init__, include_extras=True)
+    except Exception as error:  # an annotation may hold any expression
+        raise ConfigError(
+            f"the types of {kind.__module__}.{kind.__qualname__} cannot be read: {error}."
+        ) from error
 
 
 def _is_dotted(name: str) -> bool:
@@ -132,22 +262,41 @@ def _may_run_code(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _is_of_package(name: str) -> bool:
-    """Return whether the package defines it; what its modules have imported is not its own."""
-    if not name.startswith(f"{PACKAGE}."):
-        return False
+def _own_class(name: str) -> type | None:
+    """Return a class that the package defines; what its modules have imported is not its own."""
+    if not (_is_dotted(name) and name.startswith(f"{PACKAGE}.")):
+        return None
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
-        return False
-    return str(getattr(found, "__module__", "")).partition(".")[0] == PACKAGE
+        return None
+    is_own = isinstance(found, type) and found.__module__.partition(".")[0] == PACKAGE
+    return found if is_own else None
+
+
+def _projects() -> Iterator[Path]:
+    """List where this project's configs/ may lie."""
+    file = Path(__file__).resolve()
+    source = file.parents[(__package__ or "").count(".") + 1]
+    if source.name == "src":
+        yield source.parent
+    elif (source / "pyproject.toml").is_file() and not source.name.endswith("-packages"):
+        yield source
+    if file.is_relative_to(Path.cwd().resolve()):
+        yield Path.cwd()
 
 
 def _named_in_configs(weights: str) -> Iterator[str]:
     """List what the configs/ of this project name; not those of a stranger's folder."""
-    source = Path(__file__).resolve().parents[(__package__ or "").count(".") + 1]
-    projects = {Path.cwd(), source, *([source.parent] if source.name == "src" else [])}
-    for folder in [project / "configs" for project in projects]:
+    for folder in [project / "configs" for project in _projects()]:
         for file in folder.glob("*.yaml") if not is_inside(str(folder), weights) else ():
-            with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-                yield from (name for name, _ in _strings(_compose(file.read_text()), set()))
+            with suppress(ConfigError):
+                yield from _strings(read_yaml(file))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
