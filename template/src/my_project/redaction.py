@@ -110,7 +110,7 @@ def mask_command(arguments: Iterable[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if is_next:
             masked.append(MASK)
-        elif equals and NAME.fullmatch(name) and _is_masked(name):
+        elif equals and re.fullmatch(r"[\w.+-]+", name) and _is_masked(name):
             masked.append(f"{name}={MASK}")
         elif any(map(_is_masked, NAME.findall(value if name.startswith("--") else argument))):
             masked.append(f"{name}={MASK}" if equals and name.startswith("--") else MASK)
