@@ -596,7 +596,7 @@ def test_code_beside_the_weights_is_not_run(tmp_path, folder, monkeypatch):
     settings |= {"auto_map": {"AutoConfig": "theirs.X"}, "model_type": "theirs"}
     (model / "config.json").write_text(json.dumps(settings))
     monkeypatch.setattr("builtins.input", lambda *_: "yes")
-    with pytest.raises(ValueError, match="trust_remote_code|does not recognize"):
+    with pytest.raises(ValueError, match=r"trust_remote_code|does not recognize"):
         recipe_of(folder, model=str(model)).build_model({"classes": ["fruit", "tool"]})
     assert not marker.exists()
 

@@ -69,7 +69,7 @@ NAMED = re.compile(  # name=value, 'name': 'value', --name value
 NAME = re.compile(r"""[\w.-]+(?=["']?\s*[=:])""")
 BEARER = re.compile(r"(?<=\bbearer )[\w.~+/=-]{8,}", re.IGNORECASE)
 # Up to the last @ where a password may hold any character; host:port/ is none.
-IN_URL = re.compile(r"(?<=://)(?:[^/\s?#:@]*:(?!\d{1,5}/)\S*|[^/\s?#]+)(?=@)")
+IN_URL = re.compile(r"(?<=://)(?:[^/\s?#:@]*:(?!\d{1,5}/)\S{0,300}|[^/\s?#]+)(?=@)")
 
 
 def is_secret(name: str) -> bool:
