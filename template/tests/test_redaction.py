@@ -178,12 +178,15 @@ def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
     monkeypatch.setattr(launch, "prepare_environment", lambda _: "")
     arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
                  "--num_processes", "2", "--main_process_ip", "127.0.0.1",
-                 "-m", "my_project.train", "--hub_token", SECRET]  # fmt: skip
+                 "-m", "my_project.train", "--pwd", SECRET]  # fmt: skip
     monkeypatch.chdir(redaction.__file__.rpartition("/src/")[0])
     monkeypatch.setattr(launch, "Child", lambda **_: SimpleNamespace(torchrun=True))
     with pytest.raises(ZeroDivisionError):
         launch.main(arguments)
-    assert told[0].run == "my_project.train --hub_token ***"
+    assert told[0].run == "my_project.train --pwd ***"
+    with pytest.raises(ConfigError, match=r"hub_token holds a secret, .* HF_TOKEN") as refusal:
+        launch.main([*arguments, "--recipe.init_args.hub_token", SECRET])
+    assert SECRET not in str(refusal.value)
 
 
 def test_a_secret_in_an_old_config_is_not_shown_where_settings_differ(tmp_path):

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from .parent import LAUNCHER
 from .recipe import Recipe, problems_of
-from .redaction import mask, secrets_in, variable_for
+from .redaction import mask, refuse_secrets
 
 
 class ConfigError(ValueError):
@@ -313,12 +313,8 @@ def to_yaml(config: Config) -> str:
     """
     import yaml
 
-    for name in secrets_in(config):
-        raise ConfigError(
-            f"{name} holds a secret, which config.yaml would show: leave it empty and set the"
-            f" environment variable {variable_for(name)}, or give a file that holds it in a field"
-            f" such as {name.rpartition('.')[2]}_file."
-        )
+    if refusal := refuse_secrets(config):
+        raise ConfigError(refusal)
     plain = to_dict(config)
     try:
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

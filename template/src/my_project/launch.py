@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 
 from .config import CONFIG_ERRORS, ConfigError, exit_with_sentence, read_yaml
-from .redaction import mask_command
+from .redaction import mask_command, refuse_secrets
 from .roll_call import Node, interface_to, roll_call
 from .run import read_json, writing
 
@@ -206,6 +206,14 @@ def run_folder(arguments: tuple[str, ...]) -> Path:
         elif word == "--run_name":
             name = value
     return Path(folder) / (stem if name == "run" else name)
+
+
+def refuse_secret_arguments(arguments: tuple[str, ...]) -> None:
+    """Refuse here what train.py would: where it fails, accelerate prints its whole command line."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    options = {word[2:]: value for word, value in pairwise(words) if word.startswith("--")}
+    if refusal := refuse_secrets(options):
+        raise ConfigError(refusal)
 
 
 # ---- the installed torch -------------------------------------------------------------------------
@@ -393,6 +401,7 @@ def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[st
 def main(arguments: list[str]) -> int:
     """Launch this node's part; return the exit code."""
     own, launch = parse(arguments)
+    refuse_secret_arguments(launch.arguments)
     child = Child(torchrun=launch.processes > 1)
     if own.stop_at_end_of_input:
         stop_at_end_of_input()

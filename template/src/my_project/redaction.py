@@ -94,9 +94,13 @@ def _words(name: str) -> str:
 
 def mask(text: str) -> str:
     """Mask secrets in a text: where their names stand before them, in URLs, and known ones."""
+    return NAMED.sub(_mask_value, _mask_unnamed(text))
+
+
+def _mask_unnamed(text: str) -> str:
     for value in sorted(_known(), key=len, reverse=True):
         text = text.replace(value, MASK)
-    return IN_URL.sub(MASK, BEARER.sub(MASK, NAMED.sub(_mask_value, text)))
+    return IN_URL.sub(MASK, BEARER.sub(MASK, text))
 
 
 def mask_command(arguments: Iterable[str]) -> list[str]:
@@ -149,7 +153,8 @@ def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
     """List the dotted names of the settings that hold a secret.
 
     What stands under a secret's name: strings and bytes, numbers unless it ends in token, also in
-    lists, sets, groups and dictionaries; and any string that `mask` would change.
+    lists, sets, groups and dictionaries; and any string with credentials in a URL, or one that is
+    known from the environment. Other text may name secrets, as a prompt does ("Password: ...").
 
     Args:
         settings: a dataclass, or the value of a setting.
@@ -168,12 +173,23 @@ def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
             yield from secrets_in(value, name, of)
     elif isinstance(settings, str) and settings:
         is_special = len(settings) < 6 or re.fullmatch(r"[<\[].*[>\]]", settings)
-        if (of and not (is_token and is_special)) or mask(settings) != settings:
+        if (of and not (is_token and is_special)) or _mask_unnamed(settings) != settings:
             yield name
     elif of and settings:
         is_number = type(settings) in (int, float)
         if isinstance(settings, bytes) or (is_number and not is_token):
             yield name
+
+
+def refuse_secrets(settings: Any) -> str:
+    """Say why settings that hold a secret are refused; nothing where none does."""
+    for name in secrets_in(settings):
+        return (
+            f"{name} holds a secret, which config.yaml and the list of processes would show: leave"
+            f" it empty and set the environment variable {variable_for(name)}, or give a file that"
+            f" holds it in a field such as {name.rpartition('.')[2]}_file."
+        )
+    return ""
 
 
 def variable_for(name: str) -> str:
