@@ -414,8 +414,13 @@ class Finetune:
 
     def load(self, data_info: dict[str, Any], folder: Path) -> nn.Module:
         """Load what export has written."""
-        if not (folder / "adapter_config.json").is_file():
+        adapter = folder / "adapter_config.json"
+        if not adapter.is_file():
             return self._base(folder, data_info)[0]
+        settings = json.loads(adapter.read_text(encoding="utf-8"))
+        if settings.get("peft_type") != "LORA" or settings.get("megatron_config"):
+            # old versions of peft import the module that megatron_core names
+            raise ValueError(f"{adapter} is no adapter of this recipe: peft_type must be LORA")
         from peft import PeftModel
 
         return PeftModel.from_pretrained(self._base(self._model_folder(), data_info)[0], folder)

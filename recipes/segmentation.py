@@ -153,6 +153,7 @@ class Segmentation:
         with torch.no_grad():
             found = _logits(model(images)).argmax(1)[0, : image.shape[1], : image.shape[2]]
         path = Path(argument).with_suffix(".mask.png")
+        path.unlink(missing_ok=True)  # a link would lead elsewhere
         write_png(found.to(torch.uint8)[None], str(path))
         shares = (
             torch.bincount(found.flatten(), minlength=len(data_info["classes"])) / found.numel()

@@ -249,6 +249,11 @@ def test_the_export_of_lora_is_the_adapter_alone_or_merged(tmp_path, folder):
     assert {line.split()[1] for line in answer.splitlines()} == {"fruit", "tool"}
     for loaded in (from_predict, from_peft):
         torch.testing.assert_close(logits_of(recipe, loaded), wanted)
+    hostile = json.loads((export / "adapter_config.json").read_text())
+    hostile |= {"megatron_config": {"x": 1}, "megatron_core": "export.evil"}  # old peft imports it
+    (export / "adapter_config.json").write_text(json.dumps(hostile))
+    with pytest.raises(ConfigError, match="is no adapter of this recipe"):
+        predict.load(export)
 
     merged = change(config, run_name="merged")
     merged = dataclasses.replace(merged, recipe=dataclasses.replace(recipe, merge_adapter=True))

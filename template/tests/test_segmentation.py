@@ -88,9 +88,11 @@ def test_it_is_resumed_and_labels_a_picture(tmp_path):
     settings, about, model = predict.load(whole.folder / "export")
     image, _ = SMALL.build_datasets({})[0][0]
     write_png((image * 255).to(torch.uint8), str(tmp_path / "scene.png"))
+    (tmp_path / "scene.mask.png").symlink_to(tmp_path / "elsewhere")
     told = settings.recipe.predict(model, about, str(tmp_path / "scene.png"))
     assert told.startswith(f"{tmp_path}/scene.mask.png: ")
     assert decode_image(str(tmp_path / "scene.mask.png")).shape[1:] == image.shape[1:]
+    assert not (tmp_path / "elsewhere").exists(), "nothing is written through a link"
 
 
 def test_a_folder_of_ones_own_and_a_torchvision_model(tmp_path):

@@ -106,6 +106,11 @@ DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
         settings_of(functions=["my_project.launch.Child"]),
         settings_of() | {"recipe": WRITE},
         settings_of(anything=DECOYS | {"z": "{class_path: hostile.Evil}"}),
+        # strings that PyYAML refuses, and jsonargparse's loader reads
+        settings_of(anything="{class_path: hostile.Evil, init_args: {x: 2001-13-45}}"),
+        settings_of(anything="{class_path:\thostile.Evil}"),
+        settings_of(anything="{class_path: hostile.Evil, init_args: {a: b:c?}}"),
+        settings_of(anything="{class_path: hostile.Evil, init_args: {x: a?b, y: http://a}}"),
     ],
     ids=str,
 )

@@ -30,7 +30,9 @@ ACCESS_TOKENS = {
     "private", "refresh", "secret", "session", "user", "wandb",
 }  # fmt: skip
 SPECIAL_TOKENS = {
-    "bos", "eos", "pad", "padding", "unk", "mask", "sep", "cls", "start", "end", "stop", "image",
+    "answer", "bos", "cls", "end", "eos", "image", "initializer", "lang", "language", "mask", "max",
+    "min", "next", "pad", "padding", "placeholder", "sep", "soft", "start", "stop", "trigger",
+    "unk",
 }  # fmt: skip
 # What explains a run, name by name: the environment also holds tokens and passwords.
 RECORDED_VARIABLES = """
@@ -66,10 +68,10 @@ NAMED = re.compile(  # name=value, 'name': 'value', --name value
     (?P<value>(?:(?:bearer|basic)\s+)?(?:(?<=")[^"]*|(?<=')[^']*|[^\s"',;&)}\]]+))""",
     re.IGNORECASE | re.VERBOSE,
 )
-NAME = re.compile(r"""[\w.-]+(?=["']?\s*[=:])""")
-BEARER = re.compile(r"(?<=\bbearer )[\w.~+/=-]{8,}", re.IGNORECASE)
+NAME = re.compile(r"""(?<![\w.-])[\w.-]+(?=["']?\s*[=:])""")
+BEARER = re.compile(r"(?<=\bbearer )(?=\S*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
 # Up to the last @ where a password may hold any character; host:port/ is none.
-IN_URL = re.compile(r"(?<=://)(?:[^/\s?#:@]*:(?!\d{1,5}/)\S{0,300}|[^/\s?#]+)(?=@)")
+IN_URL = re.compile(r"(?<=://)(?!git@)(?:[^/\s?#:@]*:(?!:|\d{1,5}[/?#])\S{0,300}|[^/\s?#:]+)(?=@)")
 
 
 def is_secret(name: str) -> bool:
@@ -162,7 +164,7 @@ def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
         of: the last secret's name that it stands under.
     """
     of = name if is_secret(name) else of
-    is_token = _words(of).endswith("token")
+    is_token = _words(of).endswith(("token", "tokens", "secrets"))
     if dataclasses.is_dataclass(settings):
         settings = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
     if isinstance(settings, dict):

@@ -37,6 +37,7 @@ from typing import (
 )
 
 import yaml
+from jsonargparse import get_loader
 
 from .config import Config, ConfigError, check_yaml, parse, read_yaml
 from .recipe import problems
@@ -162,16 +163,22 @@ class _Check:
 
     def _string(self, value: str, hint: Any, kinds: list[Any]) -> None:
         takes_strings = any(_is_plain(kind) for kind in kinds if kind is not NoneType)
-        if _may_run_code(value) or (_is_dotted(value) and not takes_strings):
+        only_plain = takes_strings and all(_is_plain(k) or k is NoneType for k in kinds)
+        is_import = _may_run_code(value) or (_is_dotted(value) and not takes_strings)
+        if is_import and not only_plain:
             self._refuse_unless_trusted(value, not any(_is_function(kind) for kind in kinds))
         elif not takes_strings:  # jsonargparse would read a file, or look for a class, of this name
             raise ConfigError(
                 f"{self.path} holds {value[:100]!r} where a group of settings or a class belongs."
             )
         inner = None
-        with suppress(yaml.YAMLError, ValueError):  # jsonargparse reads strings as YAML
+        try:  # jsonargparse reads strings as YAML, by rules that are not PyYAML's
             check_yaml(value)
-            inner = yaml.safe_load(value)
+            inner = get_loader("yaml")(value)
+        except yaml.YAMLError:
+            pass
+        except ValueError as error:
+            raise ConfigError(f"{self.path} holds {value[:100]!r}: {error}.") from error
         if isinstance(inner, (dict, list, set)):
             self._value(inner, hint)
 
