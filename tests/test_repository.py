@@ -23,7 +23,7 @@ def test_make_train_reaches_its_accuracy_and_shows_it_again():
     assert "exported weights" in shown
     again = make("train")
     assert "validation/accuracy" in again
-    for trace in ("uv pip install", "cookiecutter", "step 10 of"):
+    for trace in ("uv pip install", "cookiecutter --no-input", "step 10 of"):
         assert trace not in again
 
 
