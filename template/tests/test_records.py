@@ -118,7 +118,7 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, ca
     assert caplog.text.count("curve may differ") == caplog.text.count(told) == 1
     assert [r["step"] for r in records(config, "changed")] == [2, 4]
 
-    for step in (4, 6):  # begun anew at step 2, the changes after it never were
+    for step in (4, 6):  # continued from step 2, so the later changes never were
         shutil.rmtree(config.folder / f"checkpoints/step_{step:08d}")
     train(change(config, steps=8))
     assert records(config, "changed") == []

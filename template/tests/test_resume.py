@@ -111,6 +111,10 @@ def test_a_finished_run_shows_its_result_and_a_longer_one_goes_on(tmp_path, caps
     assert "validation/accuracy" in shown
     assert str(config.run_name) in shown
     assert os.stat(config.folder / "metrics.jsonl").st_mtime_ns == before, "nothing is trained"
+    shutil.rmtree(config.folder / "export")
+    assert train(config) == 0
+    assert (config.folder / "export/model.safetensors").is_file(), "it is exported again"
+    assert [r["step"] for r in records(config)] == [1, 2, 3, 4]
     run_world(1, train, change(config, steps=6))
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
 

@@ -206,7 +206,7 @@ def clear_gradients(
 
     Without one, each parameter would accumulate beside the buckets: 4 bytes per parameter more.
     """
-    if in_buckets and is_first:  # before the second step DDP orders its buckets anew
+    if in_buckets and is_first:  # DDP rebuilds its buckets before the second step
         empty_gradients(optimizer)
     else:
         optimizer.zero_grad(set_to_none=not in_buckets)

@@ -148,7 +148,7 @@ class Telemetry:
     def _is_kept(self, record: dict[str, Any]) -> bool:
         """Return whether a record is not newer than the state: nor of an evaluation to come."""
         step, is_evaluation = self.state["step"], "samples_per_second" not in record
-        if "changed" in record:  # at this step this start writes it anew, if it still holds
+        if "changed" in record:  # this start writes that of its own step again, if it still holds
             return record["step"] < step
         to_come = is_evaluation and self.state["evaluated_step"] != step
         return record["step"] < step or (record["step"] == step and not to_come)
