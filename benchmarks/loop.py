@@ -108,10 +108,10 @@ def settings(case: Case, folder: str, name: str) -> Any:
 
 def train_ours(config: Any) -> None:
     """Run the project's main, as its command does."""
-    from my_project import runtime
+    from my_project import cli
     from my_project.train import main
 
-    runtime.set_up_logging()
+    cli.set_up_logging()
     if code := main(config):
         raise RuntimeError(f"the run ended with {code}")
 
@@ -120,7 +120,8 @@ def train_by_hand(config: Any, case: Case, rank: int, device: Any) -> None:
     """Run the hand-written loop."""
     import hand_written
     import torch
-    from my_project.batches import Fetch, seed_of
+    from my_project.loading.loader import Fetch
+    from my_project.loading.seeding import seed_of
 
     torch.set_float32_matmul_precision("high")
     recipe = config.recipe

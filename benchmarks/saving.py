@@ -29,9 +29,9 @@ def main() -> None:
     sys.path[:0] = [str(ROOT / "template" / "src"), str(ROOT / "benchmarks")]
     import tasks
     import torch
-    from my_project import checkpoint
+    from my_project.checkpoint import saving
     from my_project.config import BatchesConfig, CheckpointsConfig, Config
-    from my_project.run import Run
+    from my_project.run_folder import Run
 
     layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(arguments.parameters)]
     model = torch.nn.Sequential(*layers).to(arguments.device)
@@ -57,7 +57,7 @@ def main() -> None:
                 runs_folder=folder,
                 run_name=f"background_{background}",
             )
-            saver = checkpoint.Checkpoints(Run(config, 0), True, model, optimizer, None, None)
+            saver = saving.Checkpoints(Run(config, 0), True, model, optimizer, None, None)
             waited, whole, beside, alone = [], [], [], []
             for number in range(6):
                 start = time.perf_counter()

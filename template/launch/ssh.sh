@@ -20,7 +20,7 @@ if [ $# -lt 1 ] || [[ $1 == -* ]]; then
     echo "error: give a host list first: launch/ssh.sh hosts.txt --config configs/..." >&2
     exit 2
 fi
-listed=$("$python" -m my_project.nodes "$1" --list) || exit 2
+listed=$("$python" -m my_project hosts "$1" --list) || exit 2
 shift
 hosts=() slots=0
 while read -r name count; do

@@ -14,9 +14,9 @@ import yaml
 from runs import make_config
 from world import free_port
 
-from my_project import nodes
+from my_project.cluster import hosts
 from my_project.config import ConfigError
-from my_project.runtime import check_launch
+from my_project.devices import check_launch
 
 CONFIGS = sorted((Path(__file__).parents[1] / "accelerate_configs").glob("*.yaml"))
 # accepted and ignored by accelerate, or meant for something else
@@ -141,7 +141,7 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, tmp_path)
 def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypatch):
     """Accelerate ignores misspelt keys below parallelism_config, which leaves a size at 1."""
     config = make_config(tmp_path)
-    monkeypatch.setattr("my_project.runtime.use_cpu", lambda: False)
+    monkeypatch.setattr("my_project.devices.use_cpu", lambda: False)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
@@ -171,7 +171,7 @@ def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypa
 )
 def test_a_host_list_that_cannot_be_used_is_refused(text, sentence):
     with pytest.raises(ConfigError) as refusal:
-        nodes.read_hosts(text)
+        hosts.read_hosts(text)
     assert sentence in str(refusal.value)
 
 
@@ -185,7 +185,7 @@ def write_nodes(folder: Path, hosts: str, where: str, **more: str) -> list[Path]
         address=more.get("address", ""),
         port=int(more.get("port", "29500")),
     )
-    nodes.main(arguments)
+    hosts.main(arguments)
     return sorted((folder / "nodes").iterdir())
 
 

@@ -7,14 +7,10 @@ import numpy as np
 import torch
 from runs import change, make_config
 
-from my_project.batches import (
-    Fetch,
-    Indexed,
-    SliceSampler,
-    cpus_per_process,
-    make_loader,
-    split,
-)
+from my_project.loading.feed import Indexed
+from my_project.loading.layout import split
+from my_project.loading.loader import Fetch, SliceSampler, make_loader
+from my_project.loading.workers import cpus_per_process
 
 
 class Drawing(torch.utils.data.Dataset):

@@ -12,10 +12,10 @@ from test_launch import PROJECT
 from torch.nn import functional as F
 from world import run_world
 
-from my_project import predict
-from my_project.batches import LaneReader
+from my_project import export
 from my_project.config import Config, ConfigError, parse
 from my_project.contract import build_datasets, prepare_data
+from my_project.loading.streams import LaneReader
 from my_project.recipes import causal_lm
 from my_project.recipes.causal_lm import CausalLM
 
@@ -185,7 +185,7 @@ def test_it_learns_a_text_by_heart_and_writes_it(tmp_path):
     count = sum(p.numel() for p in model.parameters())
     operations = 6 * count + 12 * 2 * 32 * 16
     assert last["utilisation"] == pytest.approx(rate * operations / 1e12)
-    _, about, model = predict.load(config.folder / "export")
+    _, about, model = export.load(config.folder / "export")
     answer = recipe.predict(model, about, "to be or")
     assert answer.startswith("to be or not to be, to be")
     assert recipe.sample(model)

@@ -19,9 +19,10 @@ from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
-from my_project import checkpoint, files
+from my_project import export, files
+from my_project.checkpoint import resuming, saving
 from my_project.config import Config, ConfigError
-from my_project.run import Run
+from my_project.run_folder import Run
 
 
 def folder_of(config: Config, step: int) -> Path:
@@ -88,14 +89,14 @@ def damages(path: Path):
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, caplog):
     newest = folder_of(copied, 10)
-    assert checkpoint.damage(newest) == ""
+    assert files.damage(newest) == ""
     run = Run(copied, rank=0)
     for how in damages(newest / name):
-        assert checkpoint.damage(newest), f"{name} {how}"
-        assert checkpoint._newest_good(run) == folder_of(copied, 8), how
+        assert files.damage(newest), f"{name} {how}"
+        assert resuming._newest_good(run) == folder_of(copied, 8), how
         assert str(newest) in caplog.text
         caplog.clear()
-    assert checkpoint._newest_good(run) == newest
+    assert resuming._newest_good(run) == newest
 
 
 def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(copied, trained):
@@ -159,12 +160,12 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path,
     newest = folder_of(copied, 10)
     evil = pickle.dumps(Malicious())
     (newest / name).write_bytes(evil)
-    assert checkpoint.damage(newest)
+    assert files.damage(newest)
     if name != "manifest.json":
         listed = {file: files.fingerprint(newest / file) for file in FILES}
         text = files.manifest_text({"format": 1, "step": 10, "files": listed})
         (newest / "manifest.json").write_text(text)
-        found = checkpoint.damage(newest)
+        found = files.damage(newest)
         wanted = "state.json is damaged" if name == "state.json" else ""
         assert found == wanted, "hashes alone do not help here"
     with pytest.raises(RuntimeError, match="ConfigError"):
@@ -188,17 +189,17 @@ def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
     values = {r["step"]: r["validation/accuracy"] for r in records(config, "validation/accuracy")}
     best = max(values, key=lambda step: (values[step], -step))
     wanted = {best, 4, 8, 11, 12}
-    assert {checkpoint.step_of(f) for f in checkpoint.checkpoints(config.folder)} == wanted
+    assert {files.step_of(f) for f in resuming.checkpoints(config.folder)} == wanted
     assert best not in {4, 8, 11, 12}, "else the best one's staying shows nothing"
     assert (foreign.with_name("step_00000003.old-1") / "mine.txt").exists()
 
 
 def test_rotation_leaves_what_is_not_its_own(copied):
     (folder_of(copied, 4) / "notes.txt").write_text("mine")
-    checkpoint.remove(folder_of(copied, 4))
-    checkpoint.remove(folder_of(copied, 6))
+    resuming.remove(folder_of(copied, 4))
+    resuming.remove(folder_of(copied, 6))
     assert names(copied) == ["step_00000004", "step_00000008", "step_00000010"]
-    assert checkpoint.damage(folder_of(copied, 4)) == ""
+    assert files.damage(folder_of(copied, 4)) == ""
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -221,13 +222,13 @@ def kill_and_resume(config: Config, kills: int, processes: int) -> int:
     for kill in range(kills):
         world = World(processes, train_on_a_slow_disk, config)
         deadline = time.monotonic() + 30
-        before = len(checkpoint.checkpoints(config.folder))
+        before = len(resuming.checkpoints(config.folder))
         saving = kill % 2
         while time.monotonic() < deadline:
             if saving:
                 reached = any(checkpoints_folder.glob(".step_*.partial"))
             else:
-                reached = len(checkpoint.checkpoints(config.folder)) > before
+                reached = len(resuming.checkpoints(config.folder)) > before
             if reached:
                 time.sleep(draw.uniform(0, 0.3))
                 break
@@ -308,18 +309,18 @@ def test_the_best_checkpoint_is_one_whose_metric_is_a_number(tmp_path, monkeypat
     config = make_config(tmp_path, evaluation__best_metric="validation/auroc")
     values = {"step_1": float("nan"), "step_2": 0.6, "step_3": 0.7, "step_4": float("nan")}
     monkeypatch.setattr(
-        checkpoint,
+        resuming,
         "read_manifest",
         lambda f: {"evaluation": {"results": {"validation/auroc": values[f.name]}}},
     )
-    assert checkpoint.best_of([Path(name) for name in values], config) == Path("step_3")
-    assert checkpoint.best_of([Path("step_1")], config) is None
+    assert resuming.best_of([Path(name) for name in values], config) == Path("step_3")
+    assert resuming.best_of([Path("step_1")], config) is None
 
 
 # ---- trouble with the disk -----------------------------------------------------------------------
 def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
     """Let one save fail at the first file of more than so many bytes, as on a full disk."""
-    write = checkpoint.save_pieces
+    write = saving.save_pieces
     calls = [0]
 
     def limited(pieces, path):
@@ -332,7 +333,7 @@ def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    checkpoint.save_pieces = limited
+    saving.save_pieces = limited
     return train(config)
 
 
@@ -345,8 +346,8 @@ def test_a_failing_save_is_reported_and_the_run_goes_on(tmp_path, background, tr
     run_world(2, train_with_file_limit, config, 200)
     assert_same_weights(config, trained)
     assert names(config) == [f"step_{k:08d}" for k in (2, 6, 8, 10)], "all but the failed one"
-    for folder in checkpoint.checkpoints(config.folder):
-        assert checkpoint.damage(folder) == ""
+    for folder in resuming.checkpoints(config.folder):
+        assert files.damage(folder) == ""
 
 
 def test_a_failing_save_ends_the_run_if_configured_so(tmp_path):
@@ -403,12 +404,12 @@ def test_a_full_disk_does_not_end_the_run_and_loses_nothing(small_disk, tmp_path
     left = status(config)
     assert left["outcome"] == "preempted"
     assert [r["step"] for r in records(config)] == list(range(1, left["step"] + 1))
-    assert checkpoint.step_of(checkpoint.checkpoints(config.folder)[-1]) == left["step"]
+    assert files.step_of(resuming.checkpoints(config.folder)[-1]) == left["step"]
     assert weights(config.folder / "best"), "the best weights are whole too"
 
 
 def train_with_a_full_disk_for_best(config: Config) -> list[bool]:
-    write = checkpoint.save_tensors
+    write = export.save_tensors
 
     def full(tensors, path):
         if ".best" in str(path) and calls.pop():
@@ -416,7 +417,7 @@ def train_with_a_full_disk_for_best(config: Config) -> list[bool]:
         write(tensors, path)
 
     calls = [False] * 99 + [True, False]  # the second time
-    checkpoint.save_tensors = full
+    export.save_tensors = full
     train(config)
     return calls
 
@@ -432,28 +433,28 @@ def test_best_weights_that_cannot_be_written_leave_those_before(tmp_path):
 
 
 def fill_and_free(small_disk: Path, config: Config, log: Path, world: World) -> None:
-    wait_until(lambda: len(checkpoint.checkpoints(config.folder)) == 2)
+    wait_until(lambda: len(resuming.checkpoints(config.folder)) == 2)
     fill_up(small_disk / "filler")
     wait_until(lambda: log.read_text().count("could not be saved") >= 3)
-    kept = checkpoint.checkpoints(config.folder)
+    kept = resuming.checkpoints(config.folder)
     assert kept
-    assert [checkpoint.damage(folder) for folder in kept] == [""] * len(kept)
+    assert [files.damage(folder) for folder in kept] == [""] * len(kept)
     assert all(worker.is_alive() for worker in world.workers)
     (small_disk / "filler").unlink()
-    newest = checkpoint.step_of(kept[-1])
-    wait_until(lambda: checkpoint.step_of(checkpoint.checkpoints(config.folder)[-1]) > newest + 5)
+    newest = files.step_of(kept[-1])
+    wait_until(lambda: files.step_of(resuming.checkpoints(config.folder)[-1]) > newest + 5)
     os.kill(world.workers[1].pid, signal.SIGTERM)
     assert world.results(30) == [75, 75]
 
 
 def train_writing_late(config: Config) -> int:
-    write = checkpoint.save_pieces
+    write = saving.save_pieces
 
     def late(pieces, path):
         time.sleep(0.2)
         write(pieces, path)
 
-    checkpoint.save_pieces = late
+    saving.save_pieces = late
     return train(config)
 
 
@@ -507,7 +508,7 @@ def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
         path = tmp_path / f"{average}.safetensors"
         folder = str(folder_of(trained, 10))
         arguments = Namespace(folder=folder, file=str(path), average=average)
-        assert checkpoint.merge(arguments) == 0
+        assert export.merge(arguments) == 0
         model = trained.recipe.build_model({"features": 6})
         from safetensors.torch import load_file
 
@@ -516,7 +517,7 @@ def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
         same = all(torch.equal(v, exported[k]) for k, v in model.state_dict().items())
         assert same == average, "the export of a run with ema_decay is the average"
         with pytest.raises(ConfigError, match="exists"):
-            checkpoint.merge(arguments)
+            export.merge(arguments)
     arguments.file = str(tmp_path / "nowhere" / "weights.safetensors")
     with pytest.raises(ConfigError, match="lies in a folder that does not exist"):
-        checkpoint.merge(arguments)
+        export.merge(arguments)

@@ -8,16 +8,9 @@ from ragged import Ragged
 from runs import change, make_config, train
 from world import TESTS, run_world
 
-from my_project.batches import split
-from my_project.config import (
-    Config,
-    ConfigError,
-    parse,
-    parse_command_line,
-    to_dict,
-    to_yaml,
-)
-from my_project.runtime import check_launch
+from my_project.config import Config, ConfigError, parse, parse_command_line, to_dict, to_yaml
+from my_project.devices import check_launch
+from my_project.loading.layout import split
 
 MINIMAL = """
 recipe: {class_path: ragged.Ragged, init_args: {samples: 40}}
@@ -151,7 +144,7 @@ def test_fsdp_that_accelerate_would_not_give_is_refused(tmp_path, monkeypatch):
     config = make_config(tmp_path)
     with pytest.raises(ConfigError, match="on a CPU accelerate would train DDP without a word"):
         check_launch(config)
-    monkeypatch.setattr("my_project.runtime.use_cpu", lambda: False)
+    monkeypatch.setattr("my_project.devices.use_cpu", lambda: False)
     check_launch(config)
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(ConfigError, match="set fsdp_version: 2"):
@@ -159,7 +152,7 @@ def test_fsdp_that_accelerate_would_not_give_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_run_that_asks_for_fsdp_and_does_not_get_it_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("my_project.runtime.check_launch", lambda *_: None)
+    monkeypatch.setattr("my_project.devices.check_launch", lambda *_: None)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match="accelerate has sharded no parameter"):
         train(make_config(tmp_path))
@@ -167,9 +160,9 @@ def test_a_run_that_asks_for_fsdp_and_does_not_get_it_ends(tmp_path, monkeypatch
 
 def train_blindly(config: Config) -> int:
     """Train with an Accelerator that is told to look for GPUs, of which there are none."""
-    import my_project.runtime
+    import my_project.devices
 
-    my_project.runtime.use_cpu = lambda: False
+    my_project.devices.use_cpu = lambda: False
     return train(config)
 
 

@@ -16,9 +16,11 @@ from test_checkpoint import fill_up
 from test_launch import PROJECT
 from world import run_world
 
-from my_project import checkpoint, files, logs, run
+from my_project import files, run_folder
+from my_project.checkpoint import resuming
 from my_project.config import Config, ConfigError, parse, read_yaml
-from my_project.run import Run
+from my_project.records import logs
+from my_project.run_folder import Run
 
 DEEP = b"[" * 100_000
 KINDS = {
@@ -238,8 +240,8 @@ def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, c
     damage(newest)
     given = change(copied, resume=str(newest))
     with pytest.raises(ConfigError, match=sentence):
-        checkpoint.check_path(given)
-    assert checkpoint.choose(Run(copied, rank=0)) == newest.with_name("step_00000004")
+        resuming.check_path(given)
+    assert resuming.choose(Run(copied, rank=0)) == newest.with_name("step_00000004")
     assert f"{newest} is passed over: {sentence}." in caplog.text
     assert newest.with_name("step_00000006.old-1").is_dir(), "moved aside"
 
@@ -258,7 +260,7 @@ def test_temporary_files_of_killed_launches_are_removed_and_no_others(copied):
     os.utime(copied.folder / others[-1], (past + 200, past + 200))  # another rank is writing it
     now = Run(copied, rank=0)
     now.begin()
-    assert checkpoint.choose(now)
+    assert resuming.choose(now)
     assert [name for name in old if (copied.folder / name).exists()] == []
     assert [name for name in others if not (copied.folder / name).exists()] == []
     assert not list(Path(copied.runs_folder).glob(".*.room"))
@@ -268,9 +270,9 @@ def test_a_linked_checkpoint_is_rotated_by_its_link_alone(copied, tmp_path):
     linked = copied.folder / "checkpoints/step_00000002"
     elsewhere = linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(elsewhere)
-    checkpoint.remove(linked)
+    resuming.remove(linked)
     assert sorted(os.listdir(linked.parent)) == ["step_00000004", "step_00000006"]
-    assert checkpoint.damage(elsewhere) == "", "what the link points to is not the run's"
+    assert files.damage(elsewhere) == "", "what the link points to is not the run's"
 
 
 def make_folder(path: Path) -> None:
@@ -308,7 +310,7 @@ def test_a_folder_is_replaced_whatever_is_in_its_place(tmp_path, name, kind):
 # ---- a folder that cannot be written to ----------------------------------------------------------
 @pytest.mark.parametrize("where", ["{}/file/runs", "/proc/nowhere/runs", "/dev/full"])
 def test_a_runs_folder_that_cannot_be_is_one_sentence(tmp_path, monkeypatch, where):
-    monkeypatch.setattr("my_project.runtime.start", refuse_to_train)
+    monkeypatch.setattr("my_project.devices.start", refuse_to_train)
     (tmp_path / "file").write_text("mine")
     config = make_config(tmp_path, runs_folder=where.format(tmp_path))
     for start in (lambda: train(config), lambda: Run(config, rank=0)):
@@ -324,7 +326,7 @@ def test_a_full_or_read_only_disk_is_one_sentence(tmp_path, monkeypatch, options
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs root, to mount a tmpfs")
-    monkeypatch.setattr("my_project.runtime.start", refuse_to_train)
+    monkeypatch.setattr("my_project.devices.start", refuse_to_train)
     config = make_config(tmp_path)
     try:
         if options != "ro":
@@ -345,7 +347,7 @@ def test_a_folder_that_fails_after_the_checks_is_one_sentence_on_every_process(t
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.Run, "begin", fail)
+        patch.setattr(run_folder.Run, "begin", fail)
         with pytest.raises(ConfigError, match=r"cannot be written to \(.*No space left"):
             train(make_config(tmp_path))
 

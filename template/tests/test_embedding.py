@@ -12,7 +12,7 @@ from test_launch import PROJECT
 from torch.nn import functional as F
 from world import run_world
 
-from my_project import predict
+from my_project import export
 from my_project.config import Config, ConfigError, parse
 from my_project.recipes.embedding import (
     Embedding,
@@ -141,7 +141,7 @@ def test_it_learns_to_find_is_resumed_and_answers(tmp_path):
     found = records(config, "validation/recall_at_1")[-1]
     assert found["validation/recall_at_1"] > 5 / 23, "by chance 1 / 23"
     assert found["validation/recall_at_10"] > 18 / 23
-    settings, about, model = predict.load(config.folder / "export")
+    settings, about, model = export.load(config.folder / "export")
     answer = settings.recipe.predict(
         model, about, "apple bridge\nkettle with a ladder\nbridge with a apple"
     )

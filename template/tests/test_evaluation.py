@@ -17,8 +17,8 @@ from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
-from my_project import checkpoint, contract, runtime
-from my_project.checkpoint import checkpoints
+from my_project import contract, devices, files, sharding
+from my_project.checkpoint.resuming import checkpoints
 from my_project.config import Config
 from my_project.evaluate import sanity_check
 from my_project.files import manifest_text, read_manifest
@@ -81,11 +81,11 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path):
 
 
 def states_around_the_sanity_check(config: Config) -> list[tuple]:
-    with runtime.start(config) as accelerator:
+    with devices.start(config) as accelerator:
         data_info, reader = contract.prepare_data(config)
         _, validation_sets = contract.build_datasets(reader, data_info)
         model = contract.build_model(config, data_info)
-        call = accelerator.prepare_model(runtime.Call(model), evaluation_mode=True)
+        call = accelerator.prepare_model(sharding.Call(model), evaluation_mode=True)
         states = [(torch.get_rng_state().tolist(), random.getstate())]
         sanity_check(accelerator, config, call, validation_sets)
         states.append((torch.get_rng_state().tolist(), random.getstate()))
@@ -178,13 +178,13 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
 
 
 def train_on_a_slow_disk(config: Config) -> int:
-    flush = checkpoint.flush_to_disk
+    flush = files.flush_to_disk
 
     def slowly(path: Path) -> None:
         time.sleep(0.5)
         flush(path)
 
-    checkpoint.flush_to_disk = slowly
+    files.flush_to_disk = slowly
     return train(config)
 
 

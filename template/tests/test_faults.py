@@ -16,9 +16,9 @@ from ragged import Ragged, strike
 from runs import change, make_config, records, status, train
 from world import TESTS, World, run_world
 
-from my_project import faults
+from my_project import stopping
 from my_project.config import Config, ConfigError, seconds_of
-from my_project.run import Run
+from my_project.run_folder import Run
 
 HERE = socket.gethostname()
 
@@ -122,13 +122,13 @@ def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(
 
 
 def command_with_sys_exit(config: Config) -> None:
-    from my_project import runtime
+    from my_project import cli
 
     def loss(self, model, batch, at):
         sys.exit(0)
 
     type(config.recipe).loss = loss  # type: ignore[method-assign]
-    runtime.command(train, config)
+    cli.run_on_all_ranks(train, config)
 
 
 def test_a_recipe_that_calls_sys_exit_has_failed(tmp_path):
@@ -179,7 +179,7 @@ def test_a_closed_connection_is_not_taken_for_another_process(tmp_path, place):
     run = Run(make_config(tmp_path), rank=0)
     run.begin()
     run.hosts = [HERE, HERE]
-    with pytest.raises((EOFError, ConnectionError)), faults.failures_recorded(run):
+    with pytest.raises((EOFError, ConnectionError)), stopping.failures_recorded(run):
         closed_connection(place)
     reason = run.status()["reason"]
     assert ("a loader worker is gone" in reason) == (place == "a loader worker")
@@ -220,9 +220,9 @@ def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
 
 
 def signals_of_a_loader_worker() -> list[bool]:
-    from my_project import faults
+    from my_project.loading import workers
 
-    faults.heed_only_the_parent()
+    workers.heed_only_the_parent()
     return [
         signal.getsignal(n) is signal.SIG_IGN
         for n in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -235,9 +235,9 @@ def test_loader_workers_that_inherit_no_handler_ignore_signals_too():
 
 
 def train_signalled_twice(config: Config, seconds_between: float) -> int:
-    from my_project import faults
+    from my_project import stopping
 
-    faults.SECOND_COUNTS_AFTER = 0.5
+    stopping.SECOND_COUNTS_AFTER = 0.5
     recipe_loss = type(config.recipe).loss
 
     def loss(self, model, batch, at):
@@ -311,13 +311,13 @@ def test_stop_after_saves_and_leaves_on_all_processes(tmp_path):
 
 def test_stop_after_counts_from_the_start_of_the_process_and_by_no_clock_that_is_set(monkeypatch):
     config = make_config(TESTS, stop_after="1h")
-    stop = faults.StopRequest(config)
+    stop = stopping.StopRequest(config)
     monkeypatch.setattr(time, "time", lambda: 1e12)
     assert not stop.requested, "the clock was set"
     monkeypatch.undo()
     assert not stop.requested
     monkeypatch.setattr("psutil.Process.create_time", lambda _: time.time() - 3601)
-    assert faults.StopRequest(config).requested, "an hour ago"
+    assert stopping.StopRequest(config).requested, "an hour ago"
 
 
 def test_durations():

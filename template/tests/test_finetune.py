@@ -10,7 +10,8 @@ from runs import change, make_config, records, train, weights
 from test_launch import PROJECT
 from world import run_world
 
-from my_project import checkpoint, evaluate, predict
+from my_project import evaluate, export
+from my_project.checkpoint import resuming
 from my_project.config import Config, ConfigError, parse
 from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
@@ -197,7 +198,7 @@ def logits_of(recipe, model) -> torch.Tensor:
 def trained_model(config: Config):
     """Build the model of a run from its newest checkpoint."""
     model = config.recipe.build_model(config.recipe.prepare_data())
-    checkpoint.load_weights(checkpoint.checkpoints(config.folder)[-1], model)
+    export.load_weights(resuming.checkpoints(config.folder)[-1], model)
     return model
 
 
@@ -216,7 +217,7 @@ def test_transformers_loads_the_export_of_a_whole_model(tmp_path, folder, task):
     torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(export)), wanted)
     tokens = transformers.AutoTokenizer.from_pretrained(export)("a saw").input_ids
     assert tokens == finetune._tokenizer_of(recipe._model_folder())("a saw").input_ids
-    _, about, model = predict.load(export)
+    _, about, model = export.load(export)
     torch.testing.assert_close(logits_of(recipe, model), wanted)
     answer = recipe.predict(model, about, "an apple")
     if task == "classification":
@@ -243,7 +244,7 @@ def test_the_export_of_lora_is_the_adapter_alone_or_merged(tmp_path, folder):
     assert "model.safetensors" not in names
     assert (export / "adapter_model.safetensors").stat().st_size < 20_000
     wanted = logits_of(recipe, model)
-    from_predict = predict.load(export)[2]
+    from_predict = export.load(export)[2]
     from_peft = AutoPeftModelForSequenceClassification.from_pretrained(export, num_labels=2)
     answer = recipe.predict(from_predict, {"classes": ["fruit", "tool"]}, "an apple")
     assert {line.split()[1] for line in answer.splitlines()} == {"fruit", "tool"}
@@ -253,7 +254,7 @@ def test_the_export_of_lora_is_the_adapter_alone_or_merged(tmp_path, folder):
     hostile |= {"megatron_config": {"x": 1}, "megatron_core": "export.evil"}  # old peft imports it
     (export / "adapter_config.json").write_text(json.dumps(hostile))
     with pytest.raises(ConfigError, match="is no adapter of this recipe"):
-        predict.load(export)
+        export.load(export)
 
     merged = change(config, run_name="merged")
     merged = dataclasses.replace(merged, recipe=dataclasses.replace(recipe, merge_adapter=True))
@@ -263,7 +264,7 @@ def test_the_export_of_lora_is_the_adapter_alone_or_merged(tmp_path, folder):
     kind = transformers.AutoModelForSequenceClassification
     whole = kind.from_pretrained(merged.folder / "export")
     torch.testing.assert_close(logits_of(recipe, whole), wanted, atol=1e-5, rtol=1e-4)
-    ends = [checkpoint.checkpoints(run.folder)[-1] for run in (config, merged)]
+    ends = [resuming.checkpoints(run.folder)[-1] for run in (config, merged)]
     ours, theirs = map(weights, ends)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "training went on as if"
 
@@ -285,7 +286,7 @@ def export_sharded(config: Config) -> None:
     model = trained_a_little(config)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     about = config.recipe.prepare_data()
-    checkpoint.export(config.folder / "export", config, about, model, dist.get_rank() == 0)
+    export.export(config.folder / "export", config, about, model, dist.get_rank() == 0)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -295,7 +296,7 @@ def test_a_sharded_model_is_exported_whole(tmp_path, folder):
     config = config_of(tmp_path, folder, task="causal_lm")
     config.folder.mkdir()
     assert run_world(2, export_sharded, config) == [None, None]
-    _, _, model = predict.load(config.folder / "export")
+    _, _, model = export.load(config.folder / "export")
     whole = trained_a_little(config)
     torch.testing.assert_close(logits_of(config.recipe, model), logits_of(config.recipe, whole))
 
@@ -344,7 +345,7 @@ def test_it_learns_to_answer_a_prompt(tmp_path, folder):
     config = change(config_of(tmp_path, folder, task="causal_lm"), steps=150)
     config = change(config, optim__schedule="constant", telemetry__every_steps=50)
     assert train(config) == 0
-    _, about, model = predict.load(config.folder / "export")
+    _, about, model = export.load(config.folder / "export")
     answer = config.recipe.predict(model, about, "use: ")
     assert any(answer.endswith(text.replace(",", " ,")) for text in TEXTS["tool"]), answer
 
@@ -522,7 +523,7 @@ def test_a_model_that_tells_other_classes_apart_gets_a_new_head(tmp_path, folder
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft on what GPT-2 has for a Linear
 def test_sharding_leaves_the_models_that_peft_wraps_whole(folder):
-    from my_project.runtime import sharded_blocks
+    from my_project.sharding import sharded_blocks
 
     model = model_of(recipe_of(folder, task="causal_lm", lora_rank=2))
     names, blocks, root = sharded_blocks(model, 100)
@@ -541,7 +542,7 @@ def test_an_export_needs_nothing_of_where_it_was_trained(tmp_path, folder):
         shutil.rmtree(model)
         moved = tmp_path / f"moved_{task}"
         config.folder.rename(moved)
-        loaded, about, model = predict.load(moved / "export")
+        loaded, about, model = export.load(moved / "export")
         assert loaded.recipe.predict(model, about, "an apple")
     with pytest.raises(ValueError, match="the prompt has 80 tokens, but the model takes 32"):
         loaded.recipe.predict(model, about, "an apple " * 40)

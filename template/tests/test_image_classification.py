@@ -10,7 +10,7 @@ from runs import change, make_config, records, train, weights
 from test_launch import PROJECT
 from world import run_world
 
-from my_project import predict
+from my_project import export
 from my_project.config import ConfigError, parse
 from my_project.recipes.image_classification import ImageClassification
 
@@ -156,7 +156,7 @@ def test_a_small_run_resumes_and_its_export_predicts(tmp_path):
 
     pixels = (load_digits().images[4] / 16 * 255).astype("uint8")
     Image.fromarray(pixels).save(tmp_path / "digit.png")
-    recipe_config, info, model = predict.load(config.folder / "export")
+    recipe_config, info, model = export.load(config.folder / "export")
     answer = recipe_config.recipe.predict(model, info, str(tmp_path / "digit.png"))
     assert answer.split()[0] in info["classes"]
 

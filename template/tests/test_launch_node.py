@@ -14,8 +14,9 @@ import pytest
 import test_launch
 from test_launch import CONFIG, PROJECT, outcome
 
-from my_project import config, launch, logs
+from my_project import config, launch
 from my_project.config import ConfigError, TransientError
+from my_project.records import logs
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
@@ -315,7 +316,7 @@ def test_local_sh_trains_on_all_devices_and_prints_the_torchrun_line_that_does_t
     call("bash", "-c", equal)
     weights = [project / f"runs/{name}/export/model.safetensors" for name in ("first", "second")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    told = call(sys.executable, "-m", "my_project.logs", "runs/first").splitlines()
+    told = call(sys.executable, "-m", "my_project", "logs", "runs/first").splitlines()
     assert any(line.startswith("node_0:0 | step 8 of 8") for line in told)
     assert told[-1] == "runs/first: finished all steps done"
 

@@ -10,7 +10,7 @@ from runs import make_config
 from torch import nn
 from world import run_world
 
-from my_project import runtime
+from my_project import devices, sharding
 from my_project.config import Config
 from my_project.evaluate import evaluate
 from my_project.state import note_best
@@ -19,7 +19,7 @@ from my_project.state import note_best
 def evaluate_sizes(configs: list[Config]) -> list[dict[str, float]]:
     """Evaluate fixed weights on several data sets in one world."""
     results = []
-    with runtime.start(configs[0]) as accelerator:
+    with devices.start(configs[0]) as accelerator:
         for config in configs:
             results.append(_evaluate(accelerator, config))
     return results
@@ -29,7 +29,7 @@ def _evaluate(accelerator: Accelerator, config: Config) -> dict[str, float]:
     data_info = config.recipe.prepare_data()
     torch.manual_seed(0)
     model = config.recipe.build_model(data_info)
-    call = accelerator.prepare_model(runtime.Call(model), evaluation_mode=True)
+    call = accelerator.prepare_model(sharding.Call(model), evaluation_mode=True)
     _, data_sets = config.recipe.build_datasets(data_info)
     return evaluate(accelerator, config, call, data_sets)
 

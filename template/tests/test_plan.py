@@ -13,15 +13,16 @@ from runs import change, make_config, train
 from torch import Tensor, nn
 from world import run_world
 
-from my_project import plan
+from my_project import cost
+from my_project.cluster import planner
 from my_project.config import ConfigError
 from my_project.optim import build_optimizer
 
-CLUSTER = plan.Cluster(
+CLUSTER = planner.Cluster(
     nodes=4, gpus_per_node=8, gpu_bytes=80e9, reserved_bytes=2e9, in_node=300e9, over_nodes=40e9,
     latency_seconds=0.0, samples_per_second=100.0,
 )  # fmt: skip
-MODEL = plan.Model(
+MODEL = cost.Model(
     parameters=1_000_000_000, trained=1_000_000_000, block=50_000_000, blocks=19, root=0,
     buffer_bytes=0, optimizer_bytes=8.0, kept_bytes=0, kept_bytes_per_sample=1_000_000_000,
     operations_per_sample=6_000_000_000,
@@ -85,9 +86,9 @@ ONE = replace(CLUSTER, nodes=1, gpus_per_node=1)
 @pytest.mark.parametrize("looks", [False, True], ids=["fake step", "real step"])
 def test_memory_is_what_torch_allocates(tmp_path, micro, looks):
     config = make_config(tmp_path, Blocks(looks_at_values=looks))
-    model = plan.inspect_recipe(config, "no")
+    model = cost.inspect_recipe(config, "no")
     assert model.parameters == sum(p.numel() for p in config.recipe.build_model({}).parameters())
-    predicted = plan.memory_bytes("DDP", model, ONE, micro)
+    predicted = planner.memory_bytes("DDP", model, ONE, micro)
     assert predicted == pytest.approx(tracked_peak(config, micro), rel=0.1)
 
 
@@ -96,7 +97,7 @@ def test_memory_is_what_torch_allocates(tmp_path, micro, looks):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_memory_is_what_the_gpu_allocates(tmp_path, precision):
     config = make_config(tmp_path, Blocks(width=1024, depth=8))
-    predicted = plan.memory_bytes("DDP", plan.inspect_recipe(config, precision), ONE, 64)
+    predicted = planner.memory_bytes("DDP", cost.inspect_recipe(config, precision), ONE, 64)
     model = config.recipe.build_model({}).cuda()
     optimizer = build_optimizer(config.optim, config.recipe, model)
     torch.cuda.reset_peak_memory_stats()
@@ -152,10 +153,10 @@ def test_memory_is_what_a_run_holds(tmp_path, processes, accumulation, options):
         batches__micro_batch_size=16 // processes // accumulation,
     )  # fmt: skip
     held = max(run_world(processes, most_held_by_a_run, config))
-    model = plan.inspect_recipe(config, "no")
+    model = cost.inspect_recipe(config, "no")
     cluster = replace(ONE, gpus_per_node=processes)
     micro = config.batches.micro_batch_size
-    predicted = plan.memory_bytes("DDP", model, cluster, micro, accumulation)
+    predicted = planner.memory_bytes("DDP", model, cluster, micro, accumulation)
     # the rest, some 30 MB, is code that is read from the disk when it is first used
     assert 0 < (held - predicted) / model.parameters < 3
 
@@ -184,25 +185,25 @@ def sharded_state_bytes(folder: str) -> int:
 
 
 def test_sharded_state_is_what_fully_shard_holds(tmp_path):
-    model = plan.inspect_recipe(make_config(tmp_path, Blocks()), "no")
+    model = cost.inspect_recipe(make_config(tmp_path, Blocks()), "no")
     two = replace(CLUSTER, nodes=1, gpus_per_node=2)
     gathered = 2 * (model.root + 2 * model.block)
     model = replace(model, kept_bytes=0, kept_bytes_per_sample=0)
-    predicted = plan.memory_bytes("FSDP2", model, two, 1) - gathered
+    predicted = planner.memory_bytes("FSDP2", model, two, 1) - gathered
     held = run_world(2, sharded_state_bytes, str(tmp_path))
     assert predicted == pytest.approx(held[0], rel=0.01)
 
 
 def test_what_is_kept_is_less_in_bf16_and_weights_are_kept_once(tmp_path):
     config = make_config(tmp_path, Blocks())
-    full, half = (plan.inspect_recipe(config, precision) for precision in ("no", "bf16"))
+    full, half = (cost.inspect_recipe(config, precision) for precision in ("no", "bf16"))
     assert half.kept_bytes_per_sample < 0.8 * full.kept_bytes_per_sample
     assert half.kept_bytes >= 2 * 0.9 * half.parameters, "their copies in bf16"
     assert full.kept_bytes < 0.1 * full.parameters
 
 
 def test_operations_are_six_per_parameter_and_place(tmp_path):
-    model = plan.inspect_recipe(make_config(tmp_path, Blocks()), "no")
+    model = cost.inspect_recipe(make_config(tmp_path, Blocks()), "no")
     # the first layer's input needs no gradient, else it were 6 exactly
     assert model.operations_per_sample == pytest.approx(6 * model.parameters * 64, rel=0.1)
 
@@ -221,44 +222,44 @@ def test_operations_are_six_per_parameter_and_place(tmp_path):
 )
 def test_optimizers_are_asked_for_what_they_keep(tmp_path, settings, wanted):
     config = change(make_config(tmp_path), **settings)
-    assert plan.optimizer_bytes(config) == pytest.approx(wanted, abs=0.01)
+    assert cost.optimizer_bytes(config) == pytest.approx(wanted, abs=0.01)
 
 
 def test_traffic_by_hand():
     """1 G parameters on 4 nodes of 8."""
-    ddp = plan.sent_bytes("DDP", MODEL, CLUSTER, accumulation=4)
+    ddp = planner.sent_bytes("DDP", MODEL, CLUSTER, accumulation=4)
     assert ddp["network"] == pytest.approx(2 * 31 / 32 * 4e9), "once a step"
-    fsdp = plan.sent_bytes("FSDP2", MODEL, CLUSTER, accumulation=4)
+    fsdp = planner.sent_bytes("FSDP2", MODEL, CLUSTER, accumulation=4)
     assert fsdp["network"] == pytest.approx(31 / 32 * (4 * 4e9 + 2e9)), "each micro-batch"
-    hsdp = plan.sent_bytes("HSDP", MODEL, CLUSTER, accumulation=4)
+    hsdp = planner.sent_bytes("HSDP", MODEL, CLUSTER, accumulation=4)
     assert hsdp["in node"] == pytest.approx(7 / 8 * (4 * 4e9 + 2e9))
     assert hsdp["network"] == pytest.approx(2 * 3 / 4 * 2e9 / 8)
-    alone = plan.sent_bytes("DDP", MODEL, replace(CLUSTER, nodes=1))
+    alone = planner.sent_bytes("DDP", MODEL, replace(CLUSTER, nodes=1))
     assert alone["network"] == 0
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not():
-    micro, accumulation = plan.largest_micro_batch("DDP", MODEL, CLUSTER, 32 * 64)
+    micro, accumulation = planner.largest_micro_batch("DDP", MODEL, CLUSTER, 32 * 64)
     assert micro * accumulation == 64
     room = CLUSTER.gpu_bytes - CLUSTER.reserved_bytes
-    assert plan.memory_bytes("DDP", MODEL, CLUSTER, micro, accumulation) <= room
-    assert plan.memory_bytes("DDP", MODEL, CLUSTER, 2 * micro, accumulation // 2) > room
+    assert planner.memory_bytes("DDP", MODEL, CLUSTER, micro, accumulation) <= room
+    assert planner.memory_bytes("DDP", MODEL, CLUSTER, 2 * micro, accumulation // 2) > room
     assert micro == 32
 
 
 def test_a_model_is_sharded_only_when_it_has_to_be():
     fast = replace(CLUSTER, over_nodes=300e9)
-    assert plan.choose(MODEL, fast, 32 * 64)["best"]["kind"] == "DDP"
+    assert planner.choose(MODEL, fast, 32 * 64)["best"]["kind"] == "DDP"
     large = replace(MODEL, parameters=30_000_000_000, trained=30_000_000_000)
-    assert plan.choose(large, CLUSTER, 32 * 8)["best"]["kind"] == "HSDP"
+    assert planner.choose(large, CLUSTER, 32 * 8)["best"]["kind"] == "HSDP"
     huge = replace(large, parameters=60_000_000_000, trained=60_000_000_000)
-    assert plan.choose(huge, CLUSTER, 32)["best"]["kind"] == "FSDP2"
+    assert planner.choose(huge, CLUSTER, 32)["best"]["kind"] == "FSDP2"
     too_large = replace(huge, parameters=10**12, trained=10**12)
-    assert plan.choose(too_large, CLUSTER, 32)["best"] is None
+    assert planner.choose(too_large, CLUSTER, 32)["best"] is None
 
 
 def test_more_nodes_are_faster_and_less_efficient():
-    plans = plan.scaling(MODEL, CLUSTER, 32 * 64)
+    plans = planner.scaling(MODEL, CLUSTER, 32 * 64)
     best = [each["best"] for each in plans]
     assert [each["nodes"] for each in plans] == [1, 2, 4]
     assert best[0]["step"] > best[1]["step"] > best[2]["step"]
@@ -267,7 +268,7 @@ def test_more_nodes_are_faster_and_less_efficient():
 
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match="60 is no multiple of 4 nodes x 8 GPUs = 32"):
-        plan.scaling(MODEL, CLUSTER, 60)
+        planner.scaling(MODEL, CLUSTER, 60)
 
 
 def test_the_command_prints_and_uses_what_preflight_measured(tmp_path, capsys):
@@ -280,11 +281,11 @@ def test_the_command_prints_and_uses_what_preflight_measured(tmp_path, capsys):
     )
     arguments = ["--config", str(tmp_path / "tiny.yaml"), "--nodes", "2", "--gpus-per-node", "4",
                  "--measured", str(tmp_path / "preflight.json")]  # fmt: skip
-    plan.main(*plan.parser().parse_known_args([*arguments, "--json"]))
+    planner.main(*planner.parser().parse_known_args([*arguments, "--json"]))
     told = json.loads(capsys.readouterr().out)
     assert told["cluster"]["over_nodes"] == 1e10
     assert [each["nodes"] for each in told["plans"]] == [1, 2]
-    plan.main(*plan.parser().parse_known_args([*arguments, "--recipe.init_args.depth", "2"]))
+    planner.main(*planner.parser().parse_known_args([*arguments, "--recipe.init_args.depth", "2"]))
     shown = capsys.readouterr().out
     assert "choose accelerate_configs/multi_node" in shown
     assert "40% of 989 TFLOPS, assumed" in shown

@@ -14,7 +14,8 @@ import torch
 from runs import make_config
 from world import run_world
 
-from my_project import preflight
+from my_project import run_folder
+from my_project.cluster import preflight
 
 
 def all_reduce_that_errs(rank, size, reduce, tensor, *arguments, **options):
@@ -38,7 +39,7 @@ def check(folder, fault: str = "") -> tuple[int, str, str]:
         return preflight.main(make_config(folder)), "", ""
     if fault == "version":
         other = os.environ["RANK"] == "1"
-        preflight.installed = lambda: {"torch": "1", "torchmetrics": "0.0.1" if other else "1"}
+        run_folder.installed = lambda: {"torch": "1", "torchmetrics": "0.0.1" if other else "1"}
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = preflight.main(make_config(folder))

@@ -16,9 +16,11 @@ from ragged import Ragged
 from runs import change, make_config, records, train
 from world import run_world
 
-from my_project import batches, runtime, telemetry
+from my_project import devices
 from my_project.config import Config
-from my_project.run import Run
+from my_project.loading import layout
+from my_project.records import metrics
+from my_project.run_folder import Run
 
 
 class Clock:
@@ -39,11 +41,11 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(telemetry, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     return clock
 
 
-def telemetry_of(folder: Path, steps: int, **settings: Any) -> telemetry.Telemetry:
+def telemetry_of(folder: Path, steps: int, **settings: Any) -> metrics.Telemetry:
     config = make_config(folder, steps=steps, **settings)
     run = Run(config, rank=0)
     run.total_steps = steps
@@ -57,8 +59,8 @@ def telemetry_of(folder: Path, steps: int, **settings: Any) -> telemetry.Telemet
         "step": 0, "weight_per_micro_batch": 1.0, "interval_loss": 0.0, "interval_weight": 0.0,
         "skipped_steps": 0, "nonfinite_in_a_row": 0,
     }  # fmt: skip
-    split = batches.split(config.batches, 1)
-    return telemetry.Telemetry(
+    split = layout.split(config.batches, 1)
+    return metrics.Telemetry(
         accelerator, config, run, split, state, watch, torch.nn.Linear(1, 1), None
     )
 
@@ -138,4 +140,4 @@ def test_the_kind_of_sharding_is_told(tmp_path, kind, mesh, wanted):
     accelerator: Any = SimpleNamespace(
         num_processes=8, distributed_type=kind, parallelism_config=mesh, mixed_precision="bf16"
     )
-    assert runtime.numerics(accelerator, make_config(tmp_path))["sharding"] == wanted
+    assert devices.numerics(accelerator, make_config(tmp_path))["sharding"] == wanted

@@ -10,9 +10,10 @@ import yaml
 from ragged import Ragged
 from runs import make_config, status, train
 
-from my_project import launch, redaction, run, runtime
+from my_project import cli, launch, run_folder
+from my_project.cluster import rendezvous
 from my_project.config import Config, ConfigError, exit_with_sentence, to_dict
-from my_project.redaction import is_secret, mask, mask_command
+from my_project.safety.redaction import is_secret, mask, mask_command
 
 SECRET = "hf_QWERTYqwerty123"
 
@@ -148,7 +149,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Logged, "loss", fail)
     config: Config = make_config(tmp_path, Logged(), steps=2, evaluation__sanity_check=False)
-    runtime.set_up_logging()
+    cli.set_up_logging()
     try:
         with pytest.raises(OSError, match="cannot read") as told:
             train(config)
@@ -166,7 +167,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
     for text in [*(path.read_text(errors="replace") for path in files), shown.out, shown.err]:
         assert SECRET not in text
         assert "me:pw" not in text
-    about = run.provenance()
+    about = run_folder.provenance()
     assert about["command"] == ["python", "--hub_token", "***", "http://***@host"]
     assert about["environment"]["NCCL_DEBUG"] == "WARN"
     assert not {"MASTER_PASSWORD", "NCCL_SOME_TOKEN"} & about["environment"].keys()
@@ -174,12 +175,12 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
 
 def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
     told = []
-    monkeypatch.setattr(launch, "roll_call", lambda me, *_, **__: told.append(me) or 1 / 0)
-    monkeypatch.setattr(launch, "prepare_environment", lambda _: "")
+    monkeypatch.setattr(rendezvous, "roll_call", lambda me, *_, **__: told.append(me) or 1 / 0)
+    monkeypatch.setattr(launch, "prepare_environment", lambda: None)
     arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
                  "--num_processes", "2", "--main_process_ip", "127.0.0.1",
                  "-m", "my_project.train", "--pwd", SECRET]  # fmt: skip
-    monkeypatch.chdir(redaction.__file__.rpartition("/src/")[0])
+    monkeypatch.chdir(launch.__file__.rpartition("/src/")[0])
     monkeypatch.setattr(launch, "Child", lambda **_: SimpleNamespace(torchrun=True))
     with pytest.raises(ZeroDivisionError):
         launch.main(arguments)

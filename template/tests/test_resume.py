@@ -82,17 +82,18 @@ def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path
 
 def what_is_saved_when_it_leaves(config: Config) -> list[str]:
     """Stop at step 4 with a slow disk; list the checkpoints at the moment in which main returns."""
-    from my_project import checkpoint
+    from my_project import files
+    from my_project.checkpoint import resuming
 
-    flush = checkpoint.flush_to_disk
+    flush = files.flush_to_disk
 
     def slowly(path) -> None:
         time.sleep(0.5)
         flush(path)
 
-    checkpoint.flush_to_disk = slowly
+    files.flush_to_disk = slowly
     assert interrupt_at(config, 4) == 75
-    return [folder.name for folder in checkpoint.checkpoints(config.folder)]
+    return [folder.name for folder in resuming.checkpoints(config.folder)]
 
 
 @pytest.mark.slow
@@ -164,11 +165,11 @@ def train_while_another_does(config: Config) -> str:
     import subprocess
     import sys
 
-    from my_project.run import Run
+    from my_project.run_folder import Run
 
     run = Run(config, rank=0)
     code = (
-        "import sys, runs, pathlib; from my_project.run import Run\n"
+        "import sys, runs, pathlib; from my_project.run_folder import Run\n"
         "Run(runs.make_config(pathlib.Path(sys.argv[1])), rank=0)"
     )
     other = subprocess.run(

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from my_project import roll_call
+from my_project.cluster import rendezvous
+from my_project.cluster.rendezvous import Node
 from my_project.config import ConfigError, TransientError
-from my_project.roll_call import Node
 
 
 def node(rank: int, nodes: int = 3, **more) -> Node:
@@ -31,7 +31,7 @@ def meet(*nodes: Node, seconds: float = 20, address: str = "127.0.0.1") -> list:
 
     def call(me: Node) -> list[str] | str:
         try:
-            found = roll_call.roll_call(me, address, port, seconds, say=lambda _: None)
+            found = rendezvous.roll_call(me, address, port, seconds, say=lambda _: None)
         except ConfigError as error:
             return f"{error.exit_code}: {error}"
         return [found[rank].host for rank in range(me.nodes)]
@@ -59,7 +59,7 @@ def test_a_main_node_that_is_not_there_ends_in_time():
 
 
 def test_two_nodes_of_one_rank_are_told_so(monkeypatch):
-    monkeypatch.setattr(roll_call, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "LATE_SECONDS", 1.0)
     for told in meet(node(0), node(1, host="a"), node(1, host="b")):
         assert told.startswith("2: ")
         assert "both say that they are node 1: give each its own --machine_rank, 0 to 2" in told
@@ -69,7 +69,7 @@ def test_two_nodes_of_one_rank_are_told_so(monkeypatch):
 
 def test_one_host_that_calls_twice_may_be_a_pod_that_is_there_again(monkeypatch):
     """Its first connection was cut off, so nothing tells that it has left."""
-    monkeypatch.setattr(roll_call, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "LATE_SECONDS", 1.0)
     for told in meet(node(0), node(1, host="a"), node(1, host="a")):
         assert told.startswith("1: ")
         assert "both say that they are node 1" in told
@@ -79,7 +79,7 @@ def test_a_node_that_left_and_was_started_again_is_no_second_one():
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        main = pool.submit(roll_call.roll_call, node(0), "127.0.0.1", port, 20)
+        main = pool.submit(rendezvous.roll_call, node(0), "127.0.0.1", port, 20)
         for _ in range(100):
             try:
                 with socket.create_connection(("127.0.0.1", port)) as first:
@@ -87,8 +87,8 @@ def test_a_node_that_left_and_was_started_again_is_no_second_one():
                 break
             except ConnectionRefusedError:
                 threading.Event().wait(0.05)
-        others = [pool.submit(roll_call.roll_call, node(1), "127.0.0.1", port, 20)]
-        roll_call.roll_call(node(2), "127.0.0.1", port, 20)
+        others = [pool.submit(rendezvous.roll_call, node(1), "127.0.0.1", port, 20)]
+        rendezvous.roll_call(node(2), "127.0.0.1", port, 20)
         assert [found.host for found in main.result()] == ["host0", "host1", "host2"]
         assert len(others[0].result()) == 3
 
@@ -119,7 +119,7 @@ def test_strangers_at_the_port_do_not_disturb():
         port = free.getsockname()[1]
     done: list = []
     main = threading.Thread(
-        target=lambda: done.append(roll_call.roll_call(node(0, 2), "127.0.0.1", port, 20))
+        target=lambda: done.append(rendezvous.roll_call(node(0, 2), "127.0.0.1", port, 20))
     )
     main.start()
     for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b""):
@@ -130,7 +130,7 @@ def test_strangers_at_the_port_do_not_disturb():
                 break
             except ConnectionRefusedError:
                 threading.Event().wait(0.05)
-    roll_call.roll_call(node(1, 2), "127.0.0.1", port, 20)
+    rendezvous.roll_call(node(1, 2), "127.0.0.1", port, 20)
     main.join()
     assert len(done) == 1
 
@@ -139,33 +139,33 @@ def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(TransientError, match=f"port {port} cannot be opened on host0"):
-            roll_call.roll_call(node(0), "127.0.0.1", port, 1)
+            rendezvous.roll_call(node(0), "127.0.0.1", port, 1)
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
-    monkeypatch.setattr(roll_call, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    monkeypatch.setattr(rendezvous, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     for variable, value in {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "=eth"}.items():
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)
             with pytest.raises(ConfigError, match=rf"{variable} is {value}.*eth0 ") as error:
-                roll_call.interface_to("10.0.0.2")
+                rendezvous.interface_to("10.0.0.2")
             assert "(10.0.0.1)" in str(error.value)
             assert error.value.exit_code == 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(ConfigError, match="no such interface to reach others by"):
-        roll_call.interface_to("10.0.0.2")
+        rendezvous.interface_to("10.0.0.2")
 
 
 @pytest.mark.parametrize(
     ("pattern", "fits"), [("eth", True), ("=eth", False), ("^lo,docker", True), ("^=eth0", False)]
 )
 def test_interface_patterns_mean_what_they_mean_to_nccl(pattern, fits, monkeypatch):
-    monkeypatch.setattr(roll_call, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
+    monkeypatch.setattr(rendezvous, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", pattern)
     up = SimpleNamespace(isup=True)
-    monkeypatch.setattr(roll_call.psutil, "net_if_stats", lambda: {"lo": up, "eth0": up})
+    monkeypatch.setattr(rendezvous.psutil, "net_if_stats", lambda: {"lo": up, "eth0": up})
     if fits:
-        assert roll_call.interface_to("127.0.0.1") == ("eth0", "10.0.0.1"), "the only one"
+        assert rendezvous.interface_to("127.0.0.1") == ("eth0", "10.0.0.1"), "the only one"
     else:
         with pytest.raises(ConfigError):
-            roll_call.interface_to("127.0.0.1")
+            rendezvous.interface_to("127.0.0.1")

@@ -8,7 +8,7 @@ from runs import change, make_config, records, train, weights
 from test_launch import PROJECT
 from world import run_world
 
-from my_project import predict
+from my_project import export
 from my_project.config import Config, ConfigError, parse
 from my_project.recipes.segmentation import IGNORED, Segmentation
 
@@ -85,7 +85,7 @@ def test_it_is_resumed_and_labels_a_picture(tmp_path):
     assert train(change(half, steps=8)) == 0
     ours, theirs = weights(half.folder / "export"), weights(whole.folder / "export")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    settings, about, model = predict.load(whole.folder / "export")
+    settings, about, model = export.load(whole.folder / "export")
     image, _ = SMALL.build_datasets({})[0][0]
     write_png((image * 255).to(torch.uint8), str(tmp_path / "scene.png"))
     (tmp_path / "scene.mask.png").symlink_to(tmp_path / "elsewhere")

@@ -13,9 +13,10 @@ import torch
 from runs import make_config
 from world import run_world
 
-from my_project import checkpoint, files, optim, runtime
+from my_project import export, files, optim, sharding
+from my_project.checkpoint import saving, shards
 from my_project.config import Config, ConfigError, OptimConfig
-from my_project.run import Run
+from my_project.run_folder import Run
 
 
 class Tied(torch.nn.Module):
@@ -66,7 +67,7 @@ def checkpoints_of(config: Config, rank: int, world: int, model: Any, optimizer:
     run = Run(config, rank)
     run.hosts = ["here"] * world
     average = optim.Average(model, 0.9)
-    return checkpoint.Checkpoints(run, rank == 0, model, optimizer, None, average)
+    return saving.Checkpoints(run, rank == 0, model, optimizer, None, average)
 
 
 def in_group(function, *arguments: Any) -> Any:
@@ -129,7 +130,7 @@ def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, backg
     for result in results:
         assert_close(result, reference)
     folder = config.folder / "checkpoints" / "step_00000003"
-    assert checkpoint.damage(folder) == ""
+    assert files.damage(folder) == ""
     kinds = ("average", "model", "optimizer")
     shards = {f"{kind}.rank_{rank:05d}.safetensors" for kind in kinds for rank in (0, 1)}
     assert {p.name for p in folder.iterdir()} == shards | {"manifest.json", "state.json"}
@@ -169,7 +170,7 @@ def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
     merged = []
     for folder in (whole_folder, two.folder / "checkpoints" / "step_00000003"):
         path = tmp_path / f"{folder.parents[1].parent.name}.safetensors"
-        checkpoint.merge(Namespace(folder=str(folder), file=str(path), average=False))
+        export.merge(Namespace(folder=str(folder), file=str(path), average=False))
         merged.append(load_file(path))
     assert_close(merged[0], merged[1])
     assert torch.equal(merged[1]["output.weight"], merged[1]["embedding.weight"])
@@ -183,9 +184,9 @@ def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
     shard = folder / "optimizer.rank_00001.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "optimizer.rank_00001.safetensors is damaged" in checkpoint.damage(folder)
+    assert "optimizer.rank_00001.safetensors is damaged" in files.damage(folder)
     shard.unlink()
-    assert "optimizer.rank_00001.safetensors is missing" in checkpoint.damage(folder)
+    assert "optimizer.rank_00001.safetensors is missing" in files.damage(folder)
     # also where a manifest was made for what is left
     manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
     del manifest["files"][shard.name]
@@ -199,7 +200,7 @@ def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:
     """Let the second process fail in its first save."""
     model, optimizer = build(sharded=True)
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
-    save_pieces, failed = checkpoint.save_pieces, []
+    save_pieces, failed = shards.save_pieces, []
 
     def failing(pieces: Any, path: Path) -> None:
         if rank == 1:
@@ -207,7 +208,7 @@ def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:
         save_pieces(pieces, path)
 
     for step, write in enumerate((failing, save_pieces), start=1):
-        checkpoint.save_pieces = write  # type: ignore[assignment]
+        shards.save_pieces = write  # type: ignore[assignment]
         train_steps(model, optimizer, range(step - 1, step))
         checkpoints.save({"step": step})
         checkpoints.wait()
@@ -235,7 +236,7 @@ def evaluate_average(rank: int, world: int, config: Config) -> list[bool]:
     from torch.distributed.fsdp import fully_shard
 
     from my_project.evaluate import evaluate
-    from my_project.runtime import Call
+    from my_project.sharding import Call
 
     model, _ = build(sharded=False)
     call = fully_shard(Call(model), reshard_after_forward=False)
@@ -294,14 +295,14 @@ class Deep(torch.nn.Module):
 
 
 def test_blocks_can_be_called_and_hold_tied_weights_whole():
-    assert runtime.sharded_blocks(Deep(), 20) == (["Layer"], [30] * 3, 55 + 30)
-    assert runtime.sharded_blocks(Deep(), 31) == ([], [], 55 + 4 * 30)
+    assert sharding.sharded_blocks(Deep(), 20) == (["Layer"], [30] * 3, 55 + 30)
+    assert sharding.sharded_blocks(Deep(), 31) == ([], [], 55 + 4 * 30)
     in_one_of_two = torch.nn.Sequential(Deep(), Layer(1))
-    assert runtime.sharded_blocks(in_one_of_two, 60) == (["Deep"], [55 + 4 * 30], 2)
-    assert runtime.sharded_blocks(torch.nn.Sequential(Deep()), 60) == ([], [], 55 + 4 * 30)
+    assert sharding.sharded_blocks(in_one_of_two, 60) == (["Deep"], [55 + 4 * 30], 2)
+    assert sharding.sharded_blocks(torch.nn.Sequential(Deep()), 60) == ([], [], 55 + 4 * 30)
     another = type("Layer", (Layer,), {})(5)
     twice_named = torch.nn.Sequential(Deep(), another)
-    assert runtime.sharded_blocks(twice_named, 20)[0] == ["Deep"]
+    assert sharding.sharded_blocks(twice_named, 20)[0] == ["Deep"]
 
 
 def shard_as_accelerate_does() -> tuple[list[str], float]:
@@ -336,7 +337,7 @@ def shard_as_accelerate_does() -> tuple[list[str], float]:
     torch.manual_seed(0)
     plain, model = Deep(), Deep()
     model.load_state_dict(plain.state_dict())
-    call, _ = runtime.prepare(accelerator, model, torch.optim.SGD(model.parameters()))
+    call, _ = sharding.prepare(accelerator, model, torch.optim.SGD(model.parameters()))
     tokens = torch.arange(6)
     call(lambda model, tokens: model(tokens).square().sum(), tokens).backward()
     plain(tokens).square().sum().backward()

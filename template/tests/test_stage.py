@@ -13,8 +13,8 @@ from ragged import Ragged
 from runs import make_config, records, train
 from world import run_world
 
-from my_project import stage
 from my_project.config import ConfigError
+from my_project.loading import staging
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,17 +47,17 @@ def staged(folder: Path, to: Path) -> Path:
     """Stage as a launch of its own would."""
     for mark in to.glob("*/.checked_*"):
         mark.unlink()
-    return Path(stage.staged(FromFiles(path=str(folder)), str(to)).path)
+    return Path(staging.staged(FromFiles(path=str(folder)), str(to)).path)
 
 
 def test_a_copy_is_equal_and_made_once(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_DISK", str(tmp_path / "disk"))
     source = write(tmp_path / "data")
-    recipe = stage.staged(FromFiles(path=str(source)), "$LOCAL_DISK")
+    recipe = staging.staged(FromFiles(path=str(source)), "$LOCAL_DISK")
     copied = Path(recipe.path)
     assert copied.is_relative_to(tmp_path / "disk")
     assert content(copied) == content(source)
-    monkeypatch.setattr(stage, "_copy_file", None)
+    monkeypatch.setattr(staging, "_copy_file", None)
     assert staged(source, tmp_path / "disk") == copied, "nothing is copied again"
 
 
@@ -70,8 +70,8 @@ def test_a_restart_mends_what_is_missing_cut_off_changed_or_gone(tmp_path, monke
     (copied / "part_2/.002.bin.partial").write_bytes(b"of a killed launch")
     (source / "part_0/003.bin").write_bytes(b"x" * 1003)  # as long as before
     (source / "part_1/004.bin").unlink()
-    again, real = [], stage._copy_file
-    monkeypatch.setattr(stage, "_copy_file", lambda s, t: (again.append(t.name), real(s, t)))
+    again, real = [], staging._copy_file
+    monkeypatch.setattr(staging, "_copy_file", lambda s, t: (again.append(t.name), real(s, t)))
     assert staged(source, disk) == copied
     assert sorted(again) == ["000.bin", "001.bin", "003.bin"]
     assert content(copied) == content(source)
@@ -79,12 +79,12 @@ def test_a_restart_mends_what_is_missing_cut_off_changed_or_gone(tmp_path, monke
 
 def test_a_copy_that_reads_back_differently_is_an_error(tmp_path, monkeypatch):
     source = write(tmp_path / "data", 1)
-    real = stage.hashlib.file_digest
+    real = staging.hashlib.file_digest
 
     def faulty(file, kind):
-        return real(file, kind) if "disk" not in file.name else stage.hashlib.sha256(b"")
+        return real(file, kind) if "disk" not in file.name else staging.hashlib.sha256(b"")
 
-    monkeypatch.setattr(stage.hashlib, "file_digest", faulty)
+    monkeypatch.setattr(staging.hashlib, "file_digest", faulty)
     with pytest.raises(OSError, match="came out different"):
         staged(source, tmp_path / "disk")
     assert not list((tmp_path / "disk").rglob("000.bin"))
@@ -93,10 +93,10 @@ def test_a_copy_that_reads_back_differently_is_an_error(tmp_path, monkeypatch):
 def stage_and_count(source: Path, disk: Path) -> tuple[int, int]:
     """Stage in a process of a node; count how often it looked at the source, and what it copied."""
     looked, copied = [], []
-    update, copy_file = stage.update, stage._copy_file
-    stage.update = lambda s, t: (looked.append(s), update(s, t))
-    stage._copy_file = lambda s, t: (copied.append(s), copy_file(s, t))
-    stage.staged(FromFiles(path=str(source)), str(disk))
+    update, copy_file = staging.update, staging._copy_file
+    staging.update = lambda s, t: (looked.append(s), update(s, t))
+    staging._copy_file = lambda s, t: (copied.append(s), copy_file(s, t))
+    staging.staged(FromFiles(path=str(source)), str(disk))
     return len(looked), len(copied)
 
 
@@ -146,13 +146,13 @@ def test_what_cannot_be_staged_is_refused(tmp_path, monkeypatch, to, path, sente
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "data", 1)
     with pytest.raises(ConfigError, match=sentence):
-        stage.staged(FromFiles(path=path), to)
+        staging.staged(FromFiles(path=path), to)
 
 
 def test_too_small_a_disk_is_refused_before_anything_is_copied(tmp_path, monkeypatch):
     source = write(tmp_path / "data")
-    usage = stage.shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: usage)
+    usage = staging.shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match="give stage_to a larger disk"):
         staged(source, tmp_path / "disk")
     assert not list((tmp_path / "disk").rglob("*.bin"))

@@ -14,8 +14,9 @@ import yaml
 from ragged import Ragged
 from runs import make_config, train
 
-from my_project import evaluate, predict, search_path, trust
+from my_project import evaluate, export, predict
 from my_project.config import Config, ConfigError, OptimConfig
+from my_project.safety import search_path, trust
 
 MINE = ["test_trust.Typed"]
 
@@ -50,7 +51,7 @@ def settings_of(**init_args: Any) -> dict[str, Any]:
 def make_project_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let a folder be the project which the package lies in; return its configs/."""
     (folder / "configs").mkdir(parents=True)
-    monkeypatch.setattr(trust, "__file__", str(folder / "src/my_project/trust.py"))
+    monkeypatch.setattr(trust, "__file__", str(folder / "src/my_project/safety/trust.py"))
     return folder / "configs"
 
 
@@ -80,7 +81,7 @@ def write(folder: Path, settings: dict[str, Any]) -> Path:
 
 EVIL = {"class_path": "hostile.Evil"}
 WRITE = {
-    "class_path": "my_project.run.write_atomically",
+    "class_path": "my_project.files.write_atomically",
     "init_args": {"path": "x", "text": ""},
 }
 DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
@@ -96,7 +97,7 @@ DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
         settings_of(anything={"deep": [{"er": "class_path: hostile.Evil"}]}),
         settings_of(anything="[[{er: 'class_path: hostile.Evil'}]]"),
         settings_of(functions=["hostile.function"]),
-        settings_of(function="my_project.run.subprocess.run"),
+        settings_of(function="my_project.run_folder.subprocess.run"),
         settings_of(anything=WRITE),
         settings_of(function="my_project.files.discard"),
         settings_of(group={"anything": WRITE}),
@@ -211,7 +212,7 @@ def test_only_what_is_needed_of_a_config_is_used(tmp_path, marker):
         named={"x": {"number": 5}}, lengths=[1, 2], size="a.b", anything="x: y",
     )  # fmt: skip
     path = write(tmp_path / "export", typed | hostile)
-    for config in (trust.read_config(path, MINE), evaluate.config_beside(path.parent, MINE)):
+    for config in (trust.read_config(path, MINE), export.config_beside(path.parent, MINE)):
         assert (config.seed, config.precision, config.tf32) == (7, "bf16", False)
         assert (config.batches.global_batch_size, config.batches.micro_batch_size) == (16, 4)
         assert config.batches.loader == {}
@@ -293,12 +294,12 @@ def test_a_run_that_is_not_writable_is_evaluated_in_a_folder_of_the_users_own(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
     write(tmp_path / "export", settings_of())
-    folder = Path(evaluate.config_beside(tmp_path / "export", MINE).runs_folder)
+    folder = Path(export.config_beside(tmp_path / "export", MINE).runs_folder)
     assert folder == tmp_path / f"{trust.PACKAGE}-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match=r"is not this user's alone"):
-        evaluate.config_beside(tmp_path / "export", MINE)
+        export.config_beside(tmp_path / "export", MINE)
 
 
 @pytest.mark.slow
@@ -330,7 +331,7 @@ def test_a_data_info_that_is_no_dict_is_a_sentence(tmp_path, text):
     write(tmp_path / "export", settings_of())
     (tmp_path / "export/data_info.json").write_text(text)
     with pytest.raises(ConfigError, match=r"data_info\.json"):
-        predict.load(tmp_path / "export", MINE)
+        export.load(tmp_path / "export", MINE)
 
 
 def test_evaluate_writes_nothing_where_a_strangers_config_says(tmp_path, monkeypatch):
@@ -341,7 +342,7 @@ def test_evaluate_writes_nothing_where_a_strangers_config_says(tmp_path, monkeyp
     (run / "run.json").write_text("{}")
     write(run / "export", settings_of() | places)
     for folder in (run, run / "export"):
-        config = evaluate.config_beside(folder, MINE)
+        config = export.config_beside(folder, MINE)
         assert config.folder == run
         assert config.stage_to is None
     assert not (tmp_path / "target").exists()

@@ -4,7 +4,7 @@ One YAML file per experiment (`configs/`), typed dotted overrides on the command
 fail. This module imports no torch, so `--help` and a wrong setting answer at once.
 
 A field made with `free` may change between two starts of one run; any other field changes the
-training curve, so a run that exists is continued only with the same value (run.py).
+training curve, so a run that exists is continued only with the same value (run_folder.py).
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from .parent import LAUNCHER
+from .launcher import LAUNCHER
 from .recipe import Recipe, problems_of
-from .redaction import mask, refuse_secrets
+from .safety.redaction import mask, refuse_secrets
 
 
 class ConfigError(ValueError):
@@ -182,7 +182,7 @@ class Config:
     """Where run folders lie; on several nodes, storage that all of them share."""
     stage_to: str | None = free(None)
     """A folder on a disk of each node, such as $SLURM_TMPDIR, to copy the recipe's data to before
-    training; null: read the data where it lies (stage.py)."""
+    training; null: read the data where it lies (loading/staging.py)."""
     resume: str = free("auto")
     """auto: continue this run if it exists; never: move it aside and start anew; or the path of a
     checkpoint to continue from."""

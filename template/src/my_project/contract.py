@@ -18,13 +18,14 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from .batches import is_stream
 from .config import Config, ConfigError, TransientError, to_yaml
-from .faults import process_name, progress_reported
+from .files import writing
+from .launcher import process_name
+from .loading.layout import is_stream
+from .loading.locks import in_turn, no_node_at_work
+from .loading.staging import staged
 from .recipe import Recipe, optional, place_of, problems
-from .run import writing
-from .stage import staged
-from .turns import in_turn, no_node_at_work
+from .stacks import progress_reported
 
 
 def check_recipe(config: Config) -> None:

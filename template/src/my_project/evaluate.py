@@ -4,49 +4,45 @@ python -m my_project.evaluate runs/image_classification
 python -m my_project.evaluate runs/image_classification/checkpoints/step_00000100
 
 A run folder means its export or, where there is none yet, its newest checkpoint. Nothing of a
-stranger's folder is run (trust.py).
+stranger's folder is run (safety/trust.py).
 """
 
 import sys
 
-from .search_path import leave_out_weights, run_folder
+from .launcher import LAUNCHER
+from .safety.search_path import leave_out_weights
 
 if __name__ == "__main__":
     leave_out_weights(sys.argv[1:])  # before any other import
-
-from .parent import LAUNCHER
-
-if __name__ == "__main__":
     LAUNCHER.watch()  # before torch is imported
 
 import argparse
-import dataclasses
 import json
 import logging
 import math
-import os
-import stat
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import checkpoint, contract, runtime
-from .batches import Fetch, generators_kept, make_loader, on_device
-from .config import Config, ConfigError, TelemetryConfig
-from .predict import load_model
+from . import cli, contract, devices, export, sharding
+from .checkpoint import resuming
+from .config import Config, ConfigError
+from .export import config_beside, is_export, load_model, weights_folder
+from .files import finite
+from .loading.loader import Fetch, make_loader, on_device
+from .loading.seeding import generators_kept
 from .recipe import optional
-from .run import finite
-from .telemetry import print_table, shown
-from .trust import add_trust, read_config
+from .records.display import print_table, shown
+from .safety.trust import add_trust
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +61,7 @@ def evaluate(
     Args:
         accelerator: of this process.
         config: of the run.
-        call: the prepared model, called with a function of the plain model (runtime.Call).
+        call: the prepared model, called with a function of the plain model (sharding.Call).
         data_sets: map-style, by name.
         is_sanity_check: take one micro-batch of each.
 
@@ -74,7 +70,7 @@ def evaluate(
     """
     call.eval()
     forget_gathered(call)
-    runtime.share_buffers(accelerator, call)
+    share_buffers(accelerator, call)
     results: dict[str, float] = {}
     for name, data in data_sets.items():
         values = _evaluate_one(accelerator, config, call, data, is_sanity_check)
@@ -248,53 +244,11 @@ def _to_cpu(state: Tensor | list[Tensor]) -> Any:
     return [torch.atleast_1d(tensor.detach().cpu()) for tensor in state]
 
 
-def weights_folder(folder: Path) -> Path:
-    """Find the weights that a path means: the export of a run, or its newest checkpoint."""
-    for place in (folder, folder / "export"):
-        if is_export(place) or (place / "manifest.json").is_file():
-            return place
-    if found := checkpoint.checkpoints(folder):
-        return found[-1]
-    raise ConfigError(f"{folder} holds neither an export nor a checkpoint.")
-
-
-def is_export(folder: Path) -> bool:
-    """Tell an export from a checkpoint, or a run folder."""
-    return (folder / "data_info.json").is_file()
-
-
-def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
-    """Read what evaluation needs of the config.yaml of an export, or of a checkpoint's run.
-
-    The locks of prepare_data lie beside the run, or in this user's temporary folder.
-
-    Args:
-        folder: of the weights.
-        trusted: class paths that may be imported besides this project's own (trust.py).
-        given: the folder on the command line.
-    """
-    run = Path(run_folder(str(folder)))
-    for place in (folder, run):
-        if (place / "config.yaml").is_file():
-            config = read_config(place / "config.yaml", trusted, given or folder)
-            runs = run.parent if os.access(run.parent, os.W_OK) else temporary_folder()
-            return dataclasses.replace(
-                config,
-                telemetry=TelemetryConfig(trackers=[]),
-                runs_folder=str(runs),
-                run_name=run.name,
-            )
-    raise ConfigError(f"{folder} has no config.yaml beside it.")
-
-
-def temporary_folder() -> Path:
-    """Make a folder in the shared temporary one that only this user can write to."""
-    folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    about = folder.lstat()
-    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022 or folder.is_symlink():
-        raise ConfigError(f"{folder} is not this user's alone; remove it, or set TMPDIR.")
-    return folder
+def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
+    """Give every process the main one's buffers (BatchNorm statistics), as DDP does in training."""
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, src=0)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -308,20 +262,20 @@ def main(arguments: argparse.Namespace) -> int:
                 handler.setStream(sys.stderr)
     folder = weights_folder(Path(arguments.folder))
     config = config_beside(folder, arguments.trust, Path(arguments.folder))
-    runtime.check_launch(config)
+    devices.check_launch(config)
     contract.check_recipe(config)
     data_info, reader = contract.prepare_data(config)
     _, data_sets = contract.build_datasets(reader, data_info)
     if not data_sets:
         raise ConfigError("the recipe's build_datasets returns no validation set.")
-    with runtime.start(config) as accelerator:
+    with devices.start(config) as accelerator:
         if is_export(folder):
             model = load_model(folder, config.recipe, data_info)
         else:
-            runtime.from_main(accelerator, lambda: checkpoint.check(folder))
+            devices.from_main(accelerator, lambda: resuming.check(folder))
             model = contract.build_model(config, data_info)
-            checkpoint.load_weights(folder, model)
-        call = accelerator.prepare_model(runtime.Call(model), evaluation_mode=True)
+            export.load_weights(folder, model)
+        call = accelerator.prepare_model(sharding.Call(model), evaluation_mode=True)
         results = evaluate(accelerator, config, call, data_sets)
         if accelerator.is_main_process:
             if arguments.json:
@@ -332,10 +286,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = cli.make_parser(__doc__)
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
     add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    runtime.command(main, parser.parse_args())
+    cli.run_on_all_ranks(main, parser.parse_args())

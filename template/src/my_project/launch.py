@@ -6,8 +6,8 @@
 
 Takes what accelerate launch takes, and does besides, in this order:
 1. prints one line: which node this is, its processes, address, precision and run folder;
-2. with several nodes, waits until all are there and reach each other (roll_call.py);
-3. with --preflight, checks the cluster (preflight.py), and ends with 1 where that fails;
+2. with several nodes, waits until all are there and reach each other (cluster/rendezvous.py);
+3. with --preflight, checks the cluster (cluster/preflight.py), and ends with 1 where that fails;
 4. trains; what each process prints also goes to <run folder>/logs/node_<n>/;
 5. passes signals on, so that the run saves and leaves; leaves no process behind;
 6. exits with the run's outcome: 0 finished; 75 preempted; 2 what will not get better by itself (a
@@ -35,12 +35,14 @@ from typing import Any
 
 import psutil
 
-from .config import CONFIG_ERRORS, ConfigError, exit_with_sentence, read_yaml
-from .redaction import mask_command, refuse_secrets
-from .roll_call import Node, interface_to, roll_call
-from .run import read_json, writing
+from . import cli
+from .config import CONFIG_ERRORS, ConfigError, read_yaml
+from .files import writing
+from .run_folder import read_status
+from .safety.redaction import mask_command, refuse_secrets
 
 PREEMPTED = 75
+PREFLIGHT = f"{__package__}.cluster.preflight"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 KILLED_BY_A_SIGNAL_AFTER = 5.0  # seconds since the first; launchers and schedulers send doubles
 STATUS_SHOWS_WITHIN = 60.0  # seconds, on network file systems
@@ -143,6 +145,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
             f"--parallelism_config_dp_replicate_size={nodes}",
             f"--parallelism_config_dp_shard_size={each}",
         ]
+    wants_preflight = own.preflight or preflight
+    if (nodes > 1 or wants_preflight) and not _is_module(PREFLIGHT):
+        raise ConfigError(
+            "several nodes and --preflight need the folder cluster/ of the package, which is not"
+            " there; copy it from the template again."
+        )
     elastic = given.rdzv_backend == "c10d"
     if elastic:  # says who opens the port, where the name of this host stands for 127.0.1.1
         flags += ["--rdzv_conf", f"is_host={int(rank == 0)}"]
@@ -157,7 +165,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         port=port,
         precision=str(value("mixed_precision", "no")),
         elastic=elastic,
-        preflight=own.preflight or preflight,
+        preflight=wants_preflight,
         seconds_to_come=own.seconds_to_come,
     )
 
@@ -170,12 +178,7 @@ def _is_module(name: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.launch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = cli.make_parser(__doc__)
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     parser.add_argument(
         "--seconds_to_come",
@@ -229,12 +232,8 @@ def missing_in(version: str) -> str:
 
 
 # ---- this node -----------------------------------------------------------------------------------
-def prepare_environment(launch: Launch) -> str:
-    """Set what torchrun and gloo need on this node.
-
-    Returns:
-        The interface by which the other nodes are reached; empty where there is no choice to make.
-    """
+def prepare_environment() -> None:
+    """Set what torchrun needs on this node."""
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
@@ -242,16 +241,9 @@ def prepare_environment(launch: Launch) -> str:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # restarts find a live address
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
-    if launch.nodes == 1:
-        return ""
-    interface, ip = interface_to(launch.address)
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("PET_LOCAL_ADDR", ip)
-    return interface
 
 
-def line(launch: Launch, interface: str) -> str:
+def line(launch: Launch, interface: str = "") -> str:
     """Say in one line what this node does."""
     first = launch.rank * launch.processes_per_node
     last = first + launch.processes_per_node - 1
@@ -264,6 +256,32 @@ def line(launch: Launch, interface: str) -> str:
         + (f", main node {launch.address}:{launch.port}" if launch.nodes > 1 else "")
         + f", precision {launch.precision}, run folder {launch.run_folder}"
     )
+
+
+def meet_other_nodes(launch: Launch) -> None:
+    """Find the interface by which the other nodes are reached, and wait until all are there."""
+    from .cluster import rendezvous  # the only import of cluster/, which can be deleted
+
+    interface, ip = rendezvous.interface_to(launch.address)
+    if interface:  # else gloo and NCCL choose
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("PET_LOCAL_ADDR", ip)
+    print(line(launch, interface), flush=True)
+    if launch.elastic:
+        return
+    me = rendezvous.Node(
+        rank=launch.rank,
+        nodes=launch.nodes,
+        processes=launch.processes,
+        run=" ".join((launch.module, *mask_command(launch.arguments))),
+        host=socket.gethostname(),
+        interface=interface,
+        ip=ip,
+    )
+    rendezvous.roll_call(
+        me, launch.address, launch.port, launch.seconds_to_come,
+        say=lambda text: print(text, flush=True),
+    )  # fmt: skip
 
 
 class Child:
@@ -360,15 +378,6 @@ def stop_at_end_of_input() -> None:
 
 
 # ---- the outcome ---------------------------------------------------------------------------------
-def read_status(folder: Path) -> dict[str, Any]:
-    """Read status.json; empty when there is none."""
-    try:
-        os.listdir(folder)  # makes a network file system look whether the file is still the same
-    except OSError:
-        return {}
-    return read_json(folder / "status.json")
-
-
 def exit_code(status: dict[str, Any], before: dict[str, Any], code: int) -> int:
     """Turn what a run has recorded into an exit code.
 
@@ -405,29 +414,17 @@ def main(arguments: list[str]) -> int:
     child = Child(torchrun=launch.processes > 1)
     if own.stop_at_end_of_input:
         stop_at_end_of_input()
-    interface = prepare_environment(launch)
-    print(line(launch, interface), flush=True)
+    prepare_environment()
     installed = importlib.metadata.version("torch")  # importing torch takes 4 s
     if child.torchrun and (missing := missing_in(installed)):
         print(missing, flush=True)
-    if launch.nodes > 1 and not launch.elastic:
-        _, ip = interface_to(launch.address)
-        me = Node(
-            rank=launch.rank,
-            nodes=launch.nodes,
-            processes=launch.processes,
-            run=" ".join((launch.module, *mask_command(launch.arguments))),
-            host=socket.gethostname(),
-            interface=interface,
-            ip=ip,
-        )
-        roll_call(
-            me, launch.address, launch.port, launch.seconds_to_come,
-            say=lambda text: print(text, flush=True),
-        )  # fmt: skip
+    if launch.nodes > 1:
+        meet_other_nodes(launch)
+    else:
+        print(line(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[CONFIG_ERRORS] = errors
-        if launch.preflight and child.run(launch.command(f"{__package__}.preflight")) != 0:
+        if launch.preflight and child.run(launch.command(PREFLIGHT)) != 0:
             print("preflight failed, so nothing was trained; its errors stand above", flush=True)
             return PREEMPTED if child.told else repeat_error(errors) or 1
         if child.told:  # as the preflight ended
@@ -485,7 +482,4 @@ def repeat_error(errors: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main(sys.argv[1:]))
-    except ConfigError as error:
-        exit_with_sentence(error)
+    cli.run(main, sys.argv[1:])

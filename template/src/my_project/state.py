@@ -70,3 +70,8 @@ def check_trained(state: dict[str, Any], *, is_fp16: bool) -> None:
             f" counted no item, so the weights are those of the start: {remedy}check the data, or"
             " lower optim.lr"
         )
+
+
+def is_due(every_steps: int | None, step: int) -> bool:
+    """Tell whether something that happens every so many steps happens now."""
+    return every_steps is not None and step % every_steps == 0

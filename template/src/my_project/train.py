@@ -13,10 +13,21 @@ from contextlib import nullcontext
 
 import torch
 
-from . import batches, checkpoint, contract, faults, optim, runtime, telemetry
+from . import cli, contract, devices, export, launcher, optim, sharding, step_sums, stopping
+from .checkpoint import resuming, saving
 from .evaluate import evaluate, sanity_check
-from .run import Run
-from .state import check_best_metric, check_trained, end_of, evaluation_is_due, note_best
+from .loading import layout, seeding
+from .loading.feed import train_batches
+from .records import display, metrics
+from .run_folder import Run
+from .state import (
+    check_best_metric,
+    check_trained,
+    end_of,
+    evaluation_is_due,
+    is_due,
+    note_best,
+)
 
 
 def main(config: Config) -> int:
@@ -31,36 +42,36 @@ def main(config: Config) -> int:
     """
     # ---- before any process group: what can be refused is refused here ---------------------------
     recipe = config.recipe
-    processes, rank = runtime.world()
-    split = batches.split(config.batches, processes)
-    runtime.check_launch(config, split.accumulation)
+    processes, rank = launcher.world()
+    split = layout.split(config.batches, processes)
+    devices.check_launch(config, split.accumulation)
     contract.check_recipe(config)
     run = Run(config, rank)
     data_info, reader = contract.prepare_data(config)
-    with faults.Watch(run):
+    with stopping.Watch(run):
         train_set, validation_sets = contract.build_datasets(reader, data_info)
     check_best_metric(config, validation_sets)
-    total_steps = run.total_steps = batches.total_steps(config, train_set, split)
+    total_steps = run.total_steps = layout.total_steps(config, train_set, split)
     if run.finished:
         if rank == 0:
-            telemetry.print_result(run)
+            display.print_result(run)
         return 0
-    checkpoint.check_path(config)
+    resuming.check_path(config)
 
     with (
-        faults.StopRequest(config) as stop,
-        faults.failures_recorded(run),
-        faults.Watch(run) as watch,
-        runtime.start(config) as accelerator,
+        stopping.StopRequest(config) as stop,
+        stopping.failures_recorded(run),
+        stopping.Watch(run) as watch,
+        devices.start(config) as accelerator,
     ):
         # ---- model, optimizer and state, new or resumed ------------------------------------------
         is_main, device = accelerator.is_main_process, accelerator.device
-        lengths = batches.lengths(train_set, validation_sets)
-        runtime.begin(accelerator, run, {"config": config, "data_info": data_info}, lengths)
-        resume_from = runtime.from_main(accelerator, lambda: checkpoint.choose(run))
-        model = runtime.place(accelerator, config, contract.build_model(config, data_info))
+        lengths = layout.lengths(train_set, validation_sets)
+        devices.begin(accelerator, run, {"config": config, "data_info": data_info}, lengths)
+        resume_from = devices.from_main(accelerator, lambda: resuming.choose(run))
+        model = sharding.place(accelerator, config, contract.build_model(config, data_info))
         optimizer = optim.build_optimizer(config.optim, recipe, model)
-        call, evaluation_call = runtime.prepare(accelerator, model, optimizer, split.accumulation)
+        call, evaluation_call = sharding.prepare(accelerator, model, optimizer, split.accumulation)
         average = optim.Average(model, config.optim.ema_decay) if config.optim.ema_decay else None
         average_applied = average.applied if average else nullcontext
         state = {
@@ -77,36 +88,36 @@ def main(config: Config) -> int:
             "skipped_steps": 0,
             "nonfinite_in_a_row": 0,
         }
-        checkpoints = checkpoint.Checkpoints(
+        checkpoints = saving.Checkpoints(
             run, is_main, model, optimizer, accelerator.scaler, average
         )
         if resume_from:
             state |= checkpoints.load(resume_from)
         run.step = state["step"]
-        runtime.log_start(accelerator, run, split, model, resume_from)
+        display.log_start(accelerator, run, split, model, resume_from)
         if is_main:
             run.write_status("running")
 
         # ---- the loop: step k is global batch k --------------------------------------------------
         steps = range(run.step, total_steps)
-        feed = batches.train_batches(
-            config, train_set, split, rank, steps, device, state, runtime.smallest(accelerator)
+        feed = train_batches(
+            config, train_set, split, rank, steps, device, state, devices.smallest(accelerator)
         )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        find_unused = runtime.finder_of_unused(call)
-        in_buckets = runtime.has_gradients_in_buckets(call)
+        find_unused = sharding.finder_of_unused(call)
+        in_buckets = sharding.has_gradients_in_buckets(call)
         call.train()
         stop.loop_begins()
         with (
             checkpoints,
-            telemetry.Telemetry(accelerator, config, run, split, state, watch, model, feed) as log,
+            metrics.Telemetry(accelerator, config, run, split, state, watch, model, feed) as log,
         ):
 
             def evaluate_and_note() -> None:
                 with log.paused(), average_applied():
                     results = evaluate(accelerator, config, evaluation_call, validation_sets)
                     if note_best(config, state, results):
-                        checkpoint.export_best(run, data_info, model, is_main)
+                        export.export_best(run, data_info, model, is_main)
                 log.write({"step": run.step} | results)
                 checkpoints.add_evaluation(state)
 
@@ -124,11 +135,11 @@ def main(config: Config) -> int:
                 backward_scale = 1 / optim.power_of_two(state["weight_per_micro_batch"])
                 # over all processes: loss, weight, whether to stop, whether a stream is short; then
                 # norm, and this process's own loss
-                sums = torch.zeros(6, dtype=runtime.sum_dtype(device), device=device)
-                reduction = runtime.Reduction(accelerator)
+                sums = torch.zeros(6, dtype=step_sums.sum_dtype(device), device=device)
+                reduction = step_sums.Reduction(accelerator)
                 for j in range(split.accumulation):
                     batch = next(samples)
-                    runtime.seed_draws(config.seed, step, j * processes + rank, device)
+                    seeding.seed_draws(config.seed, step, j * processes + rank, device)
                     is_last = j == split.accumulation - 1
                     with nullcontext() if is_last else accelerator.no_sync(call):
                         returned = call(recipe.loss, batch, step)
@@ -168,7 +179,7 @@ def main(config: Config) -> int:
 
                 # ---- every so often: save, then evaluate: a failure there loses no step ---------
                 evaluation_due = evaluation_is_due(config, state, total_steps)
-                save_due = runtime.is_due(config.checkpoints.every_steps, run.step)
+                save_due = is_due(config.checkpoints.every_steps, run.step)
                 save_due |= run.step == total_steps
                 if save_due or evaluation_due or log.stop_requested:
                     log.flush()
@@ -197,16 +208,16 @@ def main(config: Config) -> int:
             return 75
         check_trained(state, is_fp16=bool(accelerator.scaler))
         with average_applied():
-            checkpoint.export(run.folder / "export", config, data_info, model, is_main)
+            export.export(run.folder / "export", config, data_info, model, is_main)
         accelerator.wait_for_everyone()  # a rank that had left would be blamed if an export hangs
         if is_main:
             result, is_early = state["results"] | log.throughput, run.step < total_steps
             patience = config.evaluation.patience if is_early else 0
             reason = ended + checkpoints.note
             run.write_status("finished", reason, result=result, patience=patience)
-            telemetry.print_result(run)
+            display.print_result(run)
     return 0
 
 
 if CONFIG:
-    runtime.command(main, CONFIG)
+    cli.run_on_all_ranks(main, CONFIG)

@@ -15,43 +15,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from .batches import Split
-from .config import Config
-from .faults import Watch
-from .optim import learning_rate
-from .recipe import optional
-from .run import Run, finite, move_aside, write_atomically
+from ..config import Config
+from ..files import finite, move_aside, write_atomically
+from ..loading.layout import Split
+from ..optim import learning_rate
+from ..recipe import optional
+from ..run_folder import Run
+from ..step_sums import LateNumbers
+from ..stopping import Watch
+from .trackers import report_tracker
 
 logger = logging.getLogger(__name__)
-
-
-class LateNumbers:
-    """Hand the numbers of a step to the host one step later, when the device has them anyway."""
-
-    def __init__(self) -> None:
-        self.pending: tuple[int, Tensor, Any] | None = None
-
-    def push(self, step: int, numbers: Tensor) -> tuple[int, list[float]] | None:
-        """Start the copy of this step's numbers; return the step before and its numbers."""
-        event = None
-        if numbers.is_cuda:
-            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = pinned.copy_(numbers, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        before = self.flush()
-        self.pending = (step, numbers, event)
-        return before
-
-    def flush(self) -> tuple[int, list[float]] | None:
-        """Return the step whose numbers have not been read yet, and them."""
-        if self.pending is None:
-            return None
-        step, numbers, event = self.pending
-        self.pending = None
-        if event is not None:
-            event.synchronize()
-        return step, numbers.tolist()
 
 
 class Telemetry:
@@ -319,12 +293,6 @@ class Telemetry:
                 os.truncate(self.path, size)  # no half line
 
 
-def report_tracker(name: str, what: str, error: Exception) -> None:
-    """Say in one line which tracker failed; no tracker's failure ends a run."""
-    told = " ".join(f"{type(error).__name__}: {error}".split())
-    logger.error("tracker %s cannot %s, the run goes on without it: %s", name, what, told)
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory this process has held: on the GPU, or on the host for a CPU."""
     if device.type == "cuda":
@@ -354,34 +322,3 @@ def read_records(run: Run) -> tuple[list[dict[str, Any]], bool]:
         else:
             damaged |= line.endswith(b"\n") or not line.startswith(b"{")
     return records, damaged
-
-
-def shown(value: float) -> str:
-    """Format a metric: four decimals, or none where it is large."""
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-def print_result(run: Run) -> None:
-    """Show how a finished run ended."""
-    status = run.status()
-    rows = {
-        "outcome": f"{status.get('outcome')} {status.get('reason', '')}".strip(),
-        "steps": f"{status.get('step')} of {status.get('steps')}",
-    }
-    for name, value in status.get("result", {}).items():
-        rows[name] = "not a number" if value is None else shown(value)
-    rows["run folder"] = str(run.folder)
-    rows["metrics"] = str(run.folder / "metrics.jsonl")
-    rows["exported weights"] = str(run.folder / "export")
-    print_table(rows)
-
-
-def print_table(rows: dict[str, str], title: str | None = None) -> None:
-    """Print names and values in two columns."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, title=title, title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)

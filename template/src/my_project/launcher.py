@@ -1,16 +1,28 @@
-"""A process that a launcher started ends when the launcher is gone: no orphan trains on.
+"""What launched this process: its rank and world size, and whether the launcher is still there.
 
-A launcher that is killed tells nobody, so its processes look whether it is still their parent. What
-a person starts without a launcher survives its shell. No word of it needs torch, since a launcher
-may be killed while its processes import.
+A launcher that is killed tells nobody, so its processes look whether it is still their parent, and
+end when it is gone: no orphan trains on. What a person starts without a launcher survives its
+shell. Imports no torch, since a launcher may be killed while its processes import.
 """
 
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from contextlib import suppress
+
+
+def world() -> tuple[int, int]:
+    """Read (processes, rank) as the launcher gave them, before there is a process group."""
+    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+
+def process_name() -> str:
+    """Name this process, before there is a process group too."""
+    return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+
 
 POLL_SECONDS = 1.0
 TELL_TO_STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
@@ -23,7 +35,7 @@ class Launcher:
 
     def __init__(self) -> None:
         self.pid: int | None = None
-        self.ends_process = True  # at once; the training loop saves first (faults.StopRequest)
+        self.ends_process = True  # at once; the training loop saves first (stopping.StopRequest)
         self.leave_at = float("inf")
         self._signals = -1  # a pipe: the number of each signal for which Python has a handler
 

@@ -1,16 +1,16 @@
 """Check the machines before an hour of them is spent: in a minute, with the arguments of training.
 
     accelerate launch --config_file accelerate_configs/multi_node.yaml ... \
-        -m my_project.preflight --config configs/image_classification.yaml
+        -m my_project.cluster.preflight --config configs/image_classification.yaml
 
 Every process takes part. A table shows what each node is; then comes what was measured between
 them. Ends with 0, or with 1 and a sentence for each thing that would go wrong in training, and what
 to do. The launchers run it first when they are given --preflight; before it they hold the roll call
-(roll_call.py), which names a node that never comes. What was measured is kept for plan.py, in
+(rendezvous.py), which names a node that never comes. What was measured is kept for planner.py, in
 <runs_folder>/preflight.json.
 """
 
-from .config import Config, parse_command_line
+from ..config import Config, parse_command_line
 
 # Before torch is imported, so that --help and a wrong config answer at once.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
@@ -42,12 +42,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.cuda import nccl
 
-from . import batches, runtime
-from .config import to_yaml
-from .run import installed, write_atomically
+from .. import cli, devices, launcher
+from ..config import to_yaml
+from ..files import write_atomically
+from ..loading import layout, workers
+from ..run_folder import installed
 
 logger = logging.getLogger(__name__)
-
 MB = 1_000_000
 # Until a check that does not return counts as failed: at least, and for each node. Each node writes
 # WRITTEN_BYTES, which one storage takes at 64 MB/s; it sends 256 MB to each other, two times at
@@ -69,7 +70,7 @@ WRITTEN_BYTES = 64 * MB
 def seconds_for(what: str) -> float:
     """Say how long a check may take: at least + for each node x nodes."""
     at_least, per_node = SECONDS[what]
-    processes, _ = runtime.world()
+    processes, _ = launcher.world()
     nodes = processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return at_least + per_node * nodes
 
@@ -77,7 +78,7 @@ def seconds_for(what: str) -> float:
 @contextmanager
 def checking(what: str) -> Iterator[None]:
     """End this process with a sentence when a check takes too long."""
-    size, rank = runtime.world()
+    size, rank = launcher.world()
     seconds = seconds_for(what)
 
     def give_up() -> None:
@@ -116,7 +117,7 @@ def facts(config: Config, device: torch.device) -> dict[str, Any]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     about: dict[str, Any] = {
         "host": socket.gethostname(),
-        "rank": runtime.world()[1],
+        "rank": launcher.world()[1],
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         "python": platform.python_version(),
         "packages": ", ".join(f"{name} {found}" for name, found in installed().items()),
@@ -131,7 +132,7 @@ def facts(config: Config, device: torch.device) -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "shm_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
         "open_files": soft,
-        "cpus": round(batches.cpus_per_process() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        "cpus": round(workers.cpus_per_process() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
     }
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -148,7 +149,7 @@ def facts(config: Config, device: torch.device) -> dict[str, Any]:
 
 def code_digest(config: Config) -> str:
     """Hash the project's own modules, the recipe's too."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parent.parent  # of the package
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
     if recipe := inspect.getsourcefile(type(config.recipe)):
         files["the recipe"] = Path(recipe)
@@ -423,8 +424,8 @@ def slow_pairs(measured: dict[tuple[int, int], float], hosts: list[str]) -> list
 def main(config: Config) -> int:
     """Check, show, and return the exit code."""
     started = time.monotonic()
-    batches.split(config.batches, runtime.world()[0])
-    runtime.check_launch(config)
+    layout.split(config.batches, launcher.world()[0])
+    devices.check_launch(config)
     longest = round(max(map(seconds_for, SECONDS)))  # checking strikes before the process group
     patient = replace(
         config.distributed, timeout_seconds=longest, startup_timeout_seconds=longest, ddp={}
@@ -432,7 +433,7 @@ def main(config: Config) -> int:
     with checking("the processes meet"):
         started_processes = ExitStack()
         accelerator = started_processes.enter_context(
-            runtime.start(replace(config, distributed=patient))
+            devices.start(replace(config, distributed=patient))
         )
     with started_processes:
         return check(accelerator, config, started)
@@ -554,7 +555,7 @@ def keep(
     nodes: int,
     processes: int,
 ) -> None:
-    """Write what was measured where plan.py reads it."""
+    """Write what was measured where planner.py reads it."""
     record = {
         "nodes": nodes,
         "processes": processes,
@@ -565,4 +566,4 @@ def keep(
 
 
 if CONFIG:
-    runtime.command(main, CONFIG)
+    cli.run_on_all_ranks(main, CONFIG)

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from .config import ConfigError, TransientError
+from ..config import ConfigError, TransientError
 
 CONNECT_SECONDS = 5.0  # for one connection between two nodes
 LATE_SECONDS = 10.0  # for which node 0 stays to tell latecomers what is wrong
@@ -51,14 +51,6 @@ def interfaces() -> dict[str, str]:
             if address.family in (socket.AF_INET, socket.AF_INET6):
                 found.setdefault(name, address.address.split("%")[0])
     return found
-
-
-def loopback() -> str:
-    """Return the name of the loopback interface; empty where it has none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return name
-    return ""
 
 
 def interface_to(address: str) -> tuple[str, str]:

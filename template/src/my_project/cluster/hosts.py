@@ -1,6 +1,6 @@
 """Write one accelerate config per node from a host list, as an alternative to flags.
 
-    python -m my_project.nodes hosts.txt --where accelerate_configs/multi_node.yaml
+    python -m my_project hosts hosts.txt --where accelerate_configs/multi_node.yaml
 
 hosts.txt holds a host per line, the main node first, and how many processes (GPUs) it runs:
 
@@ -17,7 +17,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import ConfigError, exit_with_sentence, read_yaml
+from ..cli import make_parser, run
+from ..config import ConfigError, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +111,11 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("hosts", help="the host list")
     parser.add_argument("--where", default="accelerate_configs/multi_node.yaml")
     parser.add_argument("--list", action="store_true", help="print the hosts, write nothing")
     parser.add_argument("--folder", default="nodes", help="where the files go")
     parser.add_argument("--address", default="", help="of the main node, if not its name")
     parser.add_argument("--port", type=int, default=29500)
-    try:
-        main(parser.parse_args())
-    except ConfigError as error:
-        exit_with_sentence(error)
+    run(main, parser.parse_args())

@@ -21,11 +21,10 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from .config import ConfigError
-from .faults import progress_reported
+from ..config import ConfigError
+from ..stacks import progress_reported
 
 logger = logging.getLogger(__name__)
-
 FILES_AT_A_TIME = 16  # network storage is slow by the file, and serves many at once
 BLOCK_BYTES = 1 << 22
 

@@ -1,4 +1,4 @@
-"""Save, rotate and resume the state of a run; export its weights. Also a command, which merges.
+"""Save, rotate and restore the state of a run.
 
     checkpoints/step_00000100/
       model.safetensors        the plain module's keys, whatever wrapped it
@@ -9,21 +9,15 @@
       manifest.json            size and SHA-256 of each file, written last; evaluation results;
                                the path given by --resume at which the run began
 
-    python -m my_project.checkpoint <run>/checkpoints/step_00000100 weights.safetensors
-
 A folder is written under a temporary name, flushed to disk, and renamed when it is whole. Tensors
 and JSON only: nothing here runs code when it is loaded. Sharded tensors (FSDP) are written by the
 processes that hold them, into model.rank_00002.safetensors and so on, and read by any number of
 processes. Random generators are not saved: what is drawn at a step follows from (seed, step), see
-batches.py and runtime.seed_draws.
+loading/seeding.py.
 """
 
-import argparse
 import json
 import logging
-import math
-import os
-import re
 import shutil
 import threading
 import time
@@ -35,31 +29,25 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from .config import Config, ConfigError, to_yaml
-from .files import (
+from ..config import ConfigError
+from ..files import (
     FORMAT,
-    Piece,
-    Tensors,
     complete,
-    damage,
-    discard,
     fingerprint,
     flush_to_disk,
     manifest_text,
-    own_piece,
     read_manifest,
-    replace_folder,
-    save_pieces,
-    save_tensors,
     step_of,
+    write_atomically,
 )
-from .optim import Average
-from .recipe import optional
-from .run import Run, unused_name, write_atomically
-from .state import EVALUATION
+from ..optim import Average
+from ..run_folder import Run
+from ..state import EVALUATION
+from .resuming import best_of, checkpoints, remove
+from .shards import Piece, Tensors, own_piece, save_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -366,183 +354,3 @@ class Checkpoints:
         for folder in found:
             if folder not in keep:
                 remove(folder)
-
-
-def checkpoints(run_folder: Path) -> list[Path]:
-    """List the complete checkpoints of a run, oldest first, whether they are damaged or not."""
-    found = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
-    return sorted((p for p in found if step_of(p) >= 0), key=step_of)
-
-
-def best_of(folders: list[Path], config: Config) -> Path | None:
-    """Find the best checkpoint by evaluation.best_metric."""
-    values = {}
-    for folder in folders:
-        try:
-            results = read_manifest(folder).get("evaluation", {}).get("results", {})
-        except ValueError:
-            continue
-        value = results.get(config.evaluation.best_metric, math.nan)
-        if not math.isnan(value):
-            values[folder] = value
-    choose = max if config.evaluation.best_mode == "max" else min
-    return choose(values, key=values.__getitem__) if values else None
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint; a folder that holds anything of somebody else stays."""
-    try:
-        own = read_manifest(folder)["files"].keys() | {"manifest.json"}
-    except ValueError:
-        return
-    names = {path.name for path in folder.iterdir()}
-    if all(name in own or name.startswith(".manifest.json.") for name in names):
-        removed = folder.with_name(f".{folder.name}.removed")  # so that a kill leaves no half
-        discard(removed)
-        os.replace(folder, removed)
-        discard(removed)
-
-
-# ---- where to continue ---------------------------------------------------------------------------
-def tidy(run_folder: Path) -> None:
-    """Remove what a kill during a save has left. Main process only, before anything is saved."""
-    for name in ("export", "best"):
-        before = run_folder / f".{name}.before"
-        if before.is_dir() and not os.path.lexists(run_folder / name):
-            os.replace(before, run_folder / name)
-        discard(run_folder / f".{name}.partial")
-    for path in (run_folder / "checkpoints").glob(".step_*"):
-        if re.fullmatch(r"\.step_\d+\.(partial|removed)", path.name):
-            discard(path)
-
-
-def check_path(config: Config) -> None:
-    """Refuse a checkpoint given by hand that is none, before any process group starts."""
-    if config.resume in ("auto", "never"):
-        return
-    folder, own = Path(config.resume), checkpoints(config.folder)
-    with suppress(ValueError):
-        if own and read_manifest(own[-1]).get("resumed_from") == config.resume:
-            return  # the run has saved since, and goes on by itself
-    if problem := damage(folder, hashes=False):
-        raise ConfigError(
-            f"resume {folder} cannot be used: {problem}; give a folder such as"
-            " runs/<run_name>/checkpoints/step_00000100, or auto."
-        )
-
-
-def choose(run: Run) -> Path | None:
-    """Choose the checkpoint to continue from; None to start anew. Main process only.
-
-    Newer ones, which are damaged or of another course of the run, are moved aside, never removed.
-    """
-    tidy(run.folder)
-    given = run.config.resume
-    chosen = _newest_good(run)
-    run.resumed_from = read_manifest(chosen).get("resumed_from") if chosen else None
-    # A path given by hand is where this run begins; once it has saved, it goes on by itself.
-    if given not in ("auto", "never") and run.resumed_from != given:
-        if problem := damage(Path(given)):
-            raise ConfigError(f"resume {given} cannot be used: {problem}.")
-        chosen, run.resumed_from = Path(given), given
-    step = read_manifest(chosen)["step"] if chosen else -1
-    for folder in (run.folder / "checkpoints").glob("step_*"):
-        if step_of(folder) > step:
-            aside = unused_name(folder)
-            folder.rename(aside)
-            logger.warning(
-                "%s is newer than what is continued from: moved aside to %s", folder, aside.name
-            )
-    return chosen
-
-
-def _newest_good(run: Run) -> Path | None:
-    folder = run.folder / "checkpoints"
-    found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
-    for path in reversed(found):
-        problem = damage(path) if step_of(path) >= 0 else "it is no checkpoint of this run"
-        if not problem:
-            return path
-        logger.warning("%s is passed over: %s.", path, problem)
-    if found and run.config.resume in ("auto", "never"):
-        logger.warning("no checkpoint in %s can be used: training starts anew.", folder)
-    return None
-
-
-# ---- weights for use -----------------------------------------------------------------------------
-def check(folder: Path) -> None:
-    """Refuse a checkpoint that is damaged."""
-    if problem := damage(folder):
-        raise ConfigError(f"{folder} cannot be used: {problem}.")
-
-
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights into the plain module, the averaged ones where it has them.
-
-    Every key must fit.
-    """
-    Tensors(folder, "model").fill(model.state_dict())
-    if any(folder.glob("average.*")):
-        averages = Tensors(folder, "average")
-        named = model.named_parameters()
-        averages.fill({name: p.detach() for name, p in named if name in averages.shapes})
-
-
-def export(
-    folder: Path, config: Config, data_info: dict[str, Any], model: nn.Module, is_main: bool
-) -> None:
-    """Write what predict.py needs. Called by every process, written by the main one."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
-    if not is_main:
-        return
-
-    def fill(temporary: Path) -> None:
-        if export_of := optional(config.recipe, "export"):
-            plain = model
-            if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-                plain = config.recipe.build_model(data_info)
-                plain.load_state_dict(weights)
-            export_of(plain, data_info, temporary)
-        else:
-            save_tensors(weights, temporary / "model.safetensors")
-        (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        (temporary / "data_info.json").write_text(json.dumps(data_info))
-
-    replace_folder(folder, fill)
-
-
-def export_best(run: Run, data_info: dict[str, Any], model: nn.Module, is_main: bool) -> None:
-    """Export to best/; a full disk leaves there what was there before, and does not end the run."""
-    try:
-        export(run.folder / "best", run.config, data_info, model, is_main)
-    except (OSError, SafetensorError) as error:
-        logger.error("%s/best could not be written, it is as it was: %s", run.folder, error)
-
-
-def merge(arguments: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint, sharded or not, into one safetensors file."""
-    folder, path = Path(arguments.folder), Path(arguments.file)
-    check(folder)
-    if path.exists() or not path.parent.is_dir():
-        problem = "exists" if path.exists() else "lies in a folder that does not exist"
-        raise ConfigError(f"{path} {problem}; give the name of a new file.")
-    merged: dict[str, Tensor] = {}
-    for kind in ["model", "average"] if arguments.average else ["model"]:
-        tensors = Tensors(folder, kind)
-        merged |= {name: tensors.read(name) for name in tensors.shapes}
-    save_tensors(merged, path)
-    print(f"{path}: {len(merged)} tensors, {path.stat().st_size} bytes")
-    return 0
-
-
-if __name__ == "__main__":
-    from . import runtime
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", help="a checkpoint")
-    parser.add_argument("file", help="the safetensors file to write")
-    parser.add_argument("--average", action="store_true", help="the averaged weights (ema_decay)")
-    runtime.command(merge, parser.parse_args())

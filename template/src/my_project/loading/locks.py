@@ -17,8 +17,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 
-from .config import ConfigError, TransientError
-from .run import writing
+from ..config import ConfigError, TransientError
+from ..files import writing
 
 logger = logging.getLogger(__name__)
 

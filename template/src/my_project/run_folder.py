@@ -15,7 +15,6 @@ import errno
 import fcntl
 import json
 import logging
-import math
 import os
 import platform
 import re
@@ -24,26 +23,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from .config import (
-    Config,
-    ConfigError,
-    TransientError,
-    curve,
-    read_yaml,
-    saved_curve,
-    to_yaml,
-)
-from .redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
+from .config import Config, ConfigError, TransientError, curve, read_yaml, saved_curve, to_yaml
+from .files import finite, move_aside, read_json, unused_name, write_atomically, writing
+from .safety.redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
 
 logger = logging.getLogger(__name__)
-
 RECORDED_PACKAGES = (
     "torch",
     "torchvision",
@@ -52,66 +42,12 @@ RECORDED_PACKAGES = (
     "safetensors",
     "torchmetrics",
 )
-
-
 # What write_atomically leaves where it is killed, by the names that it is called with.
 TEMPORARY = re.compile(
     r"\.((config\.yaml|(status|run|manifest)\.json|metrics\.jsonl)"
     r"|\d{8}T\d{6}_rank_\d+_step_\d+\.txt)\.\d+"
 )
 START_BYTES = 1 << 16  # more than the start of a run writes
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader sees the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut can leave an empty file under the name
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty when there is none, or it is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def move_aside(path: Path, end: str = "damaged") -> Path:
-    """Rename what is in the way; it is never deleted."""
-    aside = unused_name(path, end)
-    path.rename(aside)
-    logger.warning("%s is in the way, or damaged: moved aside to %s", path, aside.name)
-    return aside
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Say in a sentence why a folder cannot be written to: read-only, full, not a folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written to ({error}): make room there or get permission to write,"
-            " or choose another --runs_folder."
-        ) from error
-
-
-def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replace by None the numbers that JSON does not have: NaN and the infinities."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
 
 
 class Run:
@@ -128,7 +64,7 @@ class Run:
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; the first launch's
         self.token = ""  # of this launch, once it has begun
         self.hosts: list[str] = []  # by rank
-        self.numerics: dict[str, Any] = {}  # of this start, see runtime.numerics
+        self.numerics: dict[str, Any] = {}  # of this start, see devices.numerics
         self.changed: dict[str, list[Any]] = {}  # of them, then and now, since the checkpoint
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the path given by hand that this run began at
@@ -138,17 +74,8 @@ class Run:
         self._refuse_other_config()
 
     def status(self) -> dict[str, Any]:
-        """Read the last status; empty when there is none, or it is damaged: it only reports."""
-        status = read_json(self.folder / "status.json")
-        kinds = dict.fromkeys(("outcome", "reason"), str) | {"result": dict}
-        kinds |= dict.fromkeys(("step", "steps", "patience"), int)
-        intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
-        if not intact or not all(
-            value is None or isinstance(value, (int, float))
-            for value in status.get("result", {}).values()
-        ):
-            return {}
-        return status
+        """Read the last status."""
+        return read_status(self.folder)
 
     def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
         """Record the outcome; the main process's word, or that of one that fails."""
@@ -347,16 +274,26 @@ class Run:
             )
 
 
+def read_status(folder: Path) -> dict[str, Any]:
+    """Read status.json; empty when there is none, or it is damaged: it only reports."""
+    try:
+        os.listdir(folder)  # makes a network file system look whether the file is still the same
+    except OSError:
+        return {}
+    status = read_json(folder / "status.json")
+    kinds = dict.fromkeys(("outcome", "reason"), str) | {"result": dict}
+    kinds |= dict.fromkeys(("step", "steps", "patience"), int)
+    intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
+    if not intact or not all(
+        value is None or isinstance(value, (int, float))
+        for value in status.get("result", {}).values()
+    ):
+        return {}
+    return status
+
+
 def _masked(name: str, settings: dict[str, Any]) -> str:
     return MASK if is_secret(name) else mask(repr(settings.get(name)))
-
-
-def unused_name(path: Path, end: str = "old") -> Path:
-    """Find a name beside a file or folder that nothing has."""
-    number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.{end}-{number}")):
-        number += 1
-    return aside
 
 
 def installed() -> dict[str, str]:

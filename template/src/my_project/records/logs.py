@@ -1,6 +1,6 @@
 """Follow what all processes of a run print, on every node, until the run ends.
 
-    python -m my_project.logs runs/image_classification
+    python -m my_project logs runs/image_classification
 
 Reads the files that launch.py has the processes' output written to, of the newest start of each
 node: <run folder>/logs/node_<n>/<start>/attempt_<n>/<process>/stdout.log and stderr.log.
@@ -9,10 +9,12 @@ node: <run folder>/logs/node_<n>/<start>/attempt_<n>/<process>/stdout.log and st
 import argparse
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from .config import ConfigError, exit_with_sentence
-from .launch import read_status
+from ..cli import make_parser, run
+from ..config import ConfigError
+from ..run_folder import read_status
 
 QUIET_SECONDS = 3.0  # after which a run that has ended has nothing more to say
 
@@ -73,14 +75,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("--lines", type=int, default=20, help="of each process to begin with")
-    try:
-        main(parser.parse_args())
-    except ConfigError as error:
-        exit_with_sentence(error)
-    except KeyboardInterrupt:
-        pass
+    with suppress(KeyboardInterrupt):
+        run(main, parser.parse_args())

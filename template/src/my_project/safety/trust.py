@@ -39,8 +39,8 @@ from typing import (
 import yaml
 from jsonargparse import get_loader
 
-from .config import Config, ConfigError, check_yaml, parse, read_yaml
-from .recipe import problems
+from ..config import Config, ConfigError, check_yaml, parse, read_yaml
+from ..recipe import problems
 from .search_path import is_inside, run_folder
 
 PACKAGE = __name__.partition(".")[0]

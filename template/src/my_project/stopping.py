@@ -7,7 +7,6 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,21 +20,16 @@ import psutil
 import torch
 
 from .config import Config, ConfigError, seconds_of
-from .parent import LAUNCHER
-from .redaction import mask
-from .run import Run
+from .launcher import LAUNCHER
+from .run_folder import Run
+from .safety.redaction import mask
+from .stacks import stacks, standing_place
 
 logger = logging.getLogger(__name__)
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND_COUNTS_AFTER = 5.0  # seconds
 OTHERS_REPORT_WITHIN = 2.0  # seconds
 OTHERS_STRIKE_WITHIN = 5.0  # seconds; their watches look once a second
-
-
-def process_name() -> str:
-    """Name this process, before there is a process group too."""
-    return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
 
 # ---- told to stop --------------------------------------------------------------------------------
@@ -95,27 +89,6 @@ class StopRequest:
         LAUNCHER.leave_at, LAUNCHER.ends_process = float("inf"), True
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def heed_only_the_parent() -> None:
-    """Leave stopping to the training process: for its loader workers, which get signals too.
-
-    SIGTERM is heeded when it comes from the parent, which ends its workers with it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # macOS
-        return
-    parent = os.getppid()
-
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            pass
-        os._exit(0)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
@@ -182,72 +155,6 @@ class Watch:
 
 
 STANDS, WAITS = "; stands at ", "; waits for other processes at "
-# The innermost files in which a process waits for others; and Reduction.wait, see runtime.py.
-WAITING_PLACES = (
-    "/torch/distributed/",
-    "/torch/nn/parallel/distributed.py",
-    "/torch/autograd/graph.py",
-    "/torch/cuda/streams.py",
-)
-LIBRARIES = ("<", os.path.dirname(os.__file__))
-OWN_FOLDER = os.path.dirname(__file__)
-
-
-def standing_place(frame: FrameType | None) -> tuple[str, bool]:
-    """Return where a thread stands, in code that is no library's, and if it waits for others.
-
-    C code has no frame of its own: the innermost one is that of the Python function that called it.
-    """
-    innermost = own = frame
-    while own and _is_of_library(own.f_code.co_filename):
-        own = own.f_back
-    if not (frame and innermost):
-        return "an unknown place", False
-    at = own or innermost
-    name = innermost.f_code.co_qualname
-    waits = name == "Reduction.wait" or any(
-        part in innermost.f_code.co_filename for part in WAITING_PLACES
-    )
-    return f"{at.f_code.co_name} ({at.f_code.co_filename}, line {at.f_lineno})", waits
-
-
-def _is_of_library(file: str) -> bool:
-    is_library = "site-packages" in file or file.startswith(LIBRARIES)
-    return is_library and not file.startswith(OWN_FOLDER)
-
-
-@contextmanager
-def progress_reported(what: str, every_seconds: float = 60) -> Iterator[None]:
-    """Say every minute where this thread stands, for work that no limit holds for."""
-    ended, started, worker = threading.Event(), time.monotonic(), threading.get_ident()
-
-    def report() -> None:
-        while not ended.wait(every_seconds):
-            place, _ = standing_place(sys._current_frames().get(worker))
-            minutes = (time.monotonic() - started) / 60
-            logger.warning("%s: %s for %.0f min, now at %s", process_name(), what, minutes, place)
-
-    thread = threading.Thread(target=report, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def stacks() -> str:
-    """Format the Python stack of every thread, that of the main thread first."""
-    frames = sys._current_frames()
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    own = threading.get_ident()
-    parts = []
-    for ident in sorted(frames, key=lambda ident: ident != main):
-        if ident != own:
-            stack = "".join(traceback.format_stack(frames[ident]))
-            parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
-    return "\n".join(parts)
 
 
 def turn_on_flight_recorder(config: Config) -> None:

@@ -1,0 +1,11 @@
+"""Run a command of this package, or list them: see cli.py."""
+
+import sys
+
+from .safety.search_path import leave_out_weights
+
+leave_out_weights(sys.argv[2:])  # before any other import
+
+from .cli import main
+
+main()

@@ -1,0 +1,122 @@
+"""Which checkpoints a run has, which to keep, and where to continue."""
+
+import logging
+import math
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from ..config import Config, ConfigError
+from ..files import damage, discard, read_manifest, step_of, unused_name
+from ..run_folder import Run
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """List the complete checkpoints of a run, oldest first, whether they are damaged or not."""
+    found = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
+    return sorted((p for p in found if step_of(p) >= 0), key=step_of)
+
+
+def best_of(folders: list[Path], config: Config) -> Path | None:
+    """Find the best checkpoint by evaluation.best_metric."""
+    values = {}
+    for folder in folders:
+        try:
+            results = read_manifest(folder).get("evaluation", {}).get("results", {})
+        except ValueError:
+            continue
+        value = results.get(config.evaluation.best_metric, math.nan)
+        if not math.isnan(value):
+            values[folder] = value
+    choose = max if config.evaluation.best_mode == "max" else min
+    return choose(values, key=values.__getitem__) if values else None
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; a folder that holds anything of somebody else stays."""
+    try:
+        own = read_manifest(folder)["files"].keys() | {"manifest.json"}
+    except ValueError:
+        return
+    names = {path.name for path in folder.iterdir()}
+    if all(name in own or name.startswith(".manifest.json.") for name in names):
+        removed = folder.with_name(f".{folder.name}.removed")  # so that a kill leaves no half
+        discard(removed)
+        os.replace(folder, removed)
+        discard(removed)
+
+
+# ---- where to continue ---------------------------------------------------------------------------
+def tidy(run_folder: Path) -> None:
+    """Remove what a kill during a save has left. Main process only, before anything is saved."""
+    for name in ("export", "best"):
+        before = run_folder / f".{name}.before"
+        if before.is_dir() and not os.path.lexists(run_folder / name):
+            os.replace(before, run_folder / name)
+        discard(run_folder / f".{name}.partial")
+    for path in (run_folder / "checkpoints").glob(".step_*"):
+        if re.fullmatch(r"\.step_\d+\.(partial|removed)", path.name):
+            discard(path)
+
+
+def check_path(config: Config) -> None:
+    """Refuse a checkpoint given by hand that is none, before any process group starts."""
+    if config.resume in ("auto", "never"):
+        return
+    folder, own = Path(config.resume), checkpoints(config.folder)
+    with suppress(ValueError):
+        if own and read_manifest(own[-1]).get("resumed_from") == config.resume:
+            return  # the run has saved since, and goes on by itself
+    if problem := damage(folder, hashes=False):
+        raise ConfigError(
+            f"resume {folder} cannot be used: {problem}; give a folder such as"
+            " runs/<run_name>/checkpoints/step_00000100, or auto."
+        )
+
+
+def choose(run: Run) -> Path | None:
+    """Choose the checkpoint to continue from; None to start anew. Main process only.
+
+    Newer ones, which are damaged or of another course of the run, are moved aside, never removed.
+    """
+    tidy(run.folder)
+    given = run.config.resume
+    chosen = _newest_good(run)
+    run.resumed_from = read_manifest(chosen).get("resumed_from") if chosen else None
+    # A path given by hand is where this run begins; once it has saved, it goes on by itself.
+    if given not in ("auto", "never") and run.resumed_from != given:
+        if problem := damage(Path(given)):
+            raise ConfigError(f"resume {given} cannot be used: {problem}.")
+        chosen, run.resumed_from = Path(given), given
+    step = read_manifest(chosen)["step"] if chosen else -1
+    for folder in (run.folder / "checkpoints").glob("step_*"):
+        if step_of(folder) > step:
+            aside = unused_name(folder)
+            folder.rename(aside)
+            logger.warning(
+                "%s is newer than what is continued from: moved aside to %s", folder, aside.name
+            )
+    return chosen
+
+
+def _newest_good(run: Run) -> Path | None:
+    folder = run.folder / "checkpoints"
+    found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
+    for path in reversed(found):
+        problem = damage(path) if step_of(path) >= 0 else "it is no checkpoint of this run"
+        if not problem:
+            return path
+        logger.warning("%s is passed over: %s.", path, problem)
+    if found and run.config.resume in ("auto", "never"):
+        logger.warning("no checkpoint in %s can be used: training starts anew.", folder)
+    return None
+
+
+# ---- weights for use -----------------------------------------------------------------------------
+def check(folder: Path) -> None:
+    """Refuse a checkpoint that is damaged."""
+    if problem := damage(folder):
+        raise ConfigError(f"{folder} cannot be used: {problem}.")

@@ -1,0 +1,201 @@
+"""Write and read what a run is for: weights that load without accelerate. Also a command.
+
+    python -m my_project export runs/my_run/checkpoints/step_00000100 weights.safetensors
+
+writes the weights of a checkpoint, sharded or not, into one file.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from . import cli
+from .checkpoint import resuming
+from .checkpoint.resuming import check
+from .checkpoint.shards import Tensors, save_tensors
+from .config import Config, ConfigError, TelemetryConfig, to_yaml
+from .files import replace_folder
+from .recipe import Recipe, optional
+from .run_folder import Run
+from .safety.search_path import run_folder
+from .safety.trust import read_config
+
+logger = logging.getLogger(__name__)
+
+
+def export(
+    folder: Path, config: Config, data_info: dict[str, Any], model: nn.Module, is_main: bool
+) -> None:
+    """Write what predict.py needs. Called by every process, written by the main one."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
+    if not is_main:
+        return
+
+    def fill(temporary: Path) -> None:
+        if export_of := optional(config.recipe, "export"):
+            plain = model
+            if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+                plain = config.recipe.build_model(data_info)
+                plain.load_state_dict(weights)
+            export_of(plain, data_info, temporary)
+        else:
+            save_tensors(weights, temporary / "model.safetensors")
+        (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        (temporary / "data_info.json").write_text(json.dumps(data_info))
+
+    replace_folder(folder, fill)
+
+
+def export_best(run: Run, data_info: dict[str, Any], model: nn.Module, is_main: bool) -> None:
+    """Export to best/; a full disk leaves there what was there before, and does not end the run."""
+    try:
+        export(run.folder / "best", run.config, data_info, model, is_main)
+    except (OSError, SafetensorError) as error:
+        logger.error("%s/best could not be written, it is as it was: %s", run.folder, error)
+
+
+def load(folder: Path, trusted: Iterable[str] = ()) -> tuple[Config, dict[str, Any], nn.Module]:
+    """Build the model of an export and load its weights, every key of them.
+
+    Args:
+        folder: the export, whoever made it.
+        trusted: class paths that may be imported besides this project's own (safety/trust.py).
+
+    Raises:
+        ConfigError: the folder is no export, it names a class that is not trusted, or its weights
+            do not fit the model.
+    """
+    for name in ("config.yaml", "data_info.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} is no export: it has no {name}; give runs/<name>/export.")
+    config = read_config(folder / "config.yaml", trusted)
+    try:
+        data_info = json.loads((folder / "data_info.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder}/data_info.json cannot be read: {error}.") from error
+    if not isinstance(data_info, dict):
+        raise ConfigError(
+            f"{folder}/data_info.json holds a {type(data_info).__name__}; an export has what its"
+            " recipe's prepare_data returned, a dict."
+        )
+    return config, data_info, load_model(folder, config.recipe, data_info).eval()
+
+
+def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Module:
+    """Build the model of an export and load its weights, by the recipe's `load` if it has one.
+
+    Raises:
+        ConfigError: they are not there or do not fit.
+    """
+    try:
+        if load_of := optional(recipe, "load"):
+            loaded: nn.Module = load_of(data_info, folder)
+            return loaded
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: the weights cannot be loaded: {error}") from error
+    model: nn.Module = recipe.build_model(data_info)
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise ConfigError(f"{folder}/model.safetensors does not fit the model: {error}") from error
+    return model
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Load a checkpoint's weights into the plain module, the averaged ones where it has them.
+
+    Every key must fit.
+    """
+    Tensors(folder, "model").fill(model.state_dict())
+    if any(folder.glob("average.*")):
+        averages = Tensors(folder, "average")
+        named = model.named_parameters()
+        averages.fill({name: p.detach() for name, p in named if name in averages.shapes})
+
+
+def weights_folder(folder: Path) -> Path:
+    """Find the weights that a path means: the export of a run, or its newest checkpoint."""
+    for place in (folder, folder / "export"):
+        if is_export(place) or (place / "manifest.json").is_file():
+            return place
+    if found := resuming.checkpoints(folder):
+        return found[-1]
+    raise ConfigError(f"{folder} holds neither an export nor a checkpoint.")
+
+
+def is_export(folder: Path) -> bool:
+    """Tell an export from a checkpoint, or a run folder."""
+    return (folder / "data_info.json").is_file()
+
+
+def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
+    """Read what evaluation needs of the config.yaml of an export, or of a checkpoint's run.
+
+    The locks of prepare_data lie beside the run, or in this user's temporary folder.
+
+    Args:
+        folder: of the weights.
+        trusted: class paths that may be imported besides this project's own (safety/trust.py).
+        given: the folder on the command line.
+    """
+    run = Path(run_folder(str(folder)))
+    for place in (folder, run):
+        if (place / "config.yaml").is_file():
+            config = read_config(place / "config.yaml", trusted, given or folder)
+            runs = run.parent if os.access(run.parent, os.W_OK) else temporary_folder()
+            return dataclasses.replace(
+                config,
+                telemetry=TelemetryConfig(trackers=[]),
+                runs_folder=str(runs),
+                run_name=run.name,
+            )
+    raise ConfigError(f"{folder} has no config.yaml beside it.")
+
+
+def temporary_folder() -> Path:
+    """Make a folder in the shared temporary one that only this user can write to."""
+    folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022 or folder.is_symlink():
+        raise ConfigError(f"{folder} is not this user's alone; remove it, or set TMPDIR.")
+    return folder
+
+
+def merge(arguments: argparse.Namespace) -> int:
+    """Write the weights of a checkpoint, sharded or not, into one safetensors file."""
+    folder, path = Path(arguments.folder), Path(arguments.file)
+    check(folder)
+    if path.exists() or not path.parent.is_dir():
+        problem = "exists" if path.exists() else "lies in a folder that does not exist"
+        raise ConfigError(f"{path} {problem}; give the name of a new file.")
+    merged: dict[str, Tensor] = {}
+    for kind in ["model", "average"] if arguments.average else ["model"]:
+        tensors = Tensors(folder, kind)
+        merged |= {name: tensors.read(name) for name in tensors.shapes}
+    save_tensors(merged, path)
+    print(f"{path}: {len(merged)} tensors, {path.stat().st_size} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = cli.make_parser(__doc__)
+    parser.add_argument("folder", help="a checkpoint")
+    parser.add_argument("file", help="the safetensors file to write")
+    parser.add_argument("--average", action="store_true", help="the averaged weights (ema_decay)")
+    cli.run_on_all_ranks(merge, parser.parse_args())

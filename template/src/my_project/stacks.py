@@ -1,0 +1,81 @@
+"""Where threads stand: for reports of hangs, and of work that no limit holds for."""
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from .launcher import process_name
+
+logger = logging.getLogger(__name__)
+# The innermost files in which a process waits for others; and Reduction.wait, see step_sums.py.
+WAITING_PLACES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/torch/autograd/graph.py",
+    "/torch/cuda/streams.py",
+)
+LIBRARIES = ("<", os.path.dirname(os.__file__))
+OWN_FOLDER = os.path.dirname(__file__)
+
+
+def standing_place(frame: FrameType | None) -> tuple[str, bool]:
+    """Return where a thread stands, in code that is no library's, and if it waits for others.
+
+    C code has no frame of its own: the innermost one is that of the Python function that called it.
+    """
+    innermost = own = frame
+    while own and _is_of_library(own.f_code.co_filename):
+        own = own.f_back
+    if not (frame and innermost):
+        return "an unknown place", False
+    at = own or innermost
+    name = innermost.f_code.co_qualname
+    waits = name == "Reduction.wait" or any(
+        part in innermost.f_code.co_filename for part in WAITING_PLACES
+    )
+    return f"{at.f_code.co_name} ({at.f_code.co_filename}, line {at.f_lineno})", waits
+
+
+def _is_of_library(file: str) -> bool:
+    is_library = "site-packages" in file or file.startswith(LIBRARIES)
+    return is_library and not file.startswith(OWN_FOLDER)
+
+
+@contextmanager
+def progress_reported(what: str, every_seconds: float = 60) -> Iterator[None]:
+    """Say every minute where this thread stands, for work that no limit holds for."""
+    ended, started, worker = threading.Event(), time.monotonic(), threading.get_ident()
+
+    def report() -> None:
+        while not ended.wait(every_seconds):
+            place, _ = standing_place(sys._current_frames().get(worker))
+            minutes = (time.monotonic() - started) / 60
+            logger.warning("%s: %s for %.0f min, now at %s", process_name(), what, minutes, place)
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def stacks() -> str:
+    """Format the Python stack of every thread, that of the main thread first."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    own = threading.get_ident()
+    parts = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        if ident != own:
+            stack = "".join(traceback.format_stack(frames[ident]))
+            parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
+    return "\n".join(parts)
