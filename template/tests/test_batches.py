@@ -1,14 +1,15 @@
 """The order of the samples, and what is drawn for each, depend on nothing but the seed."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from runs import change, make_config
 
-from my_project.loading.feed import Indexed
-from my_project.loading.layout import split
+from my_project.loading.feed import IndexedBatches
+from my_project.loading.layout import batch_layout
 from my_project.loading.loader import Fetch, SliceSampler, make_loader
 from my_project.loading.workers import cpus_per_process
 
@@ -27,16 +28,19 @@ def collate(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples) + torch.rand(()) * 0 + torch.rand(())
 
 
+def on_cpu(rank: int) -> Any:
+    return SimpleNamespace(process_index=rank, device=torch.device("cpu"))
+
+
 def batches(workers: int = 0, processes: int = 1, steps: range = range(10), **recipe: Any):
     config = make_config(None, batches__workers=workers, steps=10)  # type: ignore[arg-type]
     if recipe:
         object.__setattr__(config.recipe, "collate", recipe["collate"])
+    layout = batch_layout(config.batches, processes)
     parts = [
-        list(Indexed(
-            config, Drawing(), split(config.batches, processes), rank, steps, torch.device("cpu")
-        ))
+        list(IndexedBatches(config, Drawing(), layout, steps, on_cpu(rank)))
         for rank in range(processes)
-    ]  # fmt: skip
+    ]
     # micro-batch j of process r is slice j * processes + r of a global batch
     return torch.stack([parts[i % processes][i // processes] for i in range(4 * len(steps))])
 
@@ -76,7 +80,7 @@ def test_random_draws_in_collate_are_the_same_for_any_split():
 
 def test_the_seed_changes_order_and_draws():
     one, two = (
-        SliceSampler(70, split(make_config(None).batches, 1), 0, seed, 0, 4)  # type: ignore[arg-type]
+        SliceSampler(70, batch_layout(make_config(None).batches, 1), 0, seed, range(4))  # type: ignore[arg-type]
         for seed in (0, 1)
     )
     assert list(one) != list(two)

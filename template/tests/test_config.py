@@ -10,7 +10,7 @@ from world import TESTS, run_world
 
 from my_project.config import Config, ConfigError, parse, parse_command_line, to_dict, to_yaml
 from my_project.devices import check_launch
-from my_project.loading.layout import split
+from my_project.loading.layout import batch_layout
 
 MINIMAL = """
 recipe: {class_path: ragged.Ragged, init_args: {samples: 40}}
@@ -91,13 +91,13 @@ def test_a_missing_config_names_the_remedy():
 
 def test_a_batch_that_does_not_split_is_refused_with_the_arithmetic():
     batches = make_config(TESTS).batches
-    assert split(batches, 2).accumulation == 2
+    assert batch_layout(batches, 2).accumulation == 2
     with pytest.raises(ConfigError, match=r"16 / \(4 x 3\) = 1.33333"):
-        split(batches, 3)
+        batch_layout(batches, 3)
     with pytest.raises(ConfigError, match="does not split"):
-        split(change(batches, micro_batch_size=32), 1)
+        batch_layout(change(batches, micro_batch_size=32), 1)
     with pytest.raises(ConfigError, match="does not split"):
-        split(change(batches, micro_batch_size=0), 32)
+        batch_layout(change(batches, micro_batch_size=0), 32)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def states_around_the_sanity_check(config: Config) -> list[tuple]:
         data_info, reader = contract.prepare_data(config)
         _, validation_sets = contract.build_datasets(reader, data_info)
         model = contract.build_model(config, data_info)
-        call = accelerator.prepare_model(sharding.Call(model), evaluation_mode=True)
+        call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
         states = [(torch.get_rng_state().tolist(), random.getstate())]
         sanity_check(accelerator, config, call, validation_sets)
         states.append((torch.get_rng_state().tolist(), random.getstate()))

@@ -15,6 +15,7 @@ from my_project.checkpoint import resuming
 from my_project.config import Config, ConfigError, parse
 from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
+from my_project.run_folder import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of the libraries, among them
 
@@ -286,7 +287,7 @@ def export_sharded(config: Config) -> None:
     model = trained_a_little(config)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     about = config.recipe.prepare_data()
-    export.export(config.folder / "export", config, about, model, dist.get_rank() == 0)
+    export.export(Run(config, dist.get_rank()), "export", about, model)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ from world import run_world
 from my_project import devices, sharding
 from my_project.config import Config
 from my_project.evaluate import evaluate
-from my_project.state import note_best
+from my_project.state import TrainState
 
 
 def evaluate_sizes(configs: list[Config]) -> list[dict[str, float]]:
@@ -29,7 +29,7 @@ def _evaluate(accelerator: Accelerator, config: Config) -> dict[str, float]:
     data_info = config.recipe.prepare_data()
     torch.manual_seed(0)
     model = config.recipe.build_model(data_info)
-    call = accelerator.prepare_model(sharding.Call(model), evaluation_mode=True)
+    call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
     _, data_sets = config.recipe.build_datasets(data_info)
     return evaluate(accelerator, config, call, data_sets)
 
@@ -95,8 +95,8 @@ def test_without_metrics_the_loss_per_item_is_exact(tmp_path):
 
 def test_a_metric_that_is_no_number_is_never_the_best(tmp_path):
     config = make_config(tmp_path, evaluation__best_metric="validation/loss")
-    state: dict = {"step": 0, "best": None, "evaluations_since_best": 0}
+    state = TrainState(weight_per_micro_batch=1.0)
     values = [float("nan"), 0.5, float("nan"), 0.7]
-    better = [note_best(config, state, {"validation/loss": value}) for value in values]
+    better = [state.note_evaluation(config, {"validation/loss": value}) for value in values]
     assert better == [False, True, False, True]
-    assert state["best"] == 0.7
+    assert state.best == 0.7

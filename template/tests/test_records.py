@@ -18,9 +18,10 @@ from world import run_world
 
 from my_project import devices
 from my_project.config import Config
-from my_project.loading import layout
+from my_project.loading.layout import batch_layout
 from my_project.records import metrics
 from my_project.run_folder import Run
+from my_project.state import StepReport, TrainState
 
 
 class Clock:
@@ -45,7 +46,7 @@ def clock(monkeypatch):
     return clock
 
 
-def telemetry_of(folder: Path, steps: int, **settings: Any) -> metrics.Telemetry:
+def writer_of(folder: Path, steps: int, **settings: Any) -> metrics.MetricsWriter:
     config = make_config(folder, steps=steps, **settings)
     run = Run(config, rank=0)
     run.total_steps = steps
@@ -54,29 +55,27 @@ def telemetry_of(folder: Path, steps: int, **settings: Any) -> metrics.Telemetry
         is_main_process=True, device=torch.device("cpu"), trackers=[],
         log=lambda values, step: None,
     )  # fmt: skip
-    watch: Any = SimpleNamespace(pause=lambda: None, step_done=lambda: None)
-    state = {
-        "step": 0, "weight_per_micro_batch": 1.0, "interval_loss": 0.0, "interval_weight": 0.0,
-        "skipped_steps": 0, "nonfinite_in_a_row": 0,
-    }  # fmt: skip
-    split = layout.split(config.batches, 1)
-    return metrics.Telemetry(
-        accelerator, config, run, split, state, watch, torch.nn.Linear(1, 1), None
-    )
+    layout = batch_layout(config.batches, 1)
+    state = TrainState(weight_per_micro_batch=1.0)
+    return metrics.MetricsWriter(accelerator, run, layout, state, torch.nn.Linear(1, 1))
 
 
 def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
     """Seconds of each step; a record every two; a save or an evaluation after steps 4, 5 and 7."""
-    log = telemetry_of(tmp_path, steps=8, telemetry__every_steps=2)
+    log = writer_of(tmp_path, steps=8, telemetry__every_steps=2)
     with log.paused():  # the sanity check
         clock.now += 1000
     samples = log.timed(clock.read(0.25))
+    unread: list[StepReport] = []
     for step, seconds in enumerate([1, 3, 2, 6, 4, 4, 0.5, 1.5]):
         next(samples)
         clock.now += seconds - 0.25
-        log.push(step, torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0]))
+        log.step_ended(step)
+        unread.append(StepReport(step, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0))
+        if len(unread) > 1:  # the numbers of a step come after the next one
+            log.observe(unread.pop(0))
         if step + 1 in (4, 5, 7, 8):
-            log.flush()
+            log.observe(unread.pop())
             with log.paused():
                 clock.now += 100
             clock.now += 10 if step + 1 == 4 else 0  # not in a pause: part of the next interval

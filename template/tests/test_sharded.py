@@ -58,7 +58,7 @@ def train_steps(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> N
         loss.backward()
         gradients = optim.gradients(dict(model.named_parameters()))
         scale = torch.tensor(1 / 6, dtype=torch.float64)
-        norm = optim.normalise_and_clip_(gradients, scale, 0.5)
+        norm = optim.normalize_and_clip_(gradients, scale, 0.5)
         optim.step_if_finite(optimizer, norm)
         optimizer.zero_grad()
 
@@ -66,7 +66,7 @@ def train_steps(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> N
 def checkpoints_of(config: Config, rank: int, world: int, model: Any, optimizer: Any) -> Any:
     run = Run(config, rank)
     run.hosts = ["here"] * world
-    average = optim.Average(model, 0.9)
+    average = optim.EMA(model, 0.9)
     return saving.Checkpoints(run, rank == 0, model, optimizer, None, average)
 
 
@@ -236,11 +236,11 @@ def evaluate_average(rank: int, world: int, config: Config) -> list[bool]:
     from torch.distributed.fsdp import fully_shard
 
     from my_project.evaluate import evaluate
-    from my_project.sharding import Call
+    from my_project.sharding import RecipeModule
 
     model, _ = build(sharded=False)
-    call = fully_shard(Call(model), reshard_after_forward=False)
-    average = optim.Average(model, 0.9)
+    call = fully_shard(RecipeModule(model), reshard_after_forward=False)
+    average = optim.EMA(model, 0.9)
     for tensor in average.average:
         tensor.zero_()
     tokens = torch.arange(4)

@@ -244,7 +244,7 @@ def check_world(accelerator: Accelerator) -> None:
             raise RuntimeError(f"an all-reduce reached {int(reached)} of {expected} processes")
 
 
-def from_main(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
+def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
     """Call a function on the main process only, and return its result on every one.
 
     Raises:
@@ -263,17 +263,7 @@ def from_main(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-def smallest(accelerator: Accelerator) -> Callable[[int], int]:
-    """Return a function for all processes to call, which returns the smallest of their numbers."""
-
-    def smallest_of_all(number: int) -> int:
-        everywhere: Any = accelerator.gather(torch.tensor([number], device=accelerator.device))
-        return int(everywhere.min())
-
-    return smallest_of_all
-
-
-def begin(
+def open_run(
     accelerator: Accelerator, run: Run, what: dict[str, Any], lengths: dict[str, int]
 ) -> None:
     """Begin the run on all processes together.
@@ -315,7 +305,7 @@ def begin(
             run.begin()
         return run.token
 
-    token = from_main(accelerator, begin_on_main)
+    token = on_main_then_broadcast(accelerator, begin_on_main)
     seen = gather_object([run.sees(token)])
     if blind := sorted({host for host, sees in zip(run.hosts, seen, strict=True) if not sees}):
         raise ConfigError(

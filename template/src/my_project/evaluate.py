@@ -39,9 +39,9 @@ from .config import Config, ConfigError
 from .export import config_beside, is_export, load_model, weights_folder
 from .files import finite
 from .loading.loader import Fetch, make_loader, on_device
-from .loading.seeding import generators_kept
+from .loading.seeding import fork_rng
 from .recipe import optional
-from .records.display import print_table, shown
+from .records.display import format_metric, print_table
 from .safety.trust import add_trust
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def evaluate(
     Args:
         accelerator: of this process.
         config: of the run.
-        call: the prepared model, called with a function of the plain model (sharding.Call).
+        call: the prepared model, called with a function of the plain model (sharding.RecipeModule).
         data_sets: map-style, by name.
         is_sanity_check: take one micro-batch of each.
 
@@ -96,7 +96,7 @@ def sanity_check(
     try:
         with (
             state_kept(call),
-            generators_kept(),
+            fork_rng(),
             torch.random.fork_rng(devices=gpus),
             warnings.catch_warnings(),
         ):
@@ -272,16 +272,18 @@ def main(arguments: argparse.Namespace) -> int:
         if is_export(folder):
             model = load_model(folder, config.recipe, data_info)
         else:
-            devices.from_main(accelerator, lambda: resuming.check(folder))
+            devices.on_main_then_broadcast(accelerator, lambda: resuming.check(folder))
             model = contract.build_model(config, data_info)
             export.load_weights(folder, model)
-        call = accelerator.prepare_model(sharding.Call(model), evaluation_mode=True)
+        call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
         results = evaluate(accelerator, config, call, data_sets)
         if accelerator.is_main_process:
             if arguments.json:
                 print(json.dumps({"weights": str(folder)} | finite(results), allow_nan=False))
             else:
-                print_table({name: shown(value) for name, value in results.items()}, str(folder))
+                print_table(
+                    {name: format_metric(value) for name, value in results.items()}, str(folder)
+                )
     return 0
 
 

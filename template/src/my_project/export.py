@@ -36,14 +36,13 @@ from .safety.trust import read_config
 logger = logging.getLogger(__name__)
 
 
-def export(
-    folder: Path, config: Config, data_info: dict[str, Any], model: nn.Module, is_main: bool
-) -> None:
-    """Write what predict.py needs. Called by every process, written by the main one."""
+def export(run: Run, name: str, data_info: dict[str, Any], model: nn.Module) -> None:
+    """Write what predict.py needs into a folder of the run. Called by every rank, rank 0 writes."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = get_model_state_dict(model, options=whole)
-    if not is_main:
+    if run.rank != 0:
         return
+    config = run.config
 
     def fill(temporary: Path) -> None:
         if export_of := optional(config.recipe, "export"):
@@ -57,13 +56,13 @@ def export(
         (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         (temporary / "data_info.json").write_text(json.dumps(data_info))
 
-    replace_folder(folder, fill)
+    replace_folder(run.folder / name, fill)
 
 
-def export_best(run: Run, data_info: dict[str, Any], model: nn.Module, is_main: bool) -> None:
+def export_best(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
     """Export to best/; a full disk leaves there what was there before, and does not end the run."""
     try:
-        export(run.folder / "best", run.config, data_info, model, is_main)
+        export(run, "best", data_info, model)
     except (OSError, SafetensorError) as error:
         logger.error("%s/best could not be written, it is as it was: %s", run.folder, error)
 

@@ -1,4 +1,4 @@
-"""The optimizer: parameter groups, the learning rate, exact normalisation, clipping, averaging."""
+"""The optimizer: parameter groups, learning rate, exact normalization and clipping, EMA."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ from .recipe import Recipe, optional, place_of
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Give weight decay to matrices and kernels, none to biases and normalisation weights."""
+    """Give weight decay to matrices and kernels, none to biases and normalization weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -95,7 +95,7 @@ def _check_keys(stated: set[str], optimizer: torch.optim.Optimizer, place: str) 
 def _as_groups(returned: Any, place: str) -> list[dict[str, Any]]:
     """Make a list of every group's parameters, which torch also takes as iterators or with names.
 
-    An iterator could be read only once: who looks at the parameters would leave none.
+    An iterator could be read only once: a check of the parameters would leave none.
     """
     refusal = ConfigError(
         f"parameter_groups ({place}) must return a list of dicts with params, as for torch.optim."
@@ -154,8 +154,8 @@ def _some(names: list[str]) -> str:
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """Compute the learning rate of a step; nothing is remembered from step to step.
 
-    Step k of the warm-up has (k + 1) / warmup_steps of lr; the last step of a run stands one
-    step before the end of the decay, as in torch's schedulers.
+    Step k of the warm-up has (k + 1) / warmup_steps of lr; the last step of a run is one short of
+    the end of the decay, as in torch's schedulers.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -185,14 +185,14 @@ def gradients(
 
     Args:
         parameters: those that are trained, by name.
-        find_unused: refuse the parameters whose places it returns. DDP averages parameters in
-            buckets, each when all of its parameters have got a gradient: one that has got none
-            would silently leave its neighbors un-averaged.
+        find_unused: returns the indices of the parameters without a gradient, which are refused.
+            DDP averages a bucket of parameters when all of them have a gradient: one without would
+            silently leave the others of its bucket unaveraged.
     """
-    if find_unused and (places := find_unused()):
+    if find_unused and (indices := find_unused()):
         names = [*parameters]
         raise RuntimeError(
-            f"these parameters got no gradient: {', '.join(names[i] for i in places)}. Use them in"
+            f"these parameters got no gradient: {', '.join(names[i] for i in indices)}. Use them in"
             " the loss of every micro-batch, freeze them (requires_grad = False), or set"
             " distributed.ddp.find_unused_parameters to true."
         )
@@ -202,9 +202,9 @@ def gradients(
 def clear_gradients(
     optimizer: torch.optim.Optimizer, in_buckets: bool, *, is_first: bool = False
 ) -> None:
-    """Let the next step begin without gradients, or with zeros where they lie in DDP's buckets.
+    """Clear the gradients for the next step; those in DDP's buckets stay there as zeros.
 
-    Without one, each parameter would accumulate beside the buckets: 4 bytes per parameter more.
+    Without one, each parameter would accumulate outside the buckets: 4 bytes per parameter more.
     """
     if in_buckets and is_first:  # DDP rebuilds its buckets before the second step
         empty_gradients(optimizer)
@@ -223,7 +223,7 @@ def empty_gradients(optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad = parameter.new_zeros(()).expand_as(parameter)
 
 
-def normalise_and_clip_(
+def normalize_and_clip_(
     gradients: list[Tensor], scale: Tensor | float, clip_norm: float | None
 ) -> Tensor:
     """Multiply the gradients by scale and clip them, in one pass over them.
@@ -263,37 +263,37 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
         optimizer.step()
 
 
-def power_of_two(weight: float) -> float:
-    """Round to a power of two: multiplying by it moves the exponent and rounds no digit."""
-    return 2.0 ** round(math.log2(weight)) if weight > 0 and math.isfinite(weight) else 1.0
+def power_of_two(number: float) -> float:
+    """Round to a power of two: multiplying by it changes the exponent and rounds no digit."""
+    return 2.0 ** round(math.log2(number)) if number > 0 and math.isfinite(number) else 1.0
 
 
-class Average:
+class EMA:
     """An exponential moving average of the weights, in their own order and precision."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self.average = [p.detach().clone() for p in self.weights]
+        self.weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self.averages = [p.detach().clone() for p in self.weights]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the weights by 1 - decay."""
-        torch._foreach_lerp_(self.average, self.weights, 1.0 - self.decay)  # type: ignore
+        """Move the averages toward the weights by 1 - decay."""
+        torch._foreach_lerp_(self.averages, self.weights, 1.0 - self.decay)  # type: ignore
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        for weight, average in zip(self.weights, self.average, strict=True):
+    def _swap(self) -> None:
+        for weight, average in zip(self.weights, self.averages, strict=True):
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Put the average in the weights' place for a while."""
-        self._exchange()
+    def swapped_in(self) -> Iterator[None]:
+        """Swap the averages in for the weights, for the block."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()

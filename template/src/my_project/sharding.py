@@ -18,7 +18,7 @@ from .devices import wants_sharding
 from .optim import check_parameters, empty_gradients
 
 
-class Call(nn.Module):
+class RecipeModule(nn.Module):
     """Let a recipe call any method of its model inside the one forward that the wrappers see.
 
     DDP, FSDP, autocast and torch.compile act on `forward` only.
@@ -33,7 +33,7 @@ class Call(nn.Module):
         return function(self.model, *arguments)
 
 
-def place(accelerator: Accelerator, config: Config, model: nn.Module) -> nn.Module:
+def to_device(accelerator: Accelerator, config: Config, model: nn.Module) -> nn.Module:
     """Move the model to the device before the optimizer is built, which looks where it is."""
     if config.distributed.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -59,7 +59,7 @@ def prepare(
         choose_blocks(plugin, model)
     elif accumulation > 1 and not any(getattr(m, "sparse", False) for m in model.modules()):
         empty_gradients(optimizer)
-    prepared, _ = accelerator.prepare(Call(model), optimizer)
+    prepared, _ = accelerator.prepare(RecipeModule(model), optimizer)
     if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
             "the accelerate config asks for FSDP, but accelerate has sharded no parameter; check"

@@ -13,7 +13,7 @@ from types import FrameType
 from .launcher import process_name
 
 logger = logging.getLogger(__name__)
-# The innermost files in which a process waits for others; and Reduction.wait, see step_sums.py.
+# The innermost files in which a process waits for others; and StepSums.wait.
 WAITING_PLACES = (
     "/torch/distributed/",
     "/torch/nn/parallel/distributed.py",
@@ -36,7 +36,7 @@ def standing_place(frame: FrameType | None) -> tuple[str, bool]:
         return "an unknown place", False
     at = own or innermost
     name = innermost.f_code.co_qualname
-    waits = name == "Reduction.wait" or any(
+    waits = name == "StepSums.wait" or any(
         part in innermost.f_code.co_filename for part in WAITING_PLACES
     )
     return f"{at.f_code.co_name} ({at.f_code.co_filename}, line {at.f_lineno})", waits

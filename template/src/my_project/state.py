@@ -1,77 +1,178 @@
-"""Where a run stands: which evaluation is due, the best value so far, and when the run has ended.
+"""Where a run stands: what a checkpoint holds besides tensors, and what follows from it.
 
-The state is what a checkpoint holds besides tensors, a dict that train.py makes.
+The loop gives it the numbers of each finished step and the results of each evaluation; it says when
+an evaluation is due, which weights are the best, and when the run has ended.
 """
 
+import dataclasses
+import logging
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import contract
 from .config import Config, ConfigError
+from .loading.layout import BatchLayout
+from .run_folder import Run
 
-EVALUATION = ("results", "evaluated_step", "best", "evaluations_since_best")  # keys of the state
-ROUNDING = 1e-6  # relative: sums differ by less on another CPU or number of processes
+logger = logging.getLogger(__name__)
+
+EVALUATION = ("results", "evaluated_step", "best", "evaluations_since_best")  # fields of the state
+ROUNDING = 1e-6  # relative: sums differ by less on another CPU or world size
 
 
-def check_best_metric(config: Config, data_sets: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class StepReport:
+    """The numbers of a finished step; sums over its micro-batches and all ranks."""
+
+    step: int
+    loss_sum: float
+    num_items: float  # examples or tokens, as the recipe counts them
+    stop_votes: float  # ranks that have been asked to stop
+    short_votes: float  # ranks whose lanes cannot feed the step after the next
+    grad_norm: float  # before clipping
+    own_loss_sum: float  # of this rank alone
+
+    @property
+    def is_skipped(self) -> bool:
+        """Return whether the step has left weights and optimizer state untouched."""
+        return not (math.isfinite(self.grad_norm) and self.num_items > 0)
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """All that a checkpoint holds besides tensors: the fields of state.json."""
+
+    step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
+    epoch: int = 0  # of a stream
+    epoch_start: int = 0  # of a stream: the step at which this epoch began
+    weight_per_micro_batch: float  # items; the micro-batch size until the first step has told
+    results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    evaluated_step: int = -1
+    best: float | None = None  # best value of evaluation.best_metric
+    evaluations_since_best: int = 0
+    interval_loss: float = 0.0  # summed since the last record
+    interval_weight: float = 0.0  # items since the last record
+    skipped_steps: int = 0
+    nonfinite_in_a_row: int = 0  # consecutive skipped steps
+
+    def __post_init__(self) -> None:
+        self._knows_num_items = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, as state.json holds them."""
+        return dataclasses.asdict(self)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take the fields of a checkpoint."""
+        for f in dataclasses.fields(self):
+            if f.name in saved:
+                setattr(self, f.name, saved[f.name])
+        self._knows_num_items = self.step > 0
+
+    def observe(self, report: StepReport, config: Config, layout: BatchLayout) -> None:
+        """Count a finished step.
+
+        Raises:
+            RuntimeError: too many steps in a row were skipped.
+        """
+        if not self._knows_num_items and report.num_items > 0:
+            self.weight_per_micro_batch = report.num_items / layout.micro_batches_per_step
+            self._knows_num_items = True
+        if report.is_skipped:
+            self._count_skipped(report, config.optim.max_nonfinite_steps)
+            return
+        self.nonfinite_in_a_row = 0
+        if math.isfinite(report.loss_sum):
+            self.interval_loss += report.loss_sum
+            self.interval_weight += report.num_items
+        else:
+            logger.warning(
+                "step %d: the loss is %s, though its gradient is finite; it is left out of the mean"
+                " in metrics.jsonl",
+                report.step,
+                report.loss_sum,
+            )
+
+    def _count_skipped(self, report: StepReport, most: int) -> None:
+        self.skipped_steps += 1
+        self.nonfinite_in_a_row += 1
+        if not math.isfinite(report.own_loss_sum):
+            logger.warning(
+                "step %d: the loss of this process is %s; skipped", report.step, report.own_loss_sum
+            )
+        if self.nonfinite_in_a_row < most:
+            return
+        count = f"in {self.nonfinite_in_a_row} steps in a row, up to step {report.step}"
+        raise RuntimeError(
+            f"nothing was learned {count}, where the recipe's loss counts no sample: check the"
+            " data, or raise optim.max_nonfinite_steps"
+            if report.num_items == 0
+            else f"the gradient was not finite {count}, where the loss of this process is"
+            f" {report.own_loss_sum}: lower optim.lr, check the data, or raise"
+            " optim.max_nonfinite_steps"
+        )
+
+    def evaluation_is_due(self, run: Run) -> bool:
+        """Return whether the weights of the newest step are to be evaluated, and are not yet."""
+        due = self.step >= run.total_steps
+        due |= self.step > 0 and is_due(run.config.evaluation.every_steps, self.step)
+        return due and self.evaluated_step != self.step
+
+    def note_evaluation(self, config: Config, results: dict[str, float]) -> bool:
+        """Return whether these results are the best so far, and count those that were not."""
+        self.results = results
+        self.evaluated_step = self.step
+        name = config.evaluation.best_metric
+        if name is None:
+            return False
+        if name not in results:
+            raise ConfigError(
+                f"evaluation.best_metric {name} is none of the results, {', '.join(results)}."
+            )
+        sign = 1 if config.evaluation.best_mode == "max" else -1
+        value, best = results[name], self.best
+        is_better = not math.isnan(value) and (
+            best is None or sign * (value - best) > ROUNDING * min(abs(value), abs(best))
+        )
+        if is_better:
+            self.best = value
+        self.evaluations_since_best = 0 if is_better else self.evaluations_since_best + 1
+        return is_better
+
+    def end_reason(self, run: Run) -> str:
+        """Return why the run is at its end; empty where it is not."""
+        if self.step >= run.total_steps and not self.evaluation_is_due(run):
+            return "all steps done"
+        evaluation = run.config.evaluation
+        if evaluation.patience is not None and self.evaluations_since_best >= evaluation.patience:
+            return (
+                f"{evaluation.best_metric} has not got better in {evaluation.patience} evaluations"
+            )
+        return ""
+
+    def check_trained(self, *, is_fp16: bool) -> None:
+        """Refuse to finish a run in which no step has changed the weights."""
+        if self.skipped_steps >= self.step:
+            remedy = "train more steps: the first ones find the loss scale of fp16, or " * is_fp16
+            raise RuntimeError(
+                f"all {self.step} steps were skipped, since the gradient was not finite or the loss"
+                f" counted no item, so the weights are those of the start: {remedy}check the data,"
+                " or lower optim.lr"
+            )
+
+
+def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> None:
     """Refuse metrics that are none, and a best_metric that no evaluation will give."""
     wanted = config.evaluation.best_metric
-    metrics = contract.build_metrics(config.recipe) if data_sets else {}
-    names = [f"{data}/{metric}" for data in data_sets for metric in metrics]
+    metrics = contract.build_metrics(config.recipe) if validation_sets else {}
+    names = [f"{data}/{metric}" for data in validation_sets for metric in metrics]
     if wanted and not any(wanted == name or wanted.startswith(f"{name}/") for name in names):
         raise ConfigError(
             f"evaluation.best_metric {wanted} is none of {', '.join(names) or 'no metrics at all'}."
         )
 
 
-def evaluation_is_due(config: Config, state: dict[str, Any], total_steps: int) -> bool:
-    """Return whether the weights of the newest step are to be evaluated, and are not yet."""
-    step, every_steps = state["step"], config.evaluation.every_steps
-    due = step >= total_steps or (every_steps is not None and step > 0 and step % every_steps == 0)
-    return due and state["evaluated_step"] != step
-
-
-def note_best(config: Config, state: dict[str, Any], results: dict[str, float]) -> bool:
-    """Return whether these results are the best so far, and count those that were not."""
-    state["results"], state["evaluated_step"] = results, state["step"]
-    name = config.evaluation.best_metric
-    if name is None:
-        return False
-    if name not in results:
-        raise ConfigError(
-            f"evaluation.best_metric {name} is none of the results, {', '.join(results)}."
-        )
-    sign = 1 if config.evaluation.best_mode == "max" else -1
-    value, best = results[name], state["best"]
-    better = not math.isnan(value) and (
-        best is None or sign * (value - best) > ROUNDING * min(abs(value), abs(best))
-    )
-    state["best"] = value if better else best
-    state["evaluations_since_best"] = 0 if better else state["evaluations_since_best"] + 1
-    return better
-
-
-def end_of(config: Config, state: dict[str, Any], total_steps: int) -> str:
-    """Say why the run is at its end, or nothing."""
-    if state["step"] >= total_steps and not evaluation_is_due(config, state, total_steps):
-        return "all steps done"
-    patience = config.evaluation.patience
-    if patience is not None and state["evaluations_since_best"] >= patience:
-        return f"{config.evaluation.best_metric} has not got better in {patience} evaluations"
-    return ""
-
-
-def check_trained(state: dict[str, Any], *, is_fp16: bool) -> None:
-    """Refuse to finish a run in which no step has changed the weights."""
-    if state["skipped_steps"] >= state["step"]:
-        remedy = "train more steps: the first ones find the loss scale of fp16, or " * is_fp16
-        raise RuntimeError(
-            f"all {state['step']} steps were skipped, since the gradient was not finite or the loss"
-            f" counted no item, so the weights are those of the start: {remedy}check the data, or"
-            " lower optim.lr"
-        )
-
-
 def is_due(every_steps: int | None, step: int) -> bool:
-    """Tell whether something that happens every so many steps happens now."""
+    """Return whether what happens every so many steps happens after this one."""
     return every_steps is not None and step % every_steps == 0

@@ -1,4 +1,4 @@
-"""The step's all-reduce, and reading its result one step late."""
+"""The step's all-reduce of scalars, and reading its result one step late."""
 
 from typing import Any
 
@@ -7,39 +7,59 @@ import torch.distributed
 from accelerate import Accelerator
 from torch import Tensor
 
+from .state import StepReport
 
-class Reduction:
-    """A sum over processes that is under way while the loop goes on."""
+
+class StepSums:
+    """What one step sums over its micro-batches, and by one all-reduce over the ranks.
+
+    The fields are views of one tensor, scalars on the device, in the order of StepReport's.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.processes = accelerator.num_processes
+        # MPS has no float64
+        dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
+        self.tensor = torch.zeros(6, dtype=dtype, device=accelerator.device)
+        (
+            self.loss_sum,
+            self.num_items,
+            self.stop_votes,
+            self.short_votes,
+            self.grad_norm,
+            self.own_loss_sum,
+        ) = self.tensor.unbind()
+        self.world_size = accelerator.num_processes
         self.work: Any = None
 
-    def start(self, tensor: Tensor) -> None:
-        """Begin to sum the tensor over the processes, in place."""
-        if self.processes > 1:
-            self.work = torch.distributed.all_reduce(tensor, async_op=True)
+    def add(self, loss_sum: Tensor, num_items: Tensor | float) -> None:
+        """Add what the recipe's loss returned for a micro-batch."""
+        self.loss_sum.add_(loss_sum.detach())
+        self.num_items.add_(num_items)
+
+    def start_all_reduce(self, *, wants_stop: bool, is_short: bool) -> None:
+        """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
+        if wants_stop or is_short:  # hardly ever, so nearly no step pays for these kernels
+            self.stop_votes.fill_(wants_stop)
+            self.short_votes.fill_(is_short)
+        self.own_loss_sum.copy_(self.loss_sum)
+        if self.world_size > 1:
+            self.work = torch.distributed.all_reduce(self.tensor[:4], async_op=True)
 
     def wait(self) -> None:
-        """Let what follows use the sum; on a GPU only the device waits."""
+        """Let what follows use the sums; on a GPU only the device waits."""
         if self.work is not None:
             self.work.wait()
 
 
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """Choose the type in which losses and weights are summed."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-class LateNumbers:
-    """Hand the numbers of a step to the host one step later, when the device has them anyway."""
+class DelayedReader:
+    """Read the sums of a step one step later, when the device has them anyway."""
 
     def __init__(self) -> None:
         self.pending: tuple[int, Tensor, Any] | None = None
 
-    def push(self, step: int, numbers: Tensor) -> tuple[int, list[float]] | None:
-        """Start the copy of this step's numbers; return the step before and its numbers."""
-        event = None
+    def push(self, step: int, sums: StepSums) -> StepReport | None:
+        """Start to copy a step's sums to the host; return the report of the step before."""
+        numbers, event = sums.tensor, None
         if numbers.is_cuda:
             pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             numbers = pinned.copy_(numbers, non_blocking=True)
@@ -49,12 +69,12 @@ class LateNumbers:
         self.pending = (step, numbers, event)
         return before
 
-    def flush(self) -> tuple[int, list[float]] | None:
-        """Return the step whose numbers have not been read yet, and them."""
+    def flush(self) -> StepReport | None:
+        """Return the report of the step that has not been read yet, if there is one."""
         if self.pending is None:
             return None
         step, numbers, event = self.pending
         self.pending = None
         if event is not None:
             event.synchronize()
-        return step, numbers.tolist()
+        return StepReport(step, *numbers.tolist())

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND_COUNTS_AFTER = 5.0  # seconds
 OTHERS_REPORT_WITHIN = 2.0  # seconds
-OTHERS_STRIKE_WITHIN = 5.0  # seconds; their watches look once a second
+OTHERS_ABORT_WITHIN = 5.0  # seconds; their watchdogs look once a second
 
 
 # ---- told to stop --------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class StopRequest:
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
-class Watch:
+class Watchdog:
     """End this process, saying where it stands, when nothing has moved for too long.
 
     The long limit holds for start-up, evaluations, saves and the end of a run; the short one for
@@ -109,7 +109,7 @@ class Watch:
         self.limit = self.long
         self._moved = True
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def step_done(self) -> None:
         """Note that a step has been completed."""
@@ -119,7 +119,7 @@ class Watch:
         """Allow the long limit until a step has been completed."""
         self._moved, self.limit = True, self.long
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         self._thread.start()
         return self
 
@@ -128,7 +128,7 @@ class Watch:
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         waited, interval = 0.0, min(1.0, self.short / 4)
         while not self._ended.wait(interval):
             waited = 0.0 if self._moved else waited + interval
@@ -136,9 +136,9 @@ class Watch:
             # Where C code keeps Python from running, this thread cannot strike: the handler's does.
             faulthandler.dump_traceback_later(self.limit + 30, exit=True, file=2)
             if waited >= self.limit:
-                self._strike(waited)
+                self._abort(waited)
 
-    def _strike(self, waited: float) -> None:
+    def _abort(self, waited: float) -> None:
         nothing_moved = f"nothing has moved for {waited:.0f} s"
         place, waits = standing_place(sys._current_frames()[threading.main_thread().ident or 0])
         stack = stacks()
@@ -150,7 +150,7 @@ class Watch:
         stands = WAITS if waits and len(self.run.hosts) > 1 else STANDS
         self.run.record_error(f"{nothing_moved}{stands}{place}", stack)
         save_nccl_trace(self.run)
-        fail_with_cause(self.run, nothing_moved, OTHERS_STRIKE_WITHIN)
+        fail_with_cause(self.run, nothing_moved, OTHERS_ABORT_WITHIN)
         os._exit(1)
 
 

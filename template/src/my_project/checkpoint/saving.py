@@ -43,9 +43,9 @@ from ..files import (
     step_of,
     write_atomically,
 )
-from ..optim import Average
+from ..optim import EMA
 from ..run_folder import Run
-from ..state import EVALUATION
+from ..state import EVALUATION, TrainState
 from .resuming import best_of, checkpoints, remove
 from .shards import Piece, Tensors, own_piece, save_pieces
 
@@ -64,15 +64,19 @@ class Checkpoints:
     def __init__(
         self,
         run: Run,
-        is_main: bool,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: Any,
-        average: Average | None,
+        ema: EMA | None,
     ) -> None:
-        self.run, self.config, self.folder = run, run.config, run.folder / "checkpoints"
-        self.is_main, self.model, self.optimizer = is_main, model, optimizer
-        self.scaler, self.average = scaler, average
+        self.run = run
+        self.config = run.config
+        self.folder = run.folder / "checkpoints"
+        self.is_main = run.rank == 0
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.ema = ema
         self.names = {id(p): plain_name(name) for name, p in model.named_parameters()}
         self.failure: Exception | None = None  # of the last save
         self._buffers: dict[str, Tensor] = {}
@@ -94,17 +98,17 @@ class Checkpoints:
         """Say, behind a reason, that the last checkpoint is missing."""
         return f"; the last checkpoint could not be saved: {self.failure}" if self.failure else ""
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Save the state after state["step"] steps. Called by every process."""
+    def save(self, train_state: TrainState) -> None:
+        """Save the state after train_state.step steps. Called by every rank."""
         self.wait()
-        state = dict(state)  # the loop goes on with its own
+        state = train_state.to_dict()  # a copy, since the loop goes on
         groups, numbers, slots = self._optimizer_state()
         kinds: dict[str, dict[str, Tensor]] = {
             "model": self._weights(),
             "optimizer": slots,
         }
-        if self.average:
-            kinds["average"] = self._averaged(self.average)
+        if self.ema:
+            kinds["average"] = self._averages(self.ema)
         sharded = any(
             isinstance(t, DTensor) for tensors in kinds.values() for t in tensors.values()
         )
@@ -132,14 +136,14 @@ class Checkpoints:
         writers = len(self.run.hosts) if sharded else 1
         self._start(self._write, state, pieces, text, writers)
 
-    def add_evaluation(self, state: dict[str, Any]) -> None:
+    def add_evaluation(self, state: TrainState) -> None:
         """Add the results of an evaluation to the checkpoint of its step, if there is one.
 
         The state is saved before it is evaluated, so that nothing is lost there. The results go
         into the manifest, which is replaced in one instant; no tensor is written again.
         """
         if self.is_main:
-            self._start(self._add_evaluation, {key: state[key] for key in EVALUATION})
+            self._start(self._add_evaluation, {name: getattr(state, name) for name in EVALUATION})
 
     def _start(self, function: Callable[..., None], *arguments: Any) -> None:
         """Work in a thread, after the one before it, and wait for it unless it may lag behind."""
@@ -170,7 +174,7 @@ class Checkpoints:
                 raise self.failure
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore weights, optimizer, fp16 scale and average in place; return the other state."""
+        """Restore weights, optimizer, fp16 scale and EMA in place; return the other state."""
         try:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             state |= read_manifest(folder).get("evaluation", {})
@@ -180,13 +184,13 @@ class Checkpoints:
             raise ConfigError(f"{folder}/state.json is damaged: {error!r}.") from error
         Tensors(folder, "model").fill(self._weights())
         self._load_optimizer(folder, saved)
-        if self.average:
-            Tensors(folder, "average").fill(self._averaged(self.average))
+        if self.ema:
+            Tensors(folder, "average").fill(self._averages(self.ema))
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
             logger.warning(
-                "the precision is not that of %s: the fp16 loss scale starts anew", folder
+                "the precision is not that of %s: the fp16 loss scale starts again", folder
             )
         return state
 
@@ -195,8 +199,8 @@ class Checkpoints:
         return tensors
 
     @staticmethod
-    def _averaged(average: Average) -> dict[str, Tensor]:
-        return dict(zip(map(plain_name, average.names), average.average, strict=True))
+    def _averages(ema: EMA) -> dict[str, Tensor]:
+        return dict(zip(map(plain_name, ema.names), ema.averages, strict=True))
 
     def _copied(self, pieces: dict[str, dict[str, Piece]]) -> dict[str, dict[str, Piece]]:
         """Copy into host memory that is kept, pinned where there is a GPU."""

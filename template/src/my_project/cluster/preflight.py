@@ -424,7 +424,7 @@ def slow_pairs(measured: dict[tuple[int, int], float], hosts: list[str]) -> list
 def main(config: Config) -> int:
     """Check, show, and return the exit code."""
     started = time.monotonic()
-    layout.split(config.batches, launcher.world()[0])
+    layout.batch_layout(config.batches, launcher.world()[0])
     devices.check_launch(config)
     longest = round(max(map(seconds_for, SECONDS)))  # checking strikes before the process group
     patient = replace(

@@ -1,45 +1,59 @@
-"""The micro-batches of one process, from a map-style dataset or a stream."""
+"""The micro-batches of one rank, from a map-style dataset or a stream."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
+from accelerate import Accelerator
 
 from ..config import Config
 from ..recipe import optional
-from .layout import Split, is_stream
+from .layout import BatchLayout, is_stream
 from .loader import Fetch, SliceSampler, make_loader, on_device
-from .streams import Stream
+from .streams import StreamBatches
 
 
-class Indexed:
-    """The micro-batches of one process, read from a map-style data set."""
+class IndexedBatches:
+    """The micro-batches of one rank, read from a map-style dataset."""
 
-    is_short = False  # see Stream
+    is_short = False  # see StreamBatches, also for the epoch
+    epoch = 0
+    epoch_start = 0
 
     def __init__(
-        self, config: Config, data: Any, split: Split, rank: int, steps: range, device: torch.device
+        self,
+        config: Config,
+        data: Any,
+        layout: BatchLayout,
+        steps: range,
+        accelerator: Accelerator,
     ) -> None:
-        """Begin at steps.start; the arguments are those of Stream."""
-        sampler = SliceSampler(len(data), split, rank, config.seed, steps.start, steps.stop)
-        fetch = Fetch(
-            data, optional(config.recipe, "collate"), config.seed, config.batches.seed_samples
-        )
+        """Start at steps.start; the arguments are those of StreamBatches."""
+        rank, device = accelerator.process_index, accelerator.device
+        sampler = SliceSampler(len(data), layout, rank, config.seed, steps)
+        collate = optional(config.recipe, "collate")
+        fetch = Fetch(data, collate, config.seed, config.batches.seed_samples)
         loader = make_loader(config.batches, fetch, device, batch_sampler=sampler)
         self.batches = on_device(loader, device)
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches
 
-    def note_short(self, step: int) -> None:
-        """Take no notice."""
+    def end_epoch_after(self, step: int) -> None:
+        """Do nothing: only a stream can run short."""
 
 
 def train_batches(
-    config: Config, data: Any, split: Split, rank: int, steps: range, device: torch.device,
-    state: dict[str, Any], smallest: Callable[[int], int],
-) -> Indexed | Stream:  # fmt: skip
-    """Iterate over the micro-batches of one process for these steps, already on the device."""
+    config: Config,
+    data: Any,
+    layout: BatchLayout,
+    steps: range,
+    accelerator: Accelerator,
+    epoch: tuple[int, int],
+) -> IndexedBatches | StreamBatches:
+    """Iterate over the micro-batches of one rank for these steps, already on the device.
+
+    Args: those of StreamBatches.
+    """
     if is_stream(data):
-        return Stream(config, data, split, rank, steps, device, state, smallest)
-    return Indexed(config, data, split, rank, steps, device)
+        return StreamBatches(config, data, layout, steps, accelerator, epoch)
+    return IndexedBatches(config, data, layout, steps, accelerator)

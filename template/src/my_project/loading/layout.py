@@ -11,57 +11,60 @@ from ..config import BatchesConfig, Config, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """How a global batch is divided: global = micro x processes x accumulation."""
+class BatchLayout:
+    """The division of a global batch into the micro-batches of all ranks."""
 
     global_batch_size: int  # samples per optimizer step
-    micro_batch_size: int  # samples per forward and process
-    processes: int
-    accumulation: int  # micro-batches per step and process
+    micro_batch_size: int  # samples per forward pass on a rank
+    world_size: int
+    accumulation: int  # micro-batches per step on a rank
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches per step over all ranks."""
+        return self.world_size * self.accumulation
 
 
-def split(config: BatchesConfig, processes: int) -> Split:
+def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     """Derive the accumulation, or refuse with the arithmetic."""
     total = config.global_batch_size
-    micro = config.micro_batch_size or total // processes
-    accumulation = total // (micro * processes) if micro else 0
-    if accumulation * micro * processes != total:
+    micro = config.micro_batch_size or total // world_size
+    accumulation = total // (micro * world_size) if micro else 0
+    if accumulation * micro * world_size != total:
         raise ConfigError(
             f"batches.global_batch_size {total} does not split into micro-batches of"
-            f" {max(micro, 1)} on {processes} process(es): {total} / ({max(micro, 1)} x"
-            f" {processes}) = {total / (max(micro, 1) * processes):g}. Lower"
+            f" {max(micro, 1)} on {world_size} process(es): {total} / ({max(micro, 1)} x"
+            f" {world_size}) = {total / (max(micro, 1) * world_size):g}. Lower"
             " batches.micro_batch_size, or choose a global batch size that is a multiple of"
             " micro_batch_size x processes."
         )
-    return Split(
+    return BatchLayout(
         global_batch_size=total,
         micro_batch_size=micro,
-        processes=processes,
+        world_size=world_size,
         accumulation=accumulation,
     )
 
 
 def is_stream(data: Any) -> bool:
-    """Tell whether a data set is read in lanes."""
+    """Return whether a dataset is a stream, which is read in lanes."""
     return hasattr(data, "lanes") and callable(getattr(data, "lane", None))
 
 
 def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
     """Count the samples of each dataset, or the lanes of a stream."""
-    is_lanes = is_stream(train_set)
-    of_train = {"the lanes of the stream": train_set.lanes} if is_lanes else {
-        "the training set": len(train_set)
-    }  # fmt: skip
-    return of_train | {
-        f"validation set {name}": len(data) for name, data in validation_sets.items()
-    }
+    if is_stream(train_set):
+        counts = {"the lanes of the stream": train_set.lanes}
+    else:
+        counts = {"the training set": len(train_set)}
+    return counts | {f"validation set {name}": len(data) for name, data in validation_sets.items()}
 
 
-def total_steps(config: Config, train_set: Any, split: Split) -> int:
+def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
     size = config.batches.global_batch_size
     if is_stream(train_set):
-        return _total_steps_of_stream(config, train_set.lanes, split)
+        return _total_steps_of_stream(config, train_set.lanes, layout)
     steps_per_epoch = len(train_set) // size
     if steps_per_epoch == 0:
         raise ConfigError(
@@ -73,18 +76,18 @@ def total_steps(config: Config, train_set: Any, split: Split) -> int:
     return max(1, round((config.epochs or 0) * steps_per_epoch))
 
 
-def _total_steps_of_stream(config: Config, lanes: int, split: Split) -> int:
+def _total_steps_of_stream(config: Config, lanes: int, layout: BatchLayout) -> int:
     if config.steps is None:
         raise ConfigError("a stream has no length that epochs could be counted in; set steps.")
-    if lanes < 1 or split.global_batch_size % lanes:
+    if lanes < 1 or layout.global_batch_size % lanes:
         raise ConfigError(
             f"the stream's {lanes} lanes must divide batches.global_batch_size"
-            f" {split.global_batch_size}: each feeds the same number of its places."
+            f" {layout.global_batch_size}: each feeds the same number of its samples."
         )
-    micro_batches = split.processes * split.accumulation
+    micro_batches = layout.micro_batches_per_step
     if lanes % micro_batches:
         raise ConfigError(
-            f"{split.processes} process(es) x accumulation {split.accumulation} must divide the"
+            f"{layout.world_size} process(es) x accumulation {layout.accumulation} must divide the"
             f" stream's {lanes} lanes; choose a multiple of {micro_batches} lanes, or a greater"
             " batches.micro_batch_size."
         )

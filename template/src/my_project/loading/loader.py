@@ -1,4 +1,4 @@
-"""Which samples form global batch k, on which process, in which micro-batch; and their DataLoader.
+"""The samples of global batch k, by rank and micro-batch, and the DataLoader that reads them.
 
 Step k is global batch k, always: one seeded permutation per epoch, cut into global batches, the
 tail dropped. A start at any step costs nothing.
@@ -17,9 +17,9 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, default_collate
 
 from ..config import BatchesConfig, ConfigError
-from .layout import Split
-from .seeding import generators_kept, seed_generators, seed_of
-from .workers import _start_worker, check_sendable, cpus_per_process
+from .layout import BatchLayout
+from .seeding import fork_rng, seed_of, seed_rng
+from .workers import check_sendable, cpus_per_process, start_worker
 
 
 class SliceSampler:
@@ -29,40 +29,45 @@ class SliceSampler:
     """
 
     def __init__(
-        self, samples: int, split: Split, rank: int, seed: int, first_step: int, last_step: int
+        self, samples: int, layout: BatchLayout, rank: int, seed: int, steps: range
     ) -> None:
-        self.samples, self.split, self.rank, self.seed = samples, split, rank, seed
-        self.first_step, self.last_step = first_step, last_step
+        self.samples = samples
+        self.layout = layout
+        self.rank = rank
+        self.seed = seed
+        self.steps = steps
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Start at the first step, in whichever epoch it lies."""
-        steps_per_epoch = self.samples // self.split.global_batch_size
-        micro = self.split.micro_batch_size
+        steps_per_epoch = self.samples // self.layout.global_batch_size
+        micro = self.layout.micro_batch_size
         order_of, order = -1, torch.empty(0)
-        for step in range(self.first_step, self.last_step):
+        for step in self.steps:
             epoch, batch = divmod(step, steps_per_epoch)
             if epoch != order_of:
                 generator = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
                 order_of, order = epoch, torch.randperm(self.samples, generator=generator)
-            for j in range(self.split.accumulation):
-                start = batch * self.split.global_batch_size
-                start += (j * self.split.processes + self.rank) * micro
+            for j in range(self.layout.accumulation):
+                start = batch * self.layout.global_batch_size
+                start += (j * self.layout.world_size + self.rank) * micro
                 yield [(epoch, index) for index in order[start : start + micro].tolist()]
 
     def __len__(self) -> int:
         """Count the micro-batches."""
-        return (self.last_step - self.first_step) * self.split.accumulation
+        return len(self.steps) * self.layout.accumulation
 
 
 class Fetch:
-    """Fetch and collate one micro-batch, drawing from generators seeded by its samples.
+    """Fetch and collate one micro-batch, with the random state seeded by its samples.
 
     All of it happens in `__getitems__`, which a DataLoader calls once per micro-batch, in a worker
-    or here; the generators of this process are put back as they were, dropout draws from them.
+    or in the training process, whose random state is restored: dropout uses it.
     """
 
     def __init__(self, data: Any, collate: Callable | None, seed: int, seed_samples: bool) -> None:
-        self.data, self.seed, self.seed_samples = data, seed, seed_samples
+        self.data = data
+        self.seed = seed
+        self.seed_samples = seed_samples
         self.collate = collate or default_collate
         self.is_first = True
 
@@ -79,16 +84,17 @@ class Fetch:
             if hasattr(self.data, "__getitems__"):
                 return self.collate(self.data.__getitems__(indices))
             return self.collate([self.data[index] for index in indices])
-        with generators_kept():
+        with fork_rng():
             samples = []
             for epoch, index in keys:
-                seed_generators(seed_of(self.seed, "sample", epoch, index))
+                seed_rng(seed_of(self.seed, "sample", epoch, index))
                 samples.append(self.data[index])
             return self.collate(samples)
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch  # Fetch has collated it; a lambda could not be sent to a worker
+def identity(batch: Any) -> Any:
+    """Return a batch as it is: Fetch has collated it, and a worker cannot unpickle a lambda."""
+    return batch
 
 
 def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: Any) -> DataLoader:
@@ -102,24 +108,26 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
         "persistent_workers": workers > 0,
     }
     options |= config.loader
-    options["worker_init_fn"] = partial(_start_worker, config.loader.get("worker_init_fn"))
+    options["worker_init_fn"] = partial(start_worker, config.loader.get("worker_init_fn"))
     try:
         return DataLoader(
             data,
             num_workers=workers,
-            collate_fn=_unchanged,
-            generator=torch.Generator().manual_seed(0),  # else it draws from dropout's
+            collate_fn=identity,
+            generator=torch.Generator().manual_seed(
+                0
+            ),  # else it advances torch's, which dropout uses
             **options | how,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 
-def started(batches: Iterable[Any]) -> Iterator[Any]:
-    """Begin to iterate: a DataLoader starts its workers, which may need the data sent to them."""
+def start_iterating(batches: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator; here a DataLoader starts its workers and may have to pickle the data."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Got pickle error")  # said below
+            warnings.filterwarnings("ignore", message="Got pickle error")  # raised below
             return iter(batches)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         frames = traceback.extract_tb(error.__traceback__)
@@ -134,8 +142,8 @@ def started(batches: Iterable[Any]) -> Iterator[Any]:
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Move each micro-batch to the device, without waiting for the copy."""
     try:
-        for batch in started(batches):
+        for batch in start_iterating(batches):
             is_there = device.type == "cpu"
             yield batch if is_there else send_to_device(batch, device, non_blocking=True)
-    except ConfigError as error:  # of a loader worker, which puts its traceback before it
+    except ConfigError as error:  # from a loader worker, which puts its traceback first
         raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from error

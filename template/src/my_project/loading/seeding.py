@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed
 
 
 def seed_of(*parts: Any) -> int:
@@ -21,9 +20,9 @@ def seed_of(*parts: Any) -> int:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put torch's, Python's and NumPy's generators back as they were."""
-    numpy = sys.modules.get("numpy")  # who has not imported it does not draw from it
+def fork_rng() -> Iterator[None]:
+    """Restore the random state of torch (CPU), Python and NumPy at the end."""
+    numpy = sys.modules.get("numpy")  # not imported, so not used
     before = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     try:
         yield
@@ -34,23 +33,17 @@ def generators_kept() -> Iterator[None]:
             numpy.random.set_state(before[2])
 
 
-def seed_generators(seed: int) -> None:
-    """Seed them for what is drawn next."""
+def seed_rng(seed: int) -> None:
+    """Seed the random state of torch (CPU), Python and NumPy."""
     torch.default_generator.manual_seed(seed)  # 1 us; torch.manual_seed takes 78
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
 
 
-def seed_draws(seed: int, step: int, micro_batch: int, device: torch.device) -> None:
-    """Seed what the model draws (dropout) for one micro-batch of one step.
-
-    So the draws are the same for any split into processes, and after any resume.
-    """
-    draw = seed_of(seed, "model", step, micro_batch)
-    torch.default_generator.manual_seed(draw)
-    random.seed(draw)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(draw % 2**32)
+def seed_forward(seed: int, step: int, micro_batch: int, device: torch.device) -> None:
+    """Seed the random state that the model uses (dropout) in one micro-batch of one step."""
+    derived = seed_of(seed, "model", step, micro_batch)
+    seed_rng(derived)
     if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(draw)
+        torch.cuda.default_generators[device.index or 0].manual_seed(derived)

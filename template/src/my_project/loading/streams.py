@@ -1,35 +1,45 @@
-"""Data without length or index, read in lanes."""
+"""Data without length or index: a stream, read in lanes.
+
+A lane is a logical shard of the stream (the canonical nodes of MosaicML's streaming serve the same
+end): it always feeds the same positions of a global batch, whatever rank reads it.
+"""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from ..config import Config, ConfigError
 from ..recipe import optional
-from .layout import Split
-from .loader import make_loader, on_device, started
-from .seeding import generators_kept, seed_generators, seed_of
+from .layout import BatchLayout
+from .loader import make_loader, on_device, start_iterating
+from .seeding import fork_rng, seed_of, seed_rng
 from .workers import check_sendable
 
 
-# ---- streams -------------------------------------------------------------------------------------
 class LaneReader(IterableDataset):
-    """Yield, for each micro-batch of a process, the samples of this worker's lanes.
+    """Yield, for each micro-batch of a rank, the samples of this worker's lanes.
 
     A worker reads its own lanes only, so that no data is read twice. What it yields is {lane:
     samples}, or None when one of its lanes has ended.
     """
 
     def __init__(
-        self, stream: Any, lanes: Sequence[Sequence[int]], per_step: int, seed: int, epoch: int,
-        start: int, seed_samples: bool,
-    ) -> None:  # fmt: skip
-        """Begin at a position of the lanes.
+        self,
+        stream: Any,
+        lanes: Sequence[Sequence[int]],
+        per_step: int,
+        seed: int,
+        epoch: int,
+        start: int,
+        seed_samples: bool,
+    ) -> None:
+        """Open no lane yet: that is done where they are read.
 
         Args:
             stream: what has `lane(i, epoch, start, seed)`.
@@ -37,11 +47,16 @@ class LaneReader(IterableDataset):
             per_step: samples that a lane gives to each step.
             seed: of the run.
             epoch: of the stream.
-            start: samples of each lane that are passed over.
-            seed_samples: whether to seed the generators before each sample.
+            start: samples of each lane that are skipped.
+            seed_samples: whether to seed the random state before each sample.
         """
-        self.stream, self.lanes, self.per_step, self.seed = stream, lanes, per_step, seed
-        self.epoch, self.start, self.seed_samples = epoch, start, seed_samples
+        self.stream = stream
+        self.lanes = lanes
+        self.per_step = per_step
+        self.seed = seed
+        self.epoch = epoch
+        self.start = start
+        self.seed_samples = seed_samples
 
     def __iter__(self) -> Iterator[dict[int, list[Any]] | None]:
         """Read until the first of the lanes ends."""
@@ -65,60 +80,70 @@ class LaneReader(IterableDataset):
         if not self.seed_samples:
             return list(islice(samples, self.per_step))
         read = []
-        with generators_kept():
-            for place in range(position, position + self.per_step):
-                seed_generators(seed_of(self.seed, "sample", self.epoch, lane, place))
+        with fork_rng():
+            for index in range(position, position + self.per_step):
+                seed_rng(seed_of(self.seed, "sample", self.epoch, lane, index))
                 read += islice(samples, 1)
         return read
 
 
-class Stream:
-    """The micro-batches of one process, read from the lanes of a stream.
+class StreamBatches:
+    """The micro-batches of one rank, read from the lanes of a stream.
 
-    Lane i feeds the places i * n to (i + 1) * n - 1 of every global batch, n being the global batch
-    over the lanes. So which sample stands where follows from the step, for any number of processes
-    that the lanes allow, and a process reads its own lanes only.
+    Lane i feeds positions i * n to (i + 1) * n - 1 of every global batch, n being the global batch
+    size over the number of lanes. So the position of each sample follows from the step, for any
+    world size that the lanes allow, and a rank reads its own lanes only.
 
-    The first lane that ends, ends the epoch for all, before the step that it cannot feed. For that
-    each process reads two steps ahead and says in the small sum of step k (train.py) that it cannot
-    feed step k + 2. The host reads that sum one step late, which is in time, and waits for nothing.
+    The first lane that ends, ends the epoch on all ranks, before the step that it cannot feed. For
+    that each rank reads two steps ahead and votes, in the all-reduce of step k, that it cannot feed
+    step k + 2. The host reads that sum one step late, which is in time, and waits for nothing.
     """
 
     def __init__(
-        self, config: Config, data: Any, split: Split, rank: int, steps: range,
-        device: torch.device, state: dict[str, Any], smallest: Callable[[int], int],
-    ) -> None:  # fmt: skip
-        """Begin at steps.start.
+        self,
+        config: Config,
+        data: Any,
+        layout: BatchLayout,
+        steps: range,
+        accelerator: Accelerator,
+        epoch: tuple[int, int],
+    ) -> None:
+        """Start at steps.start.
 
         Args:
             config: of the run.
             data: the stream.
-            split: of the global batch.
-            rank: of this process.
+            layout: of the global batch.
             steps: those to be trained.
-            device: where the micro-batches go.
-            state: of the run; its "epoch" and "epoch_start" (a step) are kept up to date here.
-            smallest: returns the smallest of what all processes give; called when an epoch begins.
+            accelerator: gives this process's rank and device.
+            epoch: of the stream at steps.start, and the step at which it began.
         """
-        self.config, self.data, self.split, self.rank = config, data, split, rank
-        self.steps, self.device, self.state, self.smallest = steps, device, state, smallest
+        self.config = config
+        self.data = data
+        self.layout = layout
+        self.steps = steps
+        self.accelerator = accelerator
+        self.rank = accelerator.process_index
+        self.device = accelerator.device
+        self.epoch, self.epoch_start = epoch
         self.collate = optional(config.recipe, "collate") or default_collate
-        per_micro_batch = data.lanes // (split.processes * split.accumulation)
-        self.per_step = split.global_batch_size // data.lanes
+        micro_batches = layout.micro_batches_per_step
+        per_micro_batch = data.lanes // micro_batches
+        self.per_step = layout.global_batch_size // data.lanes
         self.lanes = [
             range(m * per_micro_batch, (m + 1) * per_micro_batch)
-            for m in range(rank, split.processes * split.accumulation, split.processes)
+            for m in range(self.rank, micro_batches, layout.world_size)
         ]
-        self.ahead: deque[list[Any]] = deque()  # steps that have been read
-        self.is_short = False  # of lanes for the step after the next
-        self.epoch_end: int | None = None  # the step that the next epoch begins with, once known
-        self.batches = on_device(self._batches(), device)
+        self.ahead: deque[list[Any]] = deque()  # the micro-batches of steps that have been read
+        self.is_short = False  # the lanes cannot feed the step after the next
+        self.epoch_end: int | None = None  # the first step of the next epoch, once known
+        self.batches = on_device(self._batches(), self.device)
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches
 
-    def note_short(self, step: int) -> None:
-        """Note that in this step some process was short of lanes."""
+    def end_epoch_after(self, step: int) -> None:
+        """End the epoch with the next step: at this one some rank's lanes were short."""
         if self.epoch_end is None and step >= self.opened_at:
             self.epoch_end = step + 2
 
@@ -133,39 +158,54 @@ class Stream:
             yield from batches
 
     def _open(self, step: int) -> None:
-        """Open the epoch's lanes where this step needs them."""
-        start = (step - self.state["epoch_start"]) * self.per_step
+        """Open the epoch's lanes at the position of this step."""
+        start = (step - self.epoch_start) * self.per_step
         reader = LaneReader(
-            self.data, self.lanes, self.per_step, self.config.seed, self.state["epoch"], start,
+            self.data,
+            self.lanes,
+            self.per_step,
+            self.config.seed,
+            self.epoch,
+            start,
             self.config.batches.seed_samples,
-        )  # fmt: skip
-        lanes = sum(map(len, self.lanes))
+        )
         loader = make_loader(
-            self.config.batches, reader, self.device, batch_size=None, most_workers=lanes,
-            pin_memory=False, persistent_workers=False,
-        )  # fmt: skip
-        self.readers, self.parts = max(1, loader.num_workers), started(loader)
+            self.config.batches,
+            reader,
+            self.device,
+            batch_size=None,
+            most_workers=sum(map(len, self.lanes)),
+            pin_memory=False,
+            persistent_workers=False,
+        )
+        self.readers = max(1, loader.num_workers)
+        self.parts = start_iterating(loader)
         self.ahead.clear()
-        self.opened_at, self.has_more, self.epoch_end = step, True, None
+        self.opened_at = step
+        self.has_more = True
+        self.epoch_end = None
         self._read_ahead(step, 2)
-        fed = self.smallest(len(self.ahead))
+        ahead = torch.tensor([len(self.ahead)], device=self.device)
+        everywhere: Any = self.accelerator.gather(ahead)
+        fed = int(everywhere.min())  # steps that every rank can feed
         if fed == 1:
             self.epoch_end = step + 1
-        elif fed == 0 and start > 0:  # resumed just where the epoch ended
+        elif fed == 0 and start > 0:  # resumed at the very end of an epoch
             self._next_epoch(step)
         elif fed == 0:
             raise ConfigError(
-                f"epoch {self.state['epoch']} of the stream ends before its first global batch: one"
+                f"epoch {self.epoch} of the stream ends before its first global batch: one"
                 f" of its {self.data.lanes} lanes has fewer than {self.per_step} samples; use fewer"
                 " lanes or more data."
             )
 
     def _next_epoch(self, step: int) -> None:
-        self.state |= {"epoch": self.state["epoch"] + 1, "epoch_start": step}
+        self.epoch += 1
+        self.epoch_start = step
         self._open(step)
 
     def _read_ahead(self, step: int, count: int) -> None:
-        """Have so many steps from this one on read, or as many as there are."""
+        """Read ahead so many steps, this one included; fewer at the end of the epoch."""
         while self.has_more and len(self.ahead) < count:
             batches = self._read_step(step + len(self.ahead))
             self.has_more = batches is not None
@@ -173,7 +213,7 @@ class Stream:
                 self.ahead.append(batches)
 
     def _read_step(self, step: int) -> list[Any] | None:
-        """Join what the workers read into the micro-batches of a step; None if a lane has ended."""
+        """Return the micro-batches of a step; None if a lane has ended."""
         batches = []
         for j, lanes in enumerate(self.lanes):
             samples: dict[int, list[Any]] = {}
@@ -182,10 +222,9 @@ class Stream:
                 if part is None:
                     return None
                 samples |= part
-            with generators_kept():
-                seed_generators(
-                    seed_of(self.config.seed, "collate", step, j * self.split.processes + self.rank)
-                )
+            with fork_rng():
+                micro_batch = j * self.layout.world_size + self.rank
+                seed_rng(seed_of(self.config.seed, "collate", step, micro_batch))
                 batch = self.collate([sample for lane in lanes for sample in samples[lane]])
             if self.device.type == "cuda":
                 batch = recursively_apply(torch.Tensor.pin_memory, batch)

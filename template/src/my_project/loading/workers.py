@@ -15,8 +15,9 @@ from torch.utils.data import get_worker_info
 from ..config import ConfigError
 
 
-def _start_worker(also: Callable | None, worker: int) -> None:
-    heed_only_the_parent()
+def start_worker(also: Callable | None, worker: int) -> None:
+    """Prepare a loader worker, then call the worker_init_fn of the user, if there is one."""
+    ignore_signals_except_parents()
     if also:
         also(worker)
 
@@ -32,10 +33,10 @@ def cpus_per_process() -> float:
     return cpus / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def heed_only_the_parent() -> None:
-    """Leave stopping to the training process: for its loader workers, which get signals too.
+def ignore_signals_except_parents() -> None:
+    """Ignore signals in a loader worker: the training process handles them.
 
-    SIGTERM is heeded when it comes from the parent, which ends its workers with it.
+    Only a SIGTERM from the parent counts, by which it ends its workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -44,20 +45,20 @@ def heed_only_the_parent() -> None:
         return
     parent = os.getppid()
 
-    def wait() -> None:
+    def wait_for_parent() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
             pass
         os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=wait, name="signals", daemon=True).start()
+    threading.Thread(target=wait_for_parent, name="signals", daemon=True).start()
 
 
-class _Trial(ForkingPickler):
+class _TrialPickler(ForkingPickler):
     """Pickle as the queue of a loader worker does, but for the contents of tensors."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Put a number in the place of a tensor that can be sent."""
+        """Pickle a number in place of a tensor that can be sent."""
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         if value.requires_grad and not value.is_leaf:
@@ -66,14 +67,14 @@ class _Trial(ForkingPickler):
 
 
 def check_sendable(batch: Any) -> None:
-    """Refuse, in a loader worker, what cannot be sent from it: its queue would drop it, silently.
+    """Refuse, in a loader worker, what cannot be sent from it: its queue would drop it silently.
 
-    The training process would wait for it until the watch ends the run.
+    The training process would wait for it until the watchdog ends the run.
     """
     if get_worker_info() is None:
         return
     try:
-        _Trial(io.BytesIO()).dump(batch)
+        _TrialPickler(io.BytesIO()).dump(batch)
     except Exception as error:  # what pickle raises has many types
         raise ConfigError(
             f"a loader worker cannot send what the dataset or collate returned: {error}; return"

@@ -3,44 +3,93 @@
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
-from ..loading.layout import Split
+from ..loading.layout import BatchLayout
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
 
 
+class Progress:
+    """A bar on a terminal; elsewhere one line per record."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    def start(self, step: int, total_steps: int) -> None:
+        """Show the bar, if this is a terminal."""
+        self.total_steps = total_steps
+        if sys.stdout.isatty():
+            from rich import progress
+
+            self.bar = progress.Progress(
+                "step",
+                progress.MofNCompleteColumn(),
+                progress.BarColumn(),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.description}"),
+            )
+            self.task = self.bar.add_task("", total=total_steps, completed=step)
+            self.bar.start()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Show a record of metrics.jsonl."""
+        values = " ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in record.items()
+            if value is not None and name not in ("step", "peak_memory_bytes", "data_seconds")
+        )
+        line = f"step {record['step']} of {self.total_steps}: {values}"
+        if not self.bar:
+            logger.info(line)
+        elif "samples_per_second" in record:
+            brief = f"{record['samples_per_second']:.0f} samples/s, loss {record['loss'] or 0:.4g}"
+            self.bar.update(self.task, completed=record["step"], description=brief)
+        else:
+            self.bar.console.print(line)
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        if self.bar:
+            self.bar.stop()
+
+
 def log_start(
-    accelerator: Accelerator, run: Run, split: Split, model: nn.Module, resume_from: Path | None
+    accelerator: Accelerator,
+    run: Run,
+    layout: BatchLayout,
+    model: nn.Module,
+    resume_from: Path | None,
 ) -> None:
-    """Say in a few lines what starts, where, and from what."""
+    """Log in a few lines what starts, where, and from what."""
     if not accelerator.is_main_process:
         return
     logger.info(
         "%s: %s on %d process(es), %s, precision %s",
         run.folder,
         accelerator.device,
-        split.processes,
+        layout.world_size,
         accelerator.distributed_type.value,
         accelerator.mixed_precision,
     )
     logger.info(
         "global batch %d = micro-batch %d x processes %d x accumulation %d; %d steps;"
         " %d parameters",
-        split.global_batch_size,
-        split.micro_batch_size,
-        split.processes,
-        split.accumulation,
+        layout.global_batch_size,
+        layout.micro_batch_size,
+        layout.world_size,
+        layout.accumulation,
         run.total_steps,
         sum(p.numel() for p in model.parameters()),
     )
     logger.info("resumed from %s" if resume_from else "from the beginning%.0s", resume_from or "")
 
 
-def shown(value: float) -> str:
+def format_metric(value: float) -> str:
     """Format a metric: four decimals, or none where it is large."""
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
 
@@ -53,7 +102,7 @@ def print_result(run: Run) -> None:
         "steps": f"{status.get('step')} of {status.get('steps')}",
     }
     for name, value in status.get("result", {}).items():
-        rows[name] = "not a number" if value is None else shown(value)
+        rows[name] = "not a number" if value is None else format_metric(value)
     rows["run folder"] = str(run.folder)
     rows["metrics"] = str(run.folder / "metrics.jsonl")
     rows["exported weights"] = str(run.folder / "export")

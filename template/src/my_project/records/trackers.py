@@ -1,11 +1,68 @@
 """Trackers, by accelerate: none of them ends a run."""
 
 import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+
+from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
 
 
-def report_tracker(name: str, what: str, error: Exception) -> None:
-    """Say in one line which tracker failed; no tracker's failure ends a run."""
-    told = " ".join(f"{type(error).__name__}: {error}".split())
-    logger.error("tracker %s cannot %s, the run goes on without it: %s", name, what, told)
+class Trackers:
+    """The trackers of a run; one that fails is left out from then on."""
+
+    def __init__(self, accelerator: Accelerator, run: Run) -> None:
+        self.accelerator = accelerator
+        self.run = run
+
+    def start(self, step: int) -> None:
+        """Start each tracker by itself, so that one which cannot start is left out alone.
+
+        Args:
+            step: those done; a resumed run goes on in the same curves.
+        """
+        name = self.run.config.run_name
+        started: list[Any] = []
+        init_kwargs = {
+            "tensorboard": {"purge_step": step + 1},
+            "wandb": {"name": name, "id": self.run.id, "resume": "allow"},
+        }
+        for tracker in self.accelerator.log_with:
+            is_wandb = str(tracker) == "wandb"  # there, one project holds all runs
+            project = os.environ.get("WANDB_PROJECT") or __name__.partition(".")[0]
+            self.accelerator.log_with = [tracker]
+            self.accelerator.trackers = []
+            try:
+                self.accelerator.init_trackers(
+                    project if is_wandb else name, init_kwargs=init_kwargs
+                )
+                started += self.accelerator.trackers
+            except Exception as error:
+                report(str(tracker), "start", error)
+        self.accelerator.trackers = started
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log the values of a step."""
+        self._each("log", lambda tracker: tracker.log(dict(values), step=step))
+
+    def finish(self) -> None:
+        """Let each tracker write what it still holds."""
+        self._each("finish", lambda tracker: tracker.finish())
+
+    def _each(self, action: str, function: Callable[[Any], Any]) -> None:
+        for tracker in [*self.accelerator.trackers]:
+            try:
+                function(tracker)
+            except Exception as error:
+                report(tracker.name, action, error)
+                self.accelerator.trackers.remove(tracker)
+
+
+def report(tracker: str, action: str, error: Exception) -> None:
+    """Say in one line which tracker failed."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    logger.error("tracker %s cannot %s, the run goes on without it: %s", tracker, action, reason)
