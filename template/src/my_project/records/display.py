@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 class Progress:
     """A bar on a terminal; elsewhere one line per record."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.bar: Any = None
 
-    def start(self, step: int, total_steps: int) -> None:
+    def start(self, step: int) -> None:
         """Show the bar, if this is a terminal."""
-        self.total_steps = total_steps
         if sys.stdout.isatty():
             from rich import progress
 
@@ -33,7 +33,7 @@ class Progress:
                 progress.TimeRemainingColumn(),
                 progress.TextColumn("{task.description}"),
             )
-            self.task = self.bar.add_task("", total=total_steps, completed=step)
+            self.task = self.bar.add_task("", total=self.run.total_steps, completed=step)
             self.bar.start()
 
     def show(self, record: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Progress:
             for name, value in record.items()
             if value is not None and name not in ("step", "peak_memory_bytes", "data_seconds")
         )
-        line = f"step {record['step']} of {self.total_steps}: {values}"
+        line = f"step {record['step']} of {self.run.total_steps}: {values}"
         if not self.bar:
             logger.info(line)
         elif "samples_per_second" in record:

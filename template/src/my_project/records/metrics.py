@@ -60,7 +60,7 @@ class MetricsWriter:
         self.path = run.folder / "metrics.jsonl"
         self.unwritten = ""  # what a full disk did not take
         self.trackers = Trackers(accelerator, run)
-        self.progress = Progress()
+        self.progress = Progress(run)
         self.data_seconds = 0.0
         self.paused_seconds = 0.0
         self.run_seconds = 0.0
@@ -81,7 +81,7 @@ class MetricsWriter:
         if changed := self.run.changed:  # not for trackers, which take numbers
             self._append(json.dumps({"step": self.state.step, "changed": changed}) + "\n")
         self.trackers.start(self.state.step)
-        self.progress.start(self.state.step, self.run.total_steps)
+        self.progress.start(self.state.step)
         self.recorded = self._clock()  # trackers may take seconds to start
         return self
 
