@@ -1,0 +1,552 @@
+"""Record what the training package computes, bit by bit, and compare a later state of the code.
+
+    python tests/golden.py record FOLDER     # on the old commit
+    python tests/golden.py compare FOLDER    # after each move; exits 1 and names what differs
+
+For a refactor that must change nothing: the tests allow rounding, this does not. Each case is a
+short run of `my_project.train.main` from the template beside this file, on CPU processes. Recorded
+are the tensors of its exports and checkpoints, metrics.jsonl, the values in state.json, config.yaml
+and data_info.json, and the keys and names of everything else in the run folder. Of a run in several
+parts, FOLDER/half keeps what the last part began with: a comparison also continues this copy of the
+old code's, by the new code ("/half").
+
+The bits depend on the machine and the installed versions, so a record is compared where it was
+made, and never committed. What is renamed on purpose goes into RENAMED.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# Old name: new name, of a key, a file or a folder, such as "average": "ema". Applied to whole words
+# of what is recorded, except to the values of tensors.
+RENAMED: dict[str, str] = {}
+
+TEMPLATE = Path(__file__).resolve().parents[1] / "template"
+TESTS = TEMPLATE / "tests"
+PATHS = [TEMPLATE / "src", TESTS, *{path.parent for path in TESTS.glob("**/*.py")} - {TESTS}]
+for folder in reversed(PATHS):
+    sys.path.insert(0, str(folder))
+
+# Times, speeds, memory, identities and sentences: only that they are there is compared.
+VOLATILE = re.compile(r"second|memory|utili[sz]ation|reason|launch|sha256|mfu|^(run|host|pid)$")
+KEYS_ONLY = {"run.json", "manifest.json"}
+SECONDS = 240  # for one part of a case; the machine may be busy
+
+Facts = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One start of a run."""
+
+    processes: int
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    stop: tuple[int, int] | None = None  # SIGTERM in this step on this rank
+    kill: tuple[int, int] | None = None  # SIGKILL
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run folder, or two, made by several starts one after the other."""
+
+    make: Callable[[], Any]  # the config, with paths below the working folder
+    parts: list[Part]
+
+
+# ---- the cases -----------------------------------------------------------------------------------
+RECIPES = {
+    "image_classification": {"recipe__width": 8},
+    "causal_lm": {
+        "recipe__data": "files", "recipe__data_path": "inputs/texts",
+        "recipe__cache_path": "cache", "recipe__validation_fraction": 0.3,
+        "recipe__block_tokens": 16, "recipe__width": 32, "recipe__depth": 2,
+        "recipe__dropout": 0.1, "optim__decay_steps": 3,
+    },
+    "embedding": {
+        "recipe__data": "pairs", "recipe__data_path": "inputs/pairs", "recipe__buckets": 512,
+        "recipe__width": 16,
+    },
+    "segmentation": {"recipe__scenes": 28, "recipe__width": 4},
+    "finetune": {
+        "recipe__model": "inputs/encoder", "recipe__data": "files",
+        "recipe__data_path": "inputs/finetune",
+    },
+}  # fmt: skip
+
+
+def from_card(name: str, accumulation: int, processes: int, **settings: Any) -> Callable[[], Any]:
+    """Return what makes a recipe's config from its file, shortened to 6 steps."""
+
+    def make() -> Any:
+        from runs import change
+
+        from my_project.config import parse
+
+        config = parse(["--config", str(TEMPLATE / f"configs/{name}.yaml")])
+        short = RECIPES[name] | {
+            "steps": 6, "epochs": None, "optim__warmup_steps": 2, "batches__global_batch_size": 16,
+            "batches__micro_batch_size": 16 // processes // accumulation,
+            "evaluation__every_steps": 3, "checkpoints__every_steps": 2,
+            "telemetry__every_steps": 1, "telemetry__trackers": [], "run_name": "run",
+        }  # fmt: skip
+        return change(config, **short | settings)
+
+    return make
+
+
+def ragged(recipe: dict[str, Any], **settings: Any) -> Callable[[], Any]:
+    """Return what makes a config of the recipe for tests: 10 steps of 16 samples."""
+
+    def make() -> Any:
+        from ragged import Ragged, Streamed
+        from runs import change, make_config
+
+        kind = Streamed if "book" in recipe else Ragged
+        config = make_config(Path("runs"), kind(**recipe), run_name="run")
+        return change(config, **settings)
+
+    return make
+
+
+def all_cases() -> dict[str, Case]:
+    """List the cases by name; the number in it is that of the processes."""
+    cases: dict[str, Case] = {}
+    for processes in (1, 2):
+        whole = [Part(processes=processes)]
+        last = processes - 1  # the rank that is told to stop
+
+        def stopped(step: int, processes: int = processes, last: int = last) -> list[Part]:
+            return [Part(processes=processes, stop=(step, last)), Part(processes=processes)]
+
+        def add(name: str, parts: list[Part], recipe: dict[str, Any], **settings: Any) -> None:
+            cases[f"{name}_{processes}"] = Case(make=ragged(recipe, **settings), parts=parts)  # noqa: B023
+
+        for name in RECIPES:
+            for accumulation in (1, 2):
+                made = from_card(name, accumulation, processes)
+                cases[f"{name}_accumulation_{accumulation}_{processes}"] = Case(
+                    make=made, parts=whole
+                )
+            made = from_card(name, 2, processes, optim__ema_decay=0.9)
+            cases[f"{name}_stopped_{processes}"] = Case(make=made, parts=stopped(2))
+        made = from_card(
+            "finetune", 2, processes, recipe__lora_rank=2, recipe__lora_dropout=0.1, optim__lr=1e-2
+        )
+        cases[f"finetune_lora_stopped_{processes}"] = Case(make=made, parts=stopped(2))
+
+        random = {"dropout": 0.2, "noise": 0.1}
+        judged = {
+            "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
+            "evaluation__best_metric": "validation/accuracy",
+        }  # fmt: skip
+        add("plain", whole, {})
+        add("workers", whole, random, batches__workers=2)
+        add("workers_stopped", stopped(4), random, batches__workers=2)
+        add("random_unseeded_samples", whole, {"dropout": 0.2}, batches__seed_samples=False)
+        add("float64", whole, random | {"dtype": "float64"})
+        add("bf16", stopped(4), random, precision="bf16")
+        add("clip_hard", whole, {}, optim__clip_norm=0.1)
+        add("clip_none", whole, {}, optim__clip_norm=None)
+        add("batch_norm", stopped(4), {"batch_norm": True})
+        add("part_of_an_epoch", whole, {}, steps=None, epochs=2.5)
+        add("records_every_3_stopped", stopped(5), {}, telemetry__every_steps=3)
+        add("foreground_save", stopped(4), {}, checkpoints__background=False)
+        add(
+            "sgd_wsd_decay", stopped(4), {}, optim__class_path="torch.optim.SGD",
+            optim__init_args={"momentum": 0.9, "nesterov": True}, optim__schedule="wsd",
+            optim__decay_steps=4, optim__weight_decay=0.1,
+        )  # fmt: skip
+        add("linear_final_lr", whole, {}, optim__schedule="linear", optim__final_lr_fraction=0.1)
+        add("ema_stopped", stopped(4), random, optim__ema_decay=0.8)
+        add(
+            "ema_best_rotation", stopped(4), random, optim__ema_decay=0.5, checkpoints__keep=1,
+            checkpoints__keep_best=True, checkpoints__keep_every_steps=4, **judged,
+        )  # fmt: skip
+        # nothing gets better: best at 2, stopped with half the patience used, ended at 10 of 40
+        patient = {"steps": 40, "optim__lr": 1e-7, "evaluation__patience": 4} | judged
+        add("ema_patience_stopped", stopped(5), {}, optim__ema_decay=0.5, **patient)
+        add("nonfinite", whole, {"explode_at": (3,)}, checkpoints__every_steps=1)
+        add("nonfinite_stopped", stopped(3), {"explode_at": (0, 3, 4)}, checkpoints__every_steps=1)
+        add("nonfinite_unscaled", whole, {"explode_at": (3,)}, optim__clip_norm=None)
+        add("first_step_empty", whole, {"empty_at": (0,)}, checkpoints__every_steps=1)
+        add("empty_stopped", stopped(3), {"empty_at": (0, 4)}, optim__ema_decay=0.8)
+        add("nonfinite_ends_it", whole, {"explode_at": (2, 3, 4)}, optim__max_nonfinite_steps=3)
+        constant = {"optim__schedule": "constant", "optim__warmup_steps": 0}
+        one_step = [Part(processes=processes, settings={"steps": 1}), Part(processes=processes)]
+        add("saved_at_step_1", one_step, random, **constant)
+        add(
+            "killed", [Part(processes=processes, kill=(7, last)), Part(processes=processes)],
+            random, checkpoints__every_steps=3, checkpoints__background=False,
+        )  # fmt: skip
+        elsewhere = {"run_name": "other", "resume": "runs/run/checkpoints/step_00000006"}
+        branch = [*stopped(4)[:1], Part(processes=processes, settings=elsewhere)]
+        add("resumed_by_path", branch, random)
+        anew = [*stopped(4)[:1], Part(processes=processes, settings={"resume": "never"})]
+        add("begun_anew", anew, random)
+        stream = {"book": "book", "noise": 0.1, "dropout": 0.2}
+        add("stream", whole, stream, **constant)
+        add("stream_stopped", stopped(4), stream, **constant)
+        add("stream_stopped_early", stopped(1), stream, batches__workers=2, **constant)
+
+    def add_on(name: str, parts: list[Part], recipe: dict[str, Any], **settings: Any) -> None:
+        cases[name] = Case(make=ragged(recipe, **settings), parts=parts)
+
+    for hook in ("fp16", "bf16"):
+        options = {"distributed__ddp": {"comm_hook": hook}}
+        stop_then_go = [Part(processes=2, stop=(4, 1)), Part(processes=2)]
+        add_on(f"hook_{hook}_2", stop_then_go, {"explode_at": (2,)}, **options)
+    add_on(
+        "unused_parameter_2", [Part(processes=2)], {"unused_parameter": True},
+        distributed__ddp={"find_unused_parameters": True},
+    )  # fmt: skip
+    for before, after in ((2, 1), (1, 2), (2, 4), (4, 2)):
+        parts = [Part(processes=before, stop=(4, 0)), Part(processes=after)]
+        recipe = {"dropout": 0.2, "noise": 0.1, "dtype": "float64"}
+        add_on(f"processes_{before}_then_{after}", parts, recipe, optim__ema_decay=0.8)
+        recipe = {"book": "book", "noise": 0.1}
+        add_on(f"stream_processes_{before}_then_{after}", parts, recipe)
+    return cases
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the data of the recipes' cases, and a tiny encoder."""
+    from test_finetune import make_model, write_data
+
+    make_model(folder / "encoder", decoder=False)
+    for name in ("texts", "pairs", "finetune"):
+        (folder / name).mkdir()
+    write_data(folder / "finetune/train.jsonl")
+    write_data(folder / "finetune/validation.jsonl", copies=1)
+    for i in range(24):
+        text = f"Document {i}: " + "the quick brown fox. " * (2 + i % 5)
+        (folder / f"texts/{i:02}.txt").write_text(text)
+    words = "red green blue round square small large wooden iron glass open closed".split()
+    pairs = [(a, b) for i, a in enumerate(words) for b in words[:i]]
+    rows = [{"query": f"{a} {b}", "document": f"{b} with a {a}"} for a, b in pairs]
+    for name, part in {"train": rows[:48], "validation": rows[48:]}.items():
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / f"pairs/{name}.jsonl").write_text(text)
+
+
+# ---- running a case ------------------------------------------------------------------------------
+def start(work: str, config: Any, stop: tuple[int, int] | None, number: int) -> int:
+    """Run main on this process; it gets a signal in the step and on the rank that stop says."""
+    os.chdir(work)
+    import torch
+    from runs import train
+
+    torch.set_num_threads(1)
+    loss = type(config.recipe).loss
+
+    def interrupted(self: Any, model: Any, batch: Any, step: int) -> Any:
+        if (step, int(os.environ.get("RANK", "0"))) == stop and model.training:
+            os.kill(os.getpid(), number)
+        return loss(self, model, batch, step)
+
+    if stop:
+        type(config.recipe).loss = interrupted
+    return train(config)
+
+
+def run_part(case: Case, part: Part, work: Path) -> str:
+    """Run one part in the working folder; return the exit codes, or how it failed."""
+    from runs import change
+    from world import run_world
+
+    config = change(case.make(), runs_folder="runs", **part.settings)
+    number = signal.SIGKILL if part.kill else signal.SIGTERM
+    stop = part.stop or part.kill
+    try:
+        codes = run_world(part.processes, start, str(work), config, stop, number, seconds=SECONDS)
+    except (RuntimeError, TimeoutError) as failure:
+        if part.kill:
+            return "killed"
+        last = str(failure).strip().splitlines()[-1]
+        return f"failed: {last.partition(':')[0]}"  # the sentence may change
+    return repr(codes)
+
+
+def run_case(name: str, case: Case, inputs: Path, work: Path, half: Path, new: bool) -> Facts:
+    """Run the parts of a case and gather the facts; keep what the last part began with.
+
+    Args:
+        name: of the case.
+        case: its parts.
+        inputs: data of the recipes.
+        work: a new folder to work in.
+        half: where to copy what the last part begins with, or from where to take it.
+        new: whether to run all parts; else only the last one, on what half holds.
+    """
+    parts = case.parts if new else case.parts[-1:]
+    if new:
+        (work / "book").mkdir(parents=True)
+        shutil.copytree(inputs, work / "inputs")
+    else:
+        shutil.copytree(half, work, symlinks=True)
+    facts: Facts = {}
+    for i, part in enumerate(parts, start=len(case.parts) - len(parts)):
+        if new and i > 0 and i == len(case.parts) - 1:
+            shutil.rmtree(half, ignore_errors=True)
+            shutil.copytree(work, half, symlinks=True)
+        facts[f"exit codes of part {i}"] = run_part(case, part, work)
+    return facts | facts_of(work / "runs") | books(work / "book")
+
+
+# ---- sharded state, by the parts that test_sharded.py puts together --------------------------------
+def run_sharded(work: Path, half: Path, new: bool) -> Facts:
+    """Save shards by 2 processes and go on with 4, 2 and 1."""
+    from runs import make_config
+    from test_sharded import in_group, load_and_train, train_and_save
+    from world import run_world
+
+    facts: Facts = {}
+    config = make_config(work / "runs")
+    if new:
+        whole = run_world(2, in_group, train_and_save, config, seconds=SECONDS)
+        facts["trained"] = [digests(result) for result in whole]
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.copytree(work, half)
+    else:
+        shutil.copytree(half, work)
+    (folder,) = (config.folder / "checkpoints").glob("step_*")
+    for processes in (4, 2, 1):
+        results = run_world(processes, in_group, load_and_train, config, folder, seconds=SECONDS)
+        facts[f"read by {processes}"] = [digests(result) for result in results]
+    return facts | facts_of(work / "runs")
+
+
+def digests(arrays: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{a.dtype} {list(a.shape)} {hashlib.sha256(a.tobytes()).hexdigest()[:20]}"
+        for name, a in sorted(arrays.items())
+    }
+
+
+# ---- facts ---------------------------------------------------------------------------------------
+def facts_of(runs: Path) -> Facts:
+    """Gather what is compared from all run folders."""
+    facts: Facts = {}
+    names = []
+    for path in sorted(runs.glob("**/*")):
+        relative = path.relative_to(runs)
+        name = re.sub(r"\d{8}T\d{6}", "TIME", str(relative))
+        names.append(name + "/" * path.is_dir())
+        if path.suffix == ".safetensors":
+            facts |= tensors(name, path)
+            if path.parent.name == "export":
+                facts[f"{name} bytes"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif path.suffix == ".jsonl":
+            for i, line in enumerate(path.read_text().splitlines()):
+                facts |= flat(f"{name} {i}", json.loads(line))
+        elif path.suffix == ".json" and path.stat().st_size < 100_000:
+            content = json.loads(path.read_text())
+            if path.name == "run.json":
+                content.pop("environment", None)  # the variables that are set here
+            facts |= flat(name, content, keys_only=path.name in KEYS_ONLY)
+        elif path.suffix == ".yaml":
+            import yaml
+
+            facts |= flat(name, yaml.safe_load(path.read_text()))
+    return facts | {"files": sorted(names)}
+
+
+def tensors(name: str, path: Path) -> Facts:
+    """Return a digest of each tensor, without torch."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    facts: Facts = {f"{name} metadata": json.dumps(header.pop("__metadata__", None))}
+    for key, about in header.items():
+        start, end = (8 + length + offset for offset in about["data_offsets"])
+        digest = hashlib.sha256(content[start:end]).hexdigest()[:20]
+        facts[f"{name} {key}"] = f"{about['dtype']} {about['shape']} {digest}"
+    return facts
+
+
+def flat(prefix: str, value: Any, key: str = "", keys_only: bool = False) -> Facts:
+    """List the leaves of plain data by their path; floats as they are written."""
+    keys_only = keys_only or bool(key and VOLATILE.search(key))
+    if isinstance(value, dict) and value:
+        parts: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, list) and value:
+        parts = enumerate(value)
+    else:
+        return {prefix: "..." if keys_only else json.dumps(value)}
+    facts: Facts = {}
+    for name, part in parts:
+        inner = key if isinstance(value, list) else str(name)
+        facts |= flat(f"{prefix} {name}", part, inner, keys_only)
+    return facts
+
+
+def books(folder: Path) -> Facts:
+    """Return what a stream's recipe noted of the samples that each step saw."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("seen_*"))
+    }
+
+
+def renamed(value: Any) -> Any:
+    """Apply RENAMED to a record."""
+    if isinstance(value, dict):
+        changed = {renamed(key): renamed(part) for key, part in value.items()}
+        return changed
+    if isinstance(value, list):
+        parts = [renamed(part) for part in value]
+        return sorted(parts) if all(isinstance(part, str) for part in parts) else parts
+    if isinstance(value, str):
+        for old, new in RENAMED.items():
+            value = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, value)
+    return value
+
+
+# ---- record and compare --------------------------------------------------------------------------
+def gather(folder: Path, only: list[str], new_halves: bool) -> tuple[dict[str, Facts], list[str]]:
+    """Run the cases; return the facts by case, and what was chosen."""
+    cases = all_cases()
+    chosen = [
+        name
+        for name in [*cases, "shards_of_2_read_by_others"]
+        if not only or any(fnmatch.fnmatch(name, f"*{pattern}*") for pattern in only)
+    ]
+    results: dict[str, Facts] = {}
+    with tempfile.TemporaryDirectory(prefix="golden-") as temporary:
+
+        def run(name: str) -> None:
+            started = time.monotonic()
+            try:
+                run_both(name)
+            except Exception:  # the other cases still tell something
+                traceback.print_exc()
+                results[name] = {"failed": "True"}
+            print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
+        def run_both(name: str) -> None:
+            kept = folder / "half" / name
+            made = kept if new_halves else Path(temporary, "half", name)
+            work = Path(temporary, name)
+            if name not in cases:
+                results[name] = run_sharded(work / "new", made, new=True)
+                results[f"{name}/half"] = run_sharded(work / "half", kept, new=False)
+            else:
+                case = cases[name]
+                results[name] = run_case(
+                    name, case, folder / "inputs", work / "new", made, new=True
+                )
+                if len(case.parts) > 1 and kept.is_dir():
+                    results[f"{name}/half"] = run_case(
+                        name, case, folder / "inputs", work / "half", kept, new=False
+                    )
+            shutil.rmtree(work, ignore_errors=True)
+
+        with ThreadPoolExecutor(int(os.environ.get("GOLDEN_JOBS", "2"))) as pool:
+            for _ in pool.map(run, chosen):
+                pass
+    return results, chosen
+
+
+def record(folder: Path, only: list[str]) -> int:
+    path = folder / "record.json"
+    if not (folder / "inputs").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder))
+        write_inputs(temporary)
+        temporary.chmod(0o755)
+        temporary.rename(folder / "inputs")
+    results, _ = gather(folder, only, new_halves=True)
+    before = json.loads(path.read_text())["cases"] if only and path.exists() else {}
+    content = {"made with": made_with(), "cases": before | results}
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    for name, facts in results.items():
+        if "failed" in facts:
+            print(f"{name}: failed, see above")
+        for key, value in facts.items():
+            if key.startswith("exit codes") and not re.fullmatch(r"\[(0|75)(, (0|75))*\]", value):
+                print(f"{name}: {key}: {value}")
+    print(f"{len(results)} cases recorded")
+    return 0
+
+
+def compare(folder: Path, only: list[str]) -> int:
+    recorded = json.loads((folder / "record.json").read_text())
+    if recorded["made with"] != made_with():
+        print(f"made with {recorded['made with']}, compared with {made_with()}")
+    results, chosen = gather(folder, only, new_halves=False)
+    wanted = {
+        name: renamed(facts)
+        for name, facts in recorded["cases"].items()
+        if not only or name.removesuffix("/half") in chosen
+    }
+    different = 0
+    for name in sorted(wanted.keys() | results.keys()):
+        theirs = wanted.get(name)
+        ours = results.get(name)
+        if theirs is None or ours is None:
+            print(f"{name}: {'not recorded' if theirs is None else 'no longer run'}")
+            different += 1
+            continue
+        keys = [
+            key for key in sorted(theirs.keys() | ours.keys()) if theirs.get(key) != ours.get(key)
+        ]
+        different += bool(keys)
+        for key in keys[:12]:
+            print(f"{name}: {key}: {told(theirs.get(key), ours.get(key))}")
+        if len(keys) > 12:
+            print(f"{name}: ... and {len(keys) - 12} more")
+    if different:
+        print(f"{different} of {len(wanted.keys() | results.keys())} cases differ")
+        return 1
+    print(f"{len(results)} cases identical")
+    return 0
+
+
+def told(theirs: Any, ours: Any) -> str:
+    if isinstance(theirs, list) and isinstance(ours, list):
+        gone = [part for part in theirs if part not in ours]
+        new = [part for part in ours if part not in theirs]
+        return f"without {gone}, with {new}"
+    return f"{theirs} -> {ours}"
+
+
+def made_with() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {"python": platform.python_version(), "torch": version("torch"), "on": platform.node()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("record", "compare"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names")
+    arguments = parser.parse_args()
+    # before the fork server starts, from which all processes come
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    run = {"record": record, "compare": compare}[arguments.command]
+    return run(arguments.folder.absolute(), arguments.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
