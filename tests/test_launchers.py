@@ -144,7 +144,7 @@ def test_ssh_passes_any_text_on_and_ends_all_when_one_process_fails(hosts, ssh):
     os.kill(hosts.workers(1)[1], signal.SIGKILL)
     assert running.wait(60) == 1
     nothing_is_left(ssh)
-    assert "No word from rank 3 on host1" in (folder / "status.json").read_text()
+    assert "No report from rank 3 on host1" in (folder / "status.json").read_text()
 
 
 def cmdline(pid: int) -> bytes:
@@ -197,7 +197,7 @@ def test_slurm_ends_a_job_of_which_a_process_fails(hosts, slurm):
     wait_for(hosts, lambda: steps(hosts) >= 5)
     os.kill(hosts.workers(1)[0], signal.SIGKILL)
     wait_for(hosts, lambda: ended(slurm, job, "FAILED"))
-    assert "No word from rank 2 on host1" in status(hosts)["reason"]
+    assert "No report from rank 2 on host1" in status(hosts)["reason"]
     assert slurm.about(job)["Restarts"] == "0"
 
 

@@ -101,11 +101,11 @@ def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
     if what == "cable":
         assert len(errors) == 4
     else:
-        gone = f"No word from rank {2 * host + 1} on host{host}"
+        gone = f"No report from rank {2 * host + 1} on host{host}"
         assert any(gone in hosts.output(at) for at in (0, 1)), status(hosts)["reason"]
         assert gone in status(hosts)["reason"]
     for at in (0, 1):
-        assert "lost contact" in hosts.output(at) or "nothing has moved" in hosts.output(at)
+        assert "lost contact" in hosts.output(at) or "no progress" in hosts.output(at)
 
 
 def test_killed_workers_on_either_host_are_restarted_in_place(hosts):

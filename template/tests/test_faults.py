@@ -56,13 +56,13 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, at
     assert found.keys() == {0, 1}
     for rank, text in found.items():
         assert text.startswith(f"rank {rank} on {HERE}, step {step}\n")
-        assert f"nothing has moved for {4 if at == 0 else 2} s" in text
+        assert f"no progress for {4 if at == 0 else 2} s" in text
     assert "in strike" in found[1], "the one that hangs"
     assert "in strike" not in found[0]
     assert "reduction.wait()" in found[0] or "in backward" in found[0], "the one that waits for it"
     reason = status(config)["reason"]
-    assert "nothing has moved" in reason
-    assert f"the likely cause: rank 1 on {HERE} stands at strike (" in reason
+    assert "no progress" in reason
+    assert f"the likely cause: rank 1 on {HERE} stalled at strike (" in reason
     assert "rank 0" not in reason.partition("likely cause")[2]
 
 
@@ -85,7 +85,7 @@ def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
     config = make_config(tmp_path, Stuck(), steps=1, **limits)
     fails(config)
     reason = status(config)["reason"]
-    assert f"the likely cause: rank 0 on {HERE} stands at strike (" in reason
+    assert f"the likely cause: rank 0 on {HERE} stalled at strike (" in reason
     assert "rank 1 on" not in reason.partition("likely cause")[2]
 
 
@@ -94,7 +94,7 @@ def test_data_that_cannot_be_opened_ends_the_run_in_time(tmp_path):
     config = make_config(tmp_path, Stuck(where="build_datasets"), **limits)
     with pytest.raises(RuntimeError, match="the process died"):
         run_world(1, train, config)
-    assert "nothing has moved for 2 s; stands at strike (" in errors(config)[0]
+    assert "no progress for 2 s; stalled at strike (" in errors(config)[0]
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     assert found.keys() == {0}
     assert f"rank 0 on {HERE}, step 3\n" in found[0]
     assert "lost contact with another process" in status(config)["reason"]
-    assert f"No word from rank 1 on {HERE}" in status(config)["reason"]
+    assert f"No report from rank 1 on {HERE}" in status(config)["reason"]
 
 
 def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(tmp_path):

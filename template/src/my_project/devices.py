@@ -34,7 +34,7 @@ from .optim import optimizer_class
 from .run_folder import Run
 from .stopping import turn_on_flight_recorder
 
-# How many processes each launcher says there are, and which of them this one is.
+# The variables in which each launcher gives world size and rank.
 LAUNCHERS = {
     "torchrun": ("WORLD_SIZE", "RANK"),
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -55,7 +55,7 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
     if not asked_for_cpu() and launched() and not torch.accelerator.is_available():
         raise ConfigError(
             "the accelerate config asks for a GPU, but torch finds none (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); mend the driver, or use"
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); fix the driver, or use"
             " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )
     precision = config.precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -98,11 +98,11 @@ def check_mesh() -> None:
                 f"parallelism_config_{name}_size is {size(name)}, but this loop knows only data"
                 " parallelism: dp_replicate and dp_shard."
             )
-    replicate, shard, (processes, _) = size("dp_replicate"), size("dp_shard"), world()
-    if replicate * shard != processes:
+    replicate, shard, (world_size, _) = size("dp_replicate"), size("dp_shard"), world()
+    if replicate * shard != world_size:
         raise ConfigError(
             f"parallelism_config: replicate {replicate} x shard {shard} = {replicate * shard}, but"
-            f" there are {processes} processes; set parallelism_config_dp_replicate_size (nodes)"
+            f" there are {world_size} processes; set parallelism_config_dp_replicate_size (nodes)"
             " and parallelism_config_dp_shard_size (GPUs per node)."
         )
 
@@ -140,17 +140,17 @@ def check_options(config: Config, accumulation: int) -> None:
 
 
 def wants_sharding() -> bool:
-    """Tell whether the accelerate config asks for FSDP."""
+    """Return whether the accelerate config asks for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def launched() -> bool:
-    """Tell whether `accelerate launch` started this process."""
+    """Return whether `accelerate launch` started this process."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 def asked_for_cpu() -> bool:
-    """Tell whether the accelerate config wants the CPU.
+    """Return whether the accelerate config wants the CPU.
 
     With several processes it can say so only by hiding the GPUs (gpu_ids: '-1,-1').
     """
@@ -159,7 +159,7 @@ def asked_for_cpu() -> bool:
 
 
 def use_cpu() -> bool:
-    """Tell whether this process trains on the CPU."""
+    """Return whether this process trains on the CPU."""
     return asked_for_cpu() or not torch.accelerator.is_available()
 
 
@@ -198,7 +198,7 @@ def start(config: Config) -> Iterator[Accelerator]:
         ),
         kwargs_handlers=[
             ddp_options(config),
-            # stopping.Watch strikes before, and says where each process stands
+            # stopping.Watchdog acts before, and reports where each rank stalled
             InitProcessGroupKwargs(timeout=timedelta(seconds=60 + longest)),
         ],
     )
@@ -245,10 +245,10 @@ def check_world(accelerator: Accelerator) -> None:
 
 
 def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
-    """Call a function on the main process only, and return its result on every one.
+    """Call a function on rank 0 only, and return its result on every rank.
 
     Raises:
-        ConfigError: on every process what the function raised on the main one, of the same type.
+        ConfigError: on every rank, what the function raised on rank 0, of the same type.
     """
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
@@ -264,24 +264,28 @@ def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]
 
 
 def open_run(
-    accelerator: Accelerator, run: Run, what: dict[str, Any], lengths: dict[str, int]
+    accelerator: Accelerator, run: Run, must_agree: dict[str, Any], lengths: dict[str, int]
 ) -> None:
-    """Begin the run on all processes together.
+    """Open the run folder on all ranks together.
 
     Args:
         accelerator: of this process.
         run: the run folder.
-        what: must be the same on all processes, by name.
+        must_agree: what has to be the same on all ranks, by name.
         lengths: of the datasets; the same.
 
     Raises:
-        RuntimeError: processes disagree on what they train.
+        RuntimeError: ranks disagree on what they train.
         ConfigError: they have other data, or a node does not see the run folder of rank 0.
     """
-    mine = (socket.gethostname(), {name: seed_of(value) for name, value in what.items()}, lengths)
+    mine = (
+        socket.gethostname(),
+        {name: seed_of(value) for name, value in must_agree.items()},
+        lengths,
+    )
     everywhere = gather_object([mine])
     run.hosts = [host for host, *_ in everywhere]
-    for name in what:
+    for name in must_agree:
         of_main = everywhere[0][1][name]
         different = [rank for rank, (_, seen, _) in enumerate(everywhere) if seen[name] != of_main]
         if different:
@@ -300,12 +304,12 @@ def open_run(
 
     run.numerics = numerics(accelerator, run.config)
 
-    def begin_on_main() -> str:
+    def begin() -> str:
         with writing(run.folder):
             run.begin()
         return run.token
 
-    token = on_main_then_broadcast(accelerator, begin_on_main)
+    token = on_main_then_broadcast(accelerator, begin)
     seen = gather_object([run.sees(token)])
     if blind := sorted({host for host, sees in zip(run.hosts, seen, strict=True) if not sees}):
         raise ConfigError(
@@ -316,7 +320,7 @@ def open_run(
 
 
 def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
-    """Tell what a curve may follow from and the config need not say, or may change in a run."""
+    """Return what affects the numbers of a run, but is not in the config or may change in it."""
     sharding, uses_hook = "none", accelerator.num_processes > 1
     if accelerator.distributed_type == DistributedType.FSDP:
         mesh, uses_hook = getattr(accelerator, "parallelism_config", None), False

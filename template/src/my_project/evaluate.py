@@ -1,4 +1,4 @@
-"""Exact metrics for any dataset size and number of processes; also a command.
+"""Evaluate a run: exact metrics for any dataset size and world size.
 
 python -m my_project.evaluate runs/image_classification
 python -m my_project.evaluate runs/image_classification/checkpoints/step_00000100
@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 def evaluate(
     accelerator: Accelerator,
     config: Config,
-    call: Any,
-    data_sets: dict[str, Any],
+    model: Any,
+    datasets: dict[str, Any],
     *,
     is_sanity_check: bool = False,
 ) -> dict[str, float]:
@@ -61,47 +61,47 @@ def evaluate(
     Args:
         accelerator: of this process.
         config: of the run.
-        call: the prepared model, called with a function of the plain model (sharding.RecipeModule).
-        data_sets: map-style, by name.
+        model: prepared; called with a function of the plain model (sharding.RecipeModule).
+        datasets: map-style, by name.
         is_sanity_check: take one micro-batch of each.
 
     Returns:
-        The value of each metric, "<dataset>/<metric>", the same on every process.
+        The value of each metric, "<dataset>/<metric>", the same on every rank.
     """
-    call.eval()
-    forget_gathered(call)
-    share_buffers(accelerator, call)
+    model.eval()
+    forget_gathered(model)
+    share_buffers(accelerator, model)
     results: dict[str, float] = {}
-    for name, data in data_sets.items():
-        values = _evaluate_one(accelerator, config, call, data, is_sanity_check)
+    for name, data in datasets.items():
+        values = _evaluate_one(accelerator, config, model, data, is_sanity_check)
         results |= {f"{name}/{metric}": value for metric, value in values.items()}
     if sample := optional(config.recipe, "sample"):
-        text = call(sample)  # on every process: each holds only a part of a sharded model
+        text = model(sample)  # on every rank: each holds only a part of a sharded model
         if accelerator.is_main_process and not is_sanity_check:
             logger.info("sample: %s", text)
-    forget_gathered(call)
-    call.train()
+    forget_gathered(model)
+    model.train()
     return results
 
 
 def sanity_check(
-    accelerator: Accelerator, config: Config, call: Any, data_sets: dict[str, Any]
+    accelerator: Accelerator, config: Config, model: Any, datasets: dict[str, Any]
 ) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
-    So a mistake in a metric ends the run before it has trained. The results are thrown away; the
-    random state, the weights and the buffers are restored: the run is the same as without.
+    A mistake in a metric then ends the run before it has trained. The results are discarded; random
+    state, weights and buffers are restored, so the run is the same as without.
     """
     gpus = [accelerator.device] if accelerator.device.type == "cuda" else []
     try:
         with (
-            state_kept(call),
+            restored_state(model),
             fork_rng(),
             torch.random.fork_rng(devices=gpus),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
-            evaluate(accelerator, config, call, data_sets, is_sanity_check=True)
+            evaluate(accelerator, config, model, datasets, is_sanity_check=True)
     except Exception as error:
         error.add_note(
             "This was the evaluation of one micro-batch before the first step;"
@@ -111,7 +111,7 @@ def sanity_check(
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
+def restored_state(model: nn.Module) -> Iterator[None]:
     """Restore parameters and buffers: some modules set them in their first forward."""
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
         (named, name, tensor, tensor.detach().clone())
@@ -128,28 +128,28 @@ def state_kept(model: nn.Module) -> Iterator[None]:
                 named[name] = tensor.copy_(copy)
 
 
-def forget_gathered(call: nn.Module) -> None:
-    """Let sharded modules gather their weights anew: those may be averaged ones, or be again."""
-    for module in call.modules():
+def forget_gathered(model: nn.Module) -> None:
+    """Let sharded modules gather their weights again: the copies may be stale after an EMA swap."""
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _evaluate_one(
-    accelerator: Accelerator, config: Config, call: Any, data: Any, is_sanity_check: bool
+    accelerator: Accelerator, config: Config, model: Any, data: Any, is_sanity_check: bool
 ) -> dict[str, float]:
-    recipe, processes = config.recipe, accelerator.num_processes
-    own = range(accelerator.process_index, len(data), processes)
+    recipe, world_size = config.recipe, accelerator.num_processes
+    own = range(accelerator.process_index, len(data), world_size)
     batches = config.batches
     size = config.evaluation.batch_size or batches.micro_batch_size
-    size = size or max(1, batches.global_batch_size // processes)
+    size = size or max(1, batches.global_batch_size // world_size)
     index_lists = [[("evaluation", i) for i in own[k : k + size]] for k in range(0, len(own), size)]
-    forwards = math.ceil(math.ceil(len(data) / processes) / size)
+    forwards = math.ceil(math.ceil(len(data) / world_size) / size)
     if is_sanity_check:
         index_lists, forwards = index_lists[:1], 1
     counted = len(index_lists)
-    # Every process makes the same number of forwards, else sharded models wait for ever: the ones
-    # too many go to metrics that are thrown away.
+    # Every rank makes the same number of forward passes, else FSDP deadlocks; the results of surplus
+    # ones go to metrics that are discarded.
     index_lists += [[("evaluation", 0)]] * (forwards - counted)
     fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
     # Where there are workers, this process reads no sample: a file that a dataset opens with its
@@ -160,11 +160,9 @@ def _evaluate_one(
     )
 
     update = optional(recipe, "update_metrics") or recipe_loss(config)
-    metrics, thrown_away = (
-        _on(contract.build_metrics(recipe), accelerator.device) for _ in range(2)
-    )
+    metrics, discarded = (_on(contract.build_metrics(recipe), accelerator.device) for _ in range(2))
     for k, batch in enumerate(on_device(loader, accelerator.device)):
-        call(update, batch, metrics if k < counted else thrown_away)
+        model(update, batch, metrics if k < counted else discarded)
     merge(accelerator, metrics)
     values: dict[str, float] = {}
     for name, metric in metrics.items():
@@ -189,15 +187,15 @@ def recipe_loss(config: Config) -> Any:
     def update(model: nn.Module, batch: Any, metrics: dict[str, Any]) -> None:
         returned = config.recipe.loss(model, batch, 0)
         contract.check_loss(config.recipe, returned, with_gradient=False)
-        total, weight = returned
-        if weight > 0:
-            metrics["loss"].update(total / weight, weight)
+        loss_sum, num_items = returned
+        if num_items > 0:
+            metrics["loss"].update(loss_sum / num_items, num_items)
 
     return update
 
 
 def merge(accelerator: Accelerator, metrics: dict[str, Any]) -> None:
-    """Give every process the metrics' state over all processes.
+    """Merge the metrics' state over all ranks, on every rank.
 
     In place of torchmetrics' own gathering, which aborts the process when one rank holds a list
     of values and another, without samples, an empty one.
@@ -245,7 +243,7 @@ def _to_cpu(state: Tensor | list[Tensor]) -> Any:
 
 
 def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Give every process the main one's buffers (BatchNorm statistics), as DDP does in training."""
+    """Broadcast the buffers of rank 0 (BatchNorm statistics), as DDP does in training."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             torch.distributed.broadcast(buffer, src=0)
@@ -265,8 +263,8 @@ def main(arguments: argparse.Namespace) -> int:
     devices.check_launch(config)
     contract.check_recipe(config)
     data_info, reader = contract.prepare_data(config)
-    _, data_sets = contract.build_datasets(reader, data_info)
-    if not data_sets:
+    _, datasets = contract.build_datasets(reader, data_info)
+    if not datasets:
         raise ConfigError("the recipe's build_datasets returns no validation set.")
     with devices.start(config) as accelerator:
         if is_export(folder):
@@ -275,8 +273,8 @@ def main(arguments: argparse.Namespace) -> int:
             devices.on_main_then_broadcast(accelerator, lambda: resuming.check(folder))
             model = contract.build_model(config, data_info)
             export.load_weights(folder, model)
-        call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
-        results = evaluate(accelerator, config, call, data_sets)
+        model = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
+        results = evaluate(accelerator, config, model, datasets)
         if accelerator.is_main_process:
             if arguments.json:
                 print(json.dumps({"weights": str(folder)} | finite(results), allow_nan=False))

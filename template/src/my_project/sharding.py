@@ -109,7 +109,7 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], 
         return kind.forward is not nn.Module.forward and inside.items() <= holders.items()
 
     def left_over(module: nn.Module, note: Callable[[nn.Module, float], bool]) -> float:
-        # of a tied weight, each place that holds it counts its part
+        # each module that holds a tied weight counts its part
         count = sum(p.numel() / holders[id(p)] for p in module.parameters(recurse=False))
         count += sum(left_over(child, note) for child in module.children())
         return 0 if note(module, count) else count
@@ -131,19 +131,19 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], 
     return sorted(kind.__name__ for kind in classes), blocks, root
 
 
-def strict_ddp(call: Any) -> DistributedDataParallel | None:
+def strict_ddp(model: Any) -> DistributedDataParallel | None:
     """Return the DDP that waits for the gradient of every parameter, if there is one."""
-    ddp = getattr(call, "_orig_mod", call)  # torch.compile wraps what DDP has wrapped
+    ddp = getattr(model, "_orig_mod", model)  # torch.compile wraps what DDP has wrapped
     is_ddp = isinstance(ddp, DistributedDataParallel)
     return ddp if is_ddp and not ddp.find_unused_parameters else None
 
 
-def finder_of_unused(call: Any) -> Callable[[], list[int]] | None:
+def finder_of_unused(model: Any) -> Callable[[], list[int]] | None:
     """Return a function that finds the parameters for whose gradients DDP waits in vain.
 
-    It returns their places among the trained ones. None where no gradient is waited for.
+    It returns their indices among the trained ones. None where DDP waits for no gradient.
     """
-    ddp = strict_ddp(call)
+    ddp = strict_ddp(model)
 
     def find_unused() -> list[int]:
         try:
@@ -154,19 +154,19 @@ def finder_of_unused(call: Any) -> Callable[[], list[int]] | None:
             )
             if not found:
                 raise
-            return [int(place) for place in found[1].split()]
+            return [int(index) for index in found[1].split()]
         return []
 
     return find_unused if ddp else None
 
 
-def has_gradients_in_buckets(call: Any) -> bool:
-    """Tell whether the gradients lie in DDP's buckets from step to step, as views that were there.
+def has_gradients_in_buckets(model: Any) -> bool:
+    """Return whether the gradients lie in DDP's buckets from step to step, as views that were there.
 
     Only where DDP waits for every one: elsewhere a parameter that is not used must have none, since
     a gradient of zeros decays its weight and moves its momentum.
     """
-    ddp = strict_ddp(call)
+    ddp = strict_ddp(model)
     if not (ddp and ddp.gradient_as_bucket_view):
         return False
     return all(p.grad is not None for p in ddp.parameters() if p.requires_grad)

@@ -1,6 +1,6 @@
-"""What to do when a run is told to stop, hangs or fails: agree, say where it stands, leave.
+"""Preemption, the watchdog, and failure reports.
 
-runs/<run_name>/errors/ gathers, in one place for all nodes, a file for each process that failed.
+runs/<run_name>/errors/ gathers, for all nodes, one file for each rank that failed.
 """
 
 import faulthandler
@@ -32,13 +32,13 @@ OTHERS_REPORT_WITHIN = 2.0  # seconds
 OTHERS_ABORT_WITHIN = 5.0  # seconds; their watchdogs look once a second
 
 
-# ---- told to stop --------------------------------------------------------------------------------
+# ---- preemption ----------------------------------------------------------------------------------
 class StopRequest:
-    """Turn a signal, the end of config.stop_after, or in the loop that of the launcher into a flag.
+    """A flag that a signal sets, or the end of config.stop_after, or the end of the launcher.
 
-    It travels with a step's reduction, so all processes leave after the same step. A second signal
-    ends the process at once; it counts only 5 s after the first, since launchers pass on to their
-    workers what the terminal or the scheduler has sent them already.
+    The loop votes for a stop in the step's all-reduce, so all ranks leave after the same step. A
+    second signal ends the process at once; it counts only 5 s after the first, since launchers pass
+    on to their workers what the terminal or the scheduler has sent them already.
     """
 
     def __init__(self, config: Config) -> None:
@@ -47,15 +47,14 @@ class StopRequest:
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
-            # since the start of the process, which was before the imports; by a clock that nobody
-            # sets from here on
+            # since the start of the process, before the imports; by a clock that nobody can set
             age = time.time() - psutil.Process().create_time()
             self._stop_at = time.monotonic() - age + seconds_of(config.stop_after)
         self._before: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
-        """Tell whether this process has been asked to stop."""
+        """Return whether this process has been asked to stop."""
         if not self.reason and time.monotonic() > self._stop_at:
             self.reason = f"stop_after {self._stop_after} is over"
         if not self.reason and LAUNCHER.is_gone:
@@ -69,9 +68,10 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self._first is None:
-            self.reason, self._first = self.reason or name, time.monotonic()
+            self.reason = self.reason or name
+            self._first = time.monotonic()
             note = f"{name}: saving and leaving after this step; again in 5 s to leave at once\n"
-            os.write(2, note.encode())  # print may be under way in what was interrupted
+            os.write(2, note.encode())  # print may be what was interrupted
         elif time.monotonic() - self._first > SECOND_COUNTS_AFTER:
             raise KeyboardInterrupt(f"second signal, {name}")
 
@@ -86,19 +86,20 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        LAUNCHER.leave_at, LAUNCHER.ends_process = float("inf"), True
+        LAUNCHER.leave_at = float("inf")
+        LAUNCHER.ends_process = True
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
-# ---- hangs ---------------------------------------------------------------------------------------
+# ---- the watchdog --------------------------------------------------------------------------------
 class Watchdog:
-    """End this process, saying where it stands, when nothing has moved for too long.
+    """End this process, and report where it stalled, when it has made no progress for too long.
 
     The long limit holds for start-up, evaluations, saves and the end of a run; the short one for
     steps, once one has been completed since. Time in which the process was stopped (Ctrl-Z) does
-    not count. Neither does the limit depend on the backend, so it also notices a loader that
-    hangs, or storage.
+    not count. The limit does not depend on the backend, so a loader or storage that hangs is
+    noticed too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -107,17 +108,19 @@ class Watchdog:
         self.short = options.timeout_seconds
         self.long = max(self.short, options.startup_timeout_seconds)
         self.limit = self.long
-        self._moved = True
+        self._has_progress = True
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def step_done(self) -> None:
         """Note that a step has been completed."""
-        self._moved, self.limit = True, self.short
+        self._has_progress = True
+        self.limit = self.short
 
     def pause(self) -> None:
         """Allow the long limit until a step has been completed."""
-        self._moved, self.limit = True, self.long
+        self._has_progress = True
+        self.limit = self.long
 
     def __enter__(self) -> "Watchdog":
         self._thread.start()
@@ -131,34 +134,35 @@ class Watchdog:
     def _run(self) -> None:
         waited, interval = 0.0, min(1.0, self.short / 4)
         while not self._ended.wait(interval):
-            waited = 0.0 if self._moved else waited + interval
-            self._moved = False
-            # Where C code keeps Python from running, this thread cannot strike: the handler's does.
+            waited = 0.0 if self._has_progress else waited + interval
+            self._has_progress = False
+            # Where C code keeps Python from running, this thread cannot act, but the handler's can.
             faulthandler.dump_traceback_later(self.limit + 30, exit=True, file=2)
             if waited >= self.limit:
                 self._abort(waited)
 
     def _abort(self, waited: float) -> None:
-        nothing_moved = f"nothing has moved for {waited:.0f} s"
+        no_progress = f"no progress for {waited:.0f} s"
         place, waits = standing_place(sys._current_frames()[threading.main_thread().ident or 0])
         stack = stacks()
         print(
-            f"{self.run.who}: {nothing_moved}; this process stands at {place}\n{stack}",
+            f"{self.run.who}: {no_progress}; this process stalled at {place}\n{stack}",
             file=sys.__stderr__,
             flush=True,
         )
-        stands = WAITS if waits and len(self.run.hosts) > 1 else STANDS
-        self.run.record_error(f"{nothing_moved}{stands}{place}", stack)
+        stalled = WAITS if waits and len(self.run.hosts) > 1 else STALLED
+        self.run.record_error(f"{no_progress}{stalled}{place}", stack)
         save_nccl_trace(self.run)
-        fail_with_cause(self.run, nothing_moved, OTHERS_ABORT_WITHIN)
+        fail_with_cause(self.run, no_progress, OTHERS_ABORT_WITHIN)
         os._exit(1)
 
 
-STANDS, WAITS = "; stands at ", "; waits for other processes at "
+STALLED = "; stalled at "
+WAITS = "; waits for other ranks at "
 
 
 def turn_on_flight_recorder(config: Config) -> None:
-    """Let NCCL remember its last collectives, and write them down when one takes too long."""
+    """Let NCCL keep its last collectives in memory, and write them when one takes too long."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     trace = config.folder.absolute() / "errors" / "nccl_trace_rank_"
@@ -185,7 +189,7 @@ LOST_CONTACT = ("gloo/transport", "Connection closed by peer", "Connection reset
 
 @contextmanager
 def failures_recorded(run: Run) -> Iterator[None]:
-    """Record what ends the run, with rank, host and step, and let it end it."""
+    """Record the exception that ends the run, with rank, host and step, and raise it again."""
     try:
         yield
     except ConfigError as error:
@@ -208,12 +212,12 @@ def failures_recorded(run: Run) -> Iterator[None]:
 
 def _record(run: Run, error: BaseException) -> None:
     reason = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    # torch's own errors are RuntimeErrors; a ConnectionError is of a loader worker, or the user's
+    # torch raises RuntimeErrors; a ConnectionError is a loader worker's or the user's
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT)
     if lost:
         reason = f"lost contact with another process ({str(error).split('. ')[0]})"
     elif _is_of_multiprocessing(error):
-        reason = f"a loader worker is gone, killed perhaps for want of memory ({reason})"
+        reason = f"a loader worker is gone, perhaps killed for lack of memory ({reason})"
     run.record_error(reason, "".join(traceback.format_exception(error)))
     if lost and run.hosts:
         fail_with_cause(run, reason, OTHERS_REPORT_WITHIN)
@@ -222,7 +226,7 @@ def _record(run: Run, error: BaseException) -> None:
 
 
 def _is_of_multiprocessing(error: BaseException) -> bool:
-    """Return whether what came from a loader worker could not be read to its end."""
+    """Return whether the connection to a loader worker broke."""
     frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, (ConnectionError, EOFError)) or not frames:
         return False
@@ -230,9 +234,9 @@ def _is_of_multiprocessing(error: BaseException) -> bool:
 
 
 def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
-    """Record a failure that another process may have caused, and say which, as far as is known.
+    """Record a failure that another rank may have caused, and name that rank as far as is known.
 
-    Some processes notice only when others leave, so whoever comes later knows more.
+    Some ranks notice only when others leave, so later reports are more complete.
     """
     reason = mask(reason)
     run.fail(reason, unexplained=f"{run.who}: {reason}")  # at once: there may be little time
@@ -247,15 +251,15 @@ def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
 
 
 def likely_cause(run: Run, seconds: float) -> str:
-    """Say which process to look at: one that has not reported, or waits for none of the others."""
+    """Name the ranks to look at: those without a report, or those that wait for no other."""
     deadline = time.monotonic() + seconds
-    while len(heard := run.errors()) < len(run.hosts) and time.monotonic() < deadline:
+    while len(reports := run.errors()) < len(run.hosts) and time.monotonic() < deadline:
         time.sleep(0.1)
     names = [f"rank {rank} on {host}" for rank, host in enumerate(run.hosts)]
-    if silent := [name for rank, name in enumerate(names) if rank not in heard]:
-        return f"No word from {', '.join(silent)}: killed, stopped or cut off; look there first."
-    stand = {rank: reason.partition(STANDS)[2] for rank, reason in sorted(heard.items())}
-    if 0 < len(stuck := [rank for rank in stand if stand[rank]]) < len(names):
-        places = "; ".join(f"{names[rank]} stands at {stand[rank]}" for rank in stuck)
-        return f"The others wait for what is the likely cause: {places}."
-    return f"Every process has reported: see {run.folder / 'errors'}."
+    if silent := [name for rank, name in enumerate(names) if rank not in reports]:
+        return f"No report from {', '.join(silent)}: killed, stopped or cut off; look there first."
+    places = {rank: reason.partition(STALLED)[2] for rank, reason in sorted(reports.items())}
+    if 0 < len(stuck := [rank for rank in places if places[rank]]) < len(names):
+        found = "; ".join(f"{names[rank]} stalled at {places[rank]}" for rank in stuck)
+        return f"The others wait for the likely cause: {found}."
+    return f"Every rank has reported: see {run.folder / 'errors'}."
