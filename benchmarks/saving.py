@@ -32,6 +32,7 @@ def main() -> None:
     from my_project.checkpoint import saving
     from my_project.config import BatchesConfig, CheckpointsConfig, Config
     from my_project.run_folder import Run
+    from my_project.state import TrainState
 
     layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(arguments.parameters)]
     model = torch.nn.Sequential(*layers).to(arguments.device)
@@ -57,11 +58,11 @@ def main() -> None:
                 runs_folder=folder,
                 run_name=f"background_{background}",
             )
-            saver = saving.Checkpoints(Run(config, 0), True, model, optimizer, None, None)
+            saver = saving.Checkpoints(Run(config, 0), model, optimizer, None, None)
             waited, whole, beside, alone = [], [], [], []
             for number in range(6):
                 start = time.perf_counter()
-                saver.save({"step": number})
+                saver.save(TrainState(step=number, weight_per_micro_batch=1.0))
                 waited.append(time.perf_counter() - start)
                 while saver._thread and saver._thread.is_alive():
                     begin = time.perf_counter()

@@ -17,6 +17,7 @@ from my_project import export, files, optim, sharding
 from my_project.checkpoint import saving, shards
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run_folder import Run
+from my_project.state import TrainState
 
 
 class Tied(torch.nn.Module):
@@ -66,8 +67,7 @@ def train_steps(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> N
 def checkpoints_of(config: Config, rank: int, world: int, model: Any, optimizer: Any) -> Any:
     run = Run(config, rank)
     run.hosts = ["here"] * world
-    average = optim.EMA(model, 0.9)
-    return saving.Checkpoints(run, rank == 0, model, optimizer, None, average)
+    return saving.Checkpoints(run, model, optimizer, None, optim.EMA(model, 0.9))
 
 
 def in_group(function, *arguments: Any) -> Any:
@@ -89,8 +89,8 @@ def train_and_save(rank: int, world: int, config: Config, replicas: int = 1) -> 
     model, optimizer = build(world > 1, replicas)
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
     train_steps(model, optimizer, range(3))
-    checkpoints.average.update()
-    checkpoints.save({"step": 3})
+    checkpoints.ema.update()
+    checkpoints.save(TrainState(step=3, weight_per_micro_batch=1.0))
     train_steps(model, optimizer, range(3, 6))
     checkpoints.wait()
     return whole(model)
@@ -240,13 +240,13 @@ def evaluate_average(rank: int, world: int, config: Config) -> list[bool]:
 
     model, _ = build(sharded=False)
     call = fully_shard(RecipeModule(model), reshard_after_forward=False)
-    average = optim.EMA(model, 0.9)
-    for tensor in average.average:
+    ema = optim.EMA(model, 0.9)
+    for tensor in ema.averages:
         tensor.zero_()
     tokens = torch.arange(4)
     before = call(torch.nn.Module.__call__, tokens).detach().clone()
     object.__setattr__(config, "recipe", Loss())
-    with average.applied():
+    with ema.swapped_in():
         results = evaluate(Accelerator(cpu=True), config, call, {"set": tokens})
     after = call(torch.nn.Module.__call__, tokens).detach()
     return [results["set/loss"] == 0.0, torch.equal(before, after)]

@@ -148,8 +148,8 @@ def _evaluate_one(
     if is_sanity_check:
         index_lists, forwards = index_lists[:1], 1
     counted = len(index_lists)
-    # Every rank makes the same number of forward passes, else FSDP deadlocks; the results of surplus
-    # ones go to metrics that are discarded.
+    # Each rank makes the same number of forward passes, else FSDP deadlocks; surplus ones go to
+    # metrics that are discarded.
     index_lists += [[("evaluation", 0)]] * (forwards - counted)
     fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
     # Where there are workers, this process reads no sample: a file that a dataset opens with its
