@@ -8,7 +8,14 @@ from ragged import Ragged
 from runs import change, make_config, train
 from world import TESTS, run_world
 
-from my_project.config import Config, ConfigError, parse, parse_command_line, to_dict, to_yaml
+from my_project.config import (
+    Config,
+    ConfigError,
+    parse,
+    parse_command_line,
+    to_dict,
+    to_yaml,
+)
 from my_project.devices import check_launch
 from my_project.loading.layout import batch_layout
 

@@ -1,7 +1,7 @@
 """The commands: `python -m my_project` lists them and runs them.
 
-Each is a module, which can be run by itself too (`python -m my_project.evaluate`), as the launchers
-do where several processes take part.
+Each is a module that can be run by itself too, such as `python -m my_project.evaluate`.
+Launchers do so where several processes take part.
 """
 
 import argparse
