@@ -5,10 +5,13 @@
 
 Copies the loop to <package>/training, the recipe to <package>/<recipe>.py, its config to configs/
 and the accelerate configs to accelerate_configs/ of the repository, and puts the package's name
-where they name the template's. Nothing of yours is overwritten; in a git repository that does not
-ignore runs/ yet, the line /runs/ is added to .gitignore. Called again, it brings up to date what is
-as it left it, by the hashes in <package>/training/.copied.json. A project that was generated from
-the template has the loop already, and gets recipe and config (and .copied.json in its package).
+where they name the template's. What only a cluster needs (<package>/training/cluster: several nodes
+through `launch`, the preflight, the planner) is copied with --cluster.
+
+Nothing of yours is overwritten; in a git repository that does not ignore runs/ yet, the line /runs/
+is added to .gitignore. Called again, it brings up to date what is as it left it, by the hashes in
+<package>/training/.copied.json. A project that was generated from the template has the loop
+already, and gets recipe and config (and .copied.json in its package).
 """
 
 import argparse
@@ -29,6 +32,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 LOOP = HERE / "template/src/my_project"
+MODULES = sorted(path.relative_to(LOOP) for path in LOOP.rglob("*.py"))
+MODULES = [module for module in MODULES if module.parts[0] != "recipes"]
+CLUSTER = Path("cluster")  # the subpackage that the rest of the loop does without
 RECIPES = {path.stem: path for path in sorted((HERE / "recipes").glob("*.py"))}
 del RECIPES["copy_recipe"]
 MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a repository's own folder
@@ -66,9 +72,24 @@ class Package:
         return self.folder if self.is_project else self.folder / "training"
 
     @property
+    def has_cluster(self) -> bool:
+        """Whether the loop there has what a cluster needs."""
+        modules = (module for module in MODULES if CLUSTER in module.parents)
+        return any((self.loop / module).is_file() for module in modules if module.stem[0] != "_")
+
+    @property
     def record(self) -> Path:
         """What was copied, by hash."""
         return self.loop / ".copied.json"
+
+    def is_in_copied_loop(self, path: Path) -> bool:
+        """Return whether a file lies in the loop that was copied; a project has its own."""
+        return not self.is_project and path.is_relative_to(self.loop)
+
+    def is_linked(self, path: Path) -> bool:
+        """Return whether a file, or a folder of the loop that it lies in, is a link."""
+        folders = (place for place in path.parents if self.loop in place.parents)
+        return any(place.is_symlink() for place in (path, *folders))
 
     def name(self, path: Path) -> str:
         """Name a file as its owner does."""
@@ -157,6 +178,9 @@ def find_package(folder: Path) -> Package:
     root = folder.parent
     if holds_loop(folder) and holds_loop(root / "training"):
         raise Refused(f"{folder} is the loop; give {root}, the package around it.")
+    if holds_loop(root) and Path(folder.name) in {module.parent for module in MODULES}:
+        package = root.parent if root.name == "training" else root
+        raise Refused(f"{folder} is a part of the loop; give {package}, the package around it.")
     while (root / "__init__.py").is_file() and not is_marked(root):
         root = root.parent
     is_subpackage = root != folder.parent
@@ -195,18 +219,21 @@ def named_for(package: Package, text: str, recipe: str) -> str:
     """Put the package's name, and that of the recipe, where the template's own stand."""
     loop = package.dotted if package.is_project else f"{package.dotted}.training"
     recipes = f"{package.dotted}.recipes" if package.is_project else package.dotted
-    places = {"recipes.": f"{recipes}.", None: f"{loop}."}
-    text = re.sub(rf"\b{LOOP.name}\.(recipes\.)?", lambda found: places[found[1]], text)
+    names = re.compile(rf"\b{LOOP.name}(\.recipes(?=\.))?\b")
+    text = names.sub(lambda found: recipes if found[1] else loop, text)
     return re.sub(r"(?<=[/ ])image_classification\b", recipe, text)
 
 
-def plan(name: str, first: str, package: Package) -> Iterator[tuple[Path, bytes, set[str]]]:
+def plan(
+    name: str, first: str, package: Package, with_cluster: bool
+) -> Iterator[tuple[Path, bytes, set[str]]]:
     """List what belongs into the repository.
 
     Args:
         name: the recipe that is copied.
         first: the recipe that the loop's docstrings and the accelerate configs name.
         package: where to.
+        with_cluster: whether with what only a cluster needs.
 
     Yields:
         A path, its content, and the hashes that it has where it was copied by hand: with the names
@@ -219,8 +246,9 @@ def plan(name: str, first: str, package: Package) -> Iterator[tuple[Path, bytes,
         return named_for(package, text, recipe).encode(), by_hand
 
     if not package.is_project:
-        for source in sorted(LOOP.glob("*.py")):
-            yield package.loop / source.name, *from_source(source, first)
+        for module in MODULES:
+            if with_cluster or CLUSTER not in module.parents:
+                yield package.loop / module, *from_source(LOOP / module, first)
         for source in sorted((HERE / "accelerate_configs").glob("*.yaml")):
             place = package.repository / "accelerate_configs" / source.name
             yield place, *from_source(source, first)
@@ -250,8 +278,8 @@ def compare(
         there, copied = path.read_bytes(), record.get(package.name(path))
         if digest(there) == digest(content):
             continue
-        in_loop = path.parent == package.loop and not package.is_project
-        if digest(there) in {copied, *by_hand} and not path.is_symlink():
+        in_loop = package.is_in_copied_loop(path)
+        if digest(there) in {copied, *by_hand} and not package.is_linked(path):
             changes.updated.append(path)
         elif copied and (keep or not in_loop or copied == digest(content)):
             changes.kept.append(path)
@@ -259,22 +287,40 @@ def compare(
             changes.kept.append(path)  # of another package, or copied by hand
         else:
             changes.differ.append(path)
-    changes.differ += in_the_way(package, changes.new)
+    changes.differ += dict.fromkeys(in_the_way(package, changes.new, record))
     copied_loop = (package.repository / name for name in record)
-    changes.dropped = [path for path in copied_loop if path not in wanted and path.is_file()
-                       and path.parent == package.loop]  # fmt: skip
+    changes.dropped = [
+        path
+        for path in copied_loop
+        if path not in wanted and path.is_file() and package.is_in_copied_loop(path)
+    ]
     return changes
 
 
-def in_the_way(package: Package, new: Iterable[Path]) -> Iterator[Path]:
-    """Find modules of the same import name: one of the two would be hidden."""
+def in_the_way(package: Package, new: Iterable[Path], record: dict[str, str]) -> Iterator[Path]:
+    """Find modules of the same import name, of which one would be hidden, and links to elsewhere.
+
+    Args:
+        package: where to.
+        new: what is to be written there for the first time.
+        record: what was copied, by hash: a module that is as it was copied is no longer imported.
+    """
+    folders = {path.parent for path in new if package.is_in_copied_loop(path)} - {package.loop}
     for path in new:
         if path.suffix == ".py" and any(path.with_suffix("").glob("*.py")):
             yield path.with_suffix("")
+    for folder in sorted(folders):
+        if folder.is_symlink():
+            yield folder
+        module = folder.with_suffix(".py")
+        if module.is_file() and digest(module.read_bytes()) != record.get(package.name(module)):
+            yield module
     if not holds_loop(package.loop):
         yield from package.folder.glob("training.py")
-        names = {path.name for path in LOOP.glob("*.py")}
-        yield from (path for path in package.loop.glob("*.py") if path.name not in names)
+        for folder in (package.loop, *sorted(folders)):
+            for path in folder.glob("*.py"):
+                if path.relative_to(package.loop) not in MODULES:
+                    yield path
 
 
 def check_writable(paths: Iterable[Path]) -> None:
@@ -287,14 +333,24 @@ def check_writable(paths: Iterable[Path]) -> None:
             raise Refused(f"{path} cannot be written: you may not write to {there}.")
 
 
-def copy(name: str, package: Package, keep: bool = False) -> Changes:
+def copy(name: str, package: Package, keep: bool = False, cluster: bool = False) -> Changes:
     """Copy what is not there yet, and update what is as it was copied.
+
+    Args:
+        name: of the recipe.
+        package: where to.
+        keep: leave modules of the loop that have changed on both sides.
+        cluster: copy what only a cluster needs too; it is brought up to date where it is there.
 
     Raises:
         Refused: files are in the way, or cannot be written; nothing has been written then.
     """
     if name not in RECIPES:
         raise Refused(f"there is no recipe {name}; there are {', '.join(RECIPES)}.")
+    if cluster and package.is_project:
+        raise Refused(
+            f"{package.folder} has a loop of its own, which is not copied: leave out --cluster."
+        )
     files, first = {}, name
     if package.record.is_file():
         try:
@@ -305,7 +361,10 @@ def copy(name: str, package: Package, keep: bool = False) -> Changes:
                 f"{package.record} is damaged; fix it, or remove it: what you have changed then"
                 " counts as in the way."
             ) from None
-    wanted = {path: (text, by_hand) for path, text, by_hand in plan(name, first, package)}
+    wanted = {
+        path: (text, by_hand)
+        for path, text, by_hand in plan(name, first, package, cluster or package.has_cluster)
+    }
     changes = compare(package, wanted, files, keep)
     if changes.differ:
         merge = ""
@@ -420,6 +479,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--keep", action="store_true", help="leave files of the loop that you have changed"
     )
+    parser.add_argument(
+        "--cluster", action="store_true", help="copy what only runs on several nodes need too"
+    )
     given = parser.parse_args(arguments)
     if given.list:
         for name, path in RECIPES.items():
@@ -429,7 +491,7 @@ def main(arguments: list[str]) -> None:
     if given.recipe is None or given.package is None:
         raise Refused("give a recipe and the folder of your package, or --list.")
     package = find_package(given.package)
-    changes = copy(given.recipe, package, given.keep)
+    changes = copy(given.recipe, package, given.keep, given.cluster)
     report(given.recipe, package, changes, list(ignore_outputs(package.repository)))
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
+LOOP = REPOSITORY / "template/src/my_project"
+SUBPACKAGES = ("checkpoint", "loading", "records", "safety")
 SHORT = " --epochs null --steps 3 --evaluation.every_steps null"
 LAYOUTS = {"flat": "your_package", "src": "src/your_package", "nested": "your_package/vision"}
 DOTTED = {"flat": "your_package", "src": "your_package", "nested": "your_package.vision"}
@@ -98,19 +100,25 @@ def test_copied_by_hand_the_loop_and_a_recipe_run(tmp_path: Path, layout: str):
         own_model_and_data(repository, package, environment)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_by_hand_and_by_command_copy_the_same(tmp_path: Path, layout: str):
+@pytest.mark.parametrize(
+    ("layout", "cluster"), [*((layout, False) for layout in LAYOUTS), ("nested", True)]
+)
+def test_by_hand_and_by_command_copy_the_same(tmp_path: Path, layout: str, cluster: bool):
     _, copying, _ = blocks()
     trees = []
     for way in ("hand", "command"):
         repository, package, environment = make_repository(tmp_path / way, layout)
         if way == "hand":
+            copying = copying.replace(
+                "safety; do", "safety cluster; do" if cluster else "safety; do"
+            )
             succeed(copying, REPOSITORY, environment)
             assert naming("my_project", repository) == []
             succeed(copying, REPOSITORY, environment)
             assert (repository / ".gitignore").read_text() == "\n/runs/\n", "once"
         else:
-            copied("image_classification", package)
+            copied("image_classification", package, *(["--cluster"] if cluster else []))
+        assert (package / "training/cluster").exists() == cluster
         trees.append({str(path.relative_to(repository)): path.read_text() for path in
                       files_of(repository) if not path.name.startswith(".")})  # fmt: skip
     assert trees[0] == trees[1]
@@ -131,10 +139,12 @@ def test_a_copy_by_hand_is_brought_up_to_date_by_command(tmp_path: Path, way: st
     _, package, environment = make_repository(tmp_path, "flat")
     succeed(blocks()[1], REPOSITORY, environment)
     if "cp" in way:
-        for module in (REPOSITORY / "template/src/my_project").glob("*.py"):
-            shutil.copy(module, package / "training")
+        for part in (".", *SUBPACKAGES):
+            for module in (LOOP / part).glob("*.py"):
+                shutil.copy(module, package / "training" / part)
     shown = copied("causal_lm", package)
-    assert "your_package/training/train.py" in shown.split("brought up to date: ")[1]
+    for module in ("train.py", "records/logs.py"):  # they name the package
+        assert f"your_package/training/{module}" in shown.split("brought up to date: ")[1]
     assert naming("my_project", package) == []
     assert "configs/causal_lm.yaml" in (package / "training/train.py").read_text()
     as_if_older(package, "your_package/training/optim.py")
@@ -219,7 +229,15 @@ def test_copied_by_command_everything_has_its_place(tmp_path: Path, layout: str)
     repository, package, _ = make_repository(tmp_path, layout)
     shown = copied("causal_lm", package)
     dotted = DOTTED[layout]
-    assert (package / "training/train.py").is_file()
+    there = {str(path.relative_to(package / "training")) for path in
+             (package / "training").rglob("*.py")}  # fmt: skip
+    assert {"train.py", "__init__.py", "loading/__init__.py", "checkpoint/saving.py"} <= there
+    assert {path.partition("/")[0] for path in there if "/" in path} == set(SUBPACKAGES)
+    assert there == {
+        str(path.relative_to(LOOP))
+        for path in LOOP.rglob("*.py")
+        if path.parent.name not in ("recipes", "cluster")
+    }
     assert (package / "causal_lm.py").is_file()
     assert (repository / "accelerate_configs/multi_node.yaml").is_file()
     config = (repository / "configs/causal_lm.yaml").read_text()
@@ -422,6 +440,15 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
     size += " --evaluation.best_metric null"  # one document leaves none for validation
     succeed(line + SHORT + data + size, repository, environment)
     assert outcome(repository, "causal_lm")["outcome"] == "finished"
+    commands = f"PYTHONPATH=src python -m {DOTTED['src']}.training"
+    listed = re.findall(r"(?m)^  (\w+)", succeed(commands, repository, environment))
+    assert {"launch", "evaluate", "predict", "export", "logs"} <= set(listed)
+    cluster = {"planner", "preflight", "hosts"}
+    assert not cluster & set(listed)
+    copied("causal_lm", package, "--cluster")
+    assert cluster < set(re.findall(r"(?m)^  (\w+)", succeed(commands, repository, environment)))
+    shown = succeed(f"{commands} planner --help", repository, environment)
+    assert f"usage: python -m {DOTTED['src']}.training planner" in shown
 
 
 def test_a_second_call_updates_what_is_as_it_was_copied(tmp_path: Path):
@@ -429,14 +456,18 @@ def test_a_second_call_updates_what_is_as_it_was_copied(tmp_path: Path):
     copied("image_classification", package)
     assert "0 file(s) written" in copied("image_classification", package)
     recipe, module = package / "image_classification.py", package / "training/optim.py"
-    as_if_older(package, "your_package/training/optim.py", "your_package/training/gone.py")
+    for part in ("", "loading/", "records/"):
+        file = f"your_package/training/{part}"
+        as_if_older(package, f"{file}{'optim' if not part else '__init__'}.py", f"{file}gone.py")
     config = "configs/image_classification.yaml"
     as_if_older(package, config, "accelerate_configs/cpu.yaml")
     recipe.write_text("# mine now\n")
     shown = copied("image_classification", package)
-    assert "3 file(s) written" in shown
+    assert "5 file(s) written" in shown
     assert "kept, since they are yours: your_package/image_classification.py\n" in shown
-    assert "no longer part of the loop: your_package/training/gone.py\n" in shown
+    gone = [f"your_package/training/{part}gone.py" for part in ("", "loading/", "records/")]
+    assert f"no longer part of the loop: {', '.join(gone)}\n" in shown
+    assert (package / "training/loading/__init__.py").read_text() == ""
     assert "an older version" not in module.read_text() + (repository / config).read_text()
     assert recipe.read_text() == "# mine now\n"
     assert "2 file(s) written" in copied("causal_lm", package)
@@ -463,16 +494,60 @@ def test_a_module_of_the_loop_that_is_theirs_now_is_kept_until_both_sides_change
     assert "0 file(s) written" in copied("causal_lm", package)
 
 
+def test_what_only_a_cluster_needs_is_copied_when_asked_and_then_kept_up_to_date(tmp_path: Path):
+    _, package, _ = make_repository(tmp_path, "flat")
+    copied("causal_lm", package)
+    cluster = package / "training/cluster"
+    assert not cluster.exists()
+    there = sorted(path.name for path in (LOOP / "cluster").glob("*.py"))
+    assert f"{len(there)} file(s) written" in copied("causal_lm", package, "--cluster")
+    assert sorted(path.name for path in cluster.iterdir()) == there
+    as_if_older(package, "your_package/training/cluster/planner.py")
+    shown = copied("causal_lm", package)
+    assert "brought up to date: your_package/training/cluster/planner.py\n" in shown
+    (cluster / "planner.py").write_text("# mine\n")
+    assert "exist and differ: your_package/training/cluster/planner.py;" in changed_upstream(
+        "causal_lm", package, "your_package/training/cluster/planner.py"
+    )
+    shutil.rmtree(cluster)  # a repository that wants it no more
+    assert "0 file(s) written" in copied("causal_lm", package)
+    assert not cluster.exists()
+
+
+def changed_upstream(recipe: str, package: Path, file: str) -> str:
+    """Refuse a module that is theirs, as if the template's had changed since it was copied."""
+    theirs = (package.parent / file).read_text()
+    as_if_older(package, file)
+    (package.parent / file).write_text(theirs)
+    return refused(recipe, package)
+
+
+@pytest.mark.parametrize("module", ["optim.py", "loading/loader.py", "records/__init__.py"])
+def test_a_module_of_a_subpackage_is_theirs_as_any_other(tmp_path: Path, module: str):
+    _, package, _ = make_repository(tmp_path, "flat")
+    copied("causal_lm", package)
+    path, name = package / "training" / module, f"your_package/training/{module}"
+    path.write_text(path.read_text() + "# mine\n")
+    assert f"kept, since they are yours: {name}\n" in copied("causal_lm", package)
+    assert f"exist and differ: {name};" in changed_upstream("causal_lm", package, name)
+    assert f"kept, since they are yours: {name}\n" in copied("causal_lm", package, "--keep")
+    assert "# mine" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("file", "named"),
     [
         ("your_package/training/optim.py", ""),
+        ("your_package/training/loading/loader.py", ""),
         ("your_package/causal_lm.py", ""),
         ("configs/causal_lm.yaml", ""),
         ("accelerate_configs/cpu.yaml", ""),
         # of the same name in an import, so that one would hide the other
         ("your_package/training.py", ""),
         ("your_package/training/loops.py", ""),
+        ("your_package/training/loading.py", ""),
+        ("your_package/training/loading/loops.py", ""),
+        ("your_package/training/loading/loader/loops.py", "your_package/training/loading/loader"),
         ("your_package/causal_lm/model.py", "your_package/causal_lm"),
     ],
 )
@@ -498,6 +573,25 @@ def test_nothing_is_written_through_a_link(tmp_path: Path):
     assert "exist and differ: your_package/training/optim.py;" in refused("embedding", package)
     (repository / "link").symlink_to(package)
     assert f"link is a link to {package}; give" in refused("embedding", repository / "link")
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [("as copied", None), ("older", "/loading/loader.py"), ("missing", "/loading")],
+)
+def test_nothing_is_written_through_a_link_to_a_subpackage(tmp_path, module, named):
+    _, package, _ = make_repository(tmp_path, "flat")
+    copied("embedding", package)
+    elsewhere = (package / "training/loading").rename(tmp_path / "elsewhere")
+    (package / "training/loading").symlink_to(elsewhere)
+    if module == "older":
+        as_if_older(package, "your_package/training/loading/loader.py")
+    elif module == "missing":
+        (elsewhere / "loader.py").unlink()
+    if named:
+        assert f"differ: your_package/training{named};" in refused("embedding", package)
+    else:
+        assert "0 file(s) written" in copied("embedding", package)
 
 
 @pytest.mark.parametrize(
@@ -569,6 +663,11 @@ def test_a_generated_project_takes_another_recipe(tmp_path: Path, template: Path
     config = (project / "configs/causal_lm.yaml").read_text()
     assert "class_path: leafscan.recipes.causal_lm.CausalLM" in config
     assert "-m leafscan.train --config configs/causal_lm.yaml" in shown
+    assert "has a loop of its own, which is not copied" in refused(
+        "causal_lm", package, "--cluster"
+    )
+    shown = refused("causal_lm", package / "loading")
+    assert f"loading is a part of the loop; give {package}, the package around it" in shown
     assert not (package / "training").exists()
     for file in (package / "recipe.py", project / "configs/causal_lm.yaml"):
         file.write_text(file.read_text() + "# mine\n")
@@ -584,3 +683,6 @@ def test_a_package_that_only_looks_like_a_project_gets_the_loop(tmp_path: Path):
     copied("embedding", package)
     assert (package / "training/recipe.py").is_file()
     assert "is the loop; give" in refused("embedding", package / "training")
+    for part in SUBPACKAGES:
+        shown = refused("embedding", package / "training" / part)
+        assert f"{part} is a part of the loop; give {package}, the package around it" in shown

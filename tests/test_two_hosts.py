@@ -151,8 +151,8 @@ def test_the_planner_predicts_the_bytes_on_the_wire(hosts, accumulation):
     assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
     config = ["--config", str(hosts.folder / "tiny.yaml"), "--nodes", "2", "--gpus-per-node", "1"]
     planned = subprocess.run(
-        [sys.executable, "-m", "my_project", "planner", *config, "--json"], cwd=hosts.folder, check=True,
-        capture_output=True, text=True,
+        [sys.executable, "-m", "my_project", "planner", *config, "--json"],
+        cwd=hosts.folder, check=True, capture_output=True, text=True,
         env=dict(os.environ) | {"PYTHONPATH": f"{PROJECT / 'src'}:{Path(__file__).parent}"},
     ).stdout  # fmt: skip
     (ddp, *_) = json.loads(planned)["plans"][-1]["kinds"]
