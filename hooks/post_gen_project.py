@@ -114,6 +114,7 @@ TEMPLATE_FILES = (
     "tests/test_batches.py",
     "tests/test_causal_lm.py",
     "tests/test_checkpoint.py",
+    "tests/test_cli.py",
     "tests/test_config.py",
     "tests/test_contract.py",
     "tests/test_damage.py",

@@ -33,6 +33,18 @@ LIBRARIES = frozenset(
     urllib3 uv wandb werkzeug wheel xxhash yaml
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
+# The console script has the name of the distribution. In an environment these are Python's own, the
+# libraries', and what the project's Makefile and scripts call. Written as LIBRARIES are.
+COMMANDS = frozenset(
+    """
+    accelerate_config accelerate_estimate_memory accelerate_launch accelerate_merge_weights activate
+    awk backend_test_tools bash cat check_model check_node cp datasets_cli date docker echo env expr
+    f2py false git grep hf hostname id kill kubectl ls make mkdir mv nproc numpy_config
+    onnxruntime_test printf ps py_test pyright_langserver pyright_python pyright_python_langserver
+    rm sacct sbatch scancel scontrol sed seq sh shellcheck sleep sort squeue srun ssh tail tee test
+    time timeout torchfrtrace torchrun true which
+    """.split()  # noqa: SIM905 - a list would have a name per line
+)
 # What the project calls so itself: its folders, those it makes and git ignores, its test modules.
 OWN_NAMES = frozenset(
     """
@@ -63,6 +75,11 @@ def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
         yield (
             f"project_slug {slug!r} is the name of a library that projects depend on: "
             f"choose another, such as '{slug}-project'."
+        )
+    if plain(slug) in COMMANDS or re.fullmatch(r"(python|pip)[\d_]*", plain(slug)):
+        yield (
+            f"project_slug {slug!r} is the name of a command that projects need, and the console "
+            f"script of that name would hide it: choose another, such as '{slug}-project'."
         )
 
     another = f"choose another, such as '{package}_project'."

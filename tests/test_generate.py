@@ -1,6 +1,8 @@
 """Generating a project: every way that cookiecutter and cruft offer, every kind of answer."""
 
+import contextlib
 import fnmatch
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -483,6 +485,7 @@ def test_the_next_three_commands_are_printed(template: Path, desk: Desk):
 
 BAD_SLUGS = ["", ".", "..", "a/b", "../a", "/tmp/a", "a\\b", "a b", ".a", "-a", "a.", "a-", "a..b"]
 BAD_SLUGS += ["{{a}}", "né", "a\n", "torch", "Scikit_Learn", "pytest-timeout"]
+BAD_SLUGS += ["torchrun", "python", "Python3.11", "pip3", "accelerate-launch", "py.test", "make"]
 BAD_PACKAGES = {
     "is no name for a Python package": [
         "",
@@ -570,19 +573,41 @@ def test_a_refusal_is_one_sentence_and_leaves_nothing(
     assert sorted(desk.folder.parent.iterdir()) == around
 
 
-def test_the_lists_of_a_refusal_hold_every_dependency():
+def requirements() -> list[str]:
+    """List what a project needs, in any extra and to be built."""
     pyproject = tomllib.loads((REPOSITORY / "template/pyproject.toml").read_text())
     project = pyproject["project"]
     extras = project["optional-dependencies"].values()
-    requirements = [
+    return [
         *pyproject["build-system"]["requires"],
         *project["dependencies"],
         *(requirement for extra in extras for requirement in extra),
     ]
-    names = {PRE_GEN.plain(re.split(r"[^\w.-]", text)[0]) for text in requirements}
+
+
+def test_the_lists_of_a_refusal_hold_every_dependency():
+    names = {PRE_GEN.plain(re.split(r"[^\w.-]", text)[0]) for text in requirements()}
     names |= {IMPORT_NAMES.get(name, name) for name in names}
     assert len(names) > 15
     assert sorted(names - PRE_GEN.LIBRARIES) == []
+
+
+def test_the_lists_of_a_refusal_hold_the_commands_of_every_dependency():
+    found, scripts = 0, set()
+    for text in requirements():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            distribution = importlib.metadata.distribution(re.split(r"[^\w.-]", text)[0])
+            entries = distribution.entry_points.select(group="console_scripts")
+            scripts |= {PRE_GEN.plain(entry.name) for entry in entries}
+            found += 1
+    assert found > 15
+    assert sorted(scripts - PRE_GEN.LIBRARIES - PRE_GEN.COMMANDS) == []
+
+
+def test_the_console_script_has_the_projects_name(template: Path, desk: Desk):
+    answers = {"project_slug": "A.b_c-9", "package_name": "leafscan"}
+    pyproject = (desk.generate(template, **answers) / "pyproject.toml").read_text()
+    assert tomllib.loads(pyproject)["project"]["scripts"] == {"A.b_c-9": "leafscan.__main__:main"}
 
 
 def test_the_lists_of_a_refusal_hold_the_projects_own_names():

@@ -1,4 +1,7 @@
-"""Run a command of this package, or list them: see cli.py."""
+"""Run a command of this package, or list them: see cli.py.
+
+Also what the console script my-project runs (pyproject.toml).
+"""
 
 import sys
 
@@ -8,4 +11,5 @@ leave_out_weights(sys.argv[2:])  # before any other import
 
 from .cli import main
 
-main()
+if __name__ == "__main__":
+    main()

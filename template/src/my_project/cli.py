@@ -1,5 +1,6 @@
 """The commands: `python -m my_project` lists them and runs them.
 
+The console script `my-project` does the same, from any folder, which it does not import from.
 Each is a module that can be run by itself too, such as `python -m my_project.evaluate`.
 Launchers do so where several processes take part.
 """

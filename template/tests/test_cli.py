@@ -1,0 +1,79 @@
+"""The commands, listed and run by `python -m` and by the console script."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from world import TESTS
+
+from my_project.cli import COMMANDS
+
+PROJECT = TESTS.parent
+HEAVY = ("torch", "accelerate", "jsonargparse", "yaml", "numpy", "psutil")
+(SCRIPT,) = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"].values()
+MODULE, _, FUNCTION = SCRIPT.partition(":")
+WAYS = {
+    "python -m": ["-m", "my_project"],
+    # as pip and uv write it into bin/, which -P stands for: not the current folder
+    "console script": ["-P", "-c", f"import sys; from {MODULE} import {FUNCTION}; {FUNCTION}()"],
+}
+
+
+@pytest.fixture(params=WAYS)
+def call(request: pytest.FixtureRequest):
+    """Return what runs the commands, one way or the other."""
+
+    def run(*arguments: str, flags: tuple[str, ...] = (), **options) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *flags, *WAYS[request.param], *arguments],
+            capture_output=True, text=True, check=False, **options,
+        )  # fmt: skip
+
+    return run
+
+
+def test_commands_are_listed_before_anything_heavy_is_imported(call):
+    done = call(flags=("-X", "importtime"))
+    assert done.returncode == 0, done.stderr
+    listed = re.findall(r"(?m)^  (\w+) +\S", done.stdout)
+    assert listed == [name.rpartition(".")[2] for name in COMMANDS]
+    imported = set(re.findall(r"\| +(\w+)\S*$", done.stderr, re.M))
+    assert {"my_project", "argparse"} <= imported
+    assert not imported & set(HEAVY)
+    assert call("--help").stdout == done.stdout
+
+
+def test_a_command_runs(call, tmp_path: Path):
+    shown = call("logs", "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("usage: python -m my_project logs ")
+    (tmp_path / "hosts.txt").write_text("gpu-a slots=2\ngpu-b slots=2\n")
+    where = str(PROJECT / "accelerate_configs/multi_node.yaml")
+    done = call("hosts", "hosts.txt", "--where", where, "--folder", "nodes", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "nodes/node_1.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"), [("evalute", "is evaluate meant"), ("xyz", "choose one of launch, ")]
+)
+def test_a_misspelled_command_ends_with_one_sentence_and_exit_code_2(call, typed, remedy):
+    done = call(typed)
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith(f"error: there is no command {typed}; {remedy}")
+
+
+def test_nothing_is_imported_from_the_folder_of_weights(call, tmp_path: Path):
+    """Not either where PYTHONPATH has an empty entry, which means the current folder."""
+    for module in ("argparse", "json", "socket", "yaml"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit(77)")
+    search = f"{os.environ['PYTHONPATH']}{os.pathsep}"
+    environment = os.environ | {"PYTHONPATH": search}
+    done = call("predict", ".", "x", cwd=tmp_path, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert "config.yaml" in done.stderr
