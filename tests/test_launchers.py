@@ -297,23 +297,23 @@ def test_preflight_names_at_once_all_that_differs_on_a_host(hosts):
 @pytest.mark.parametrize(
     ("fault", "sentences"),
     [
-        ("absent", ("node 1 of 2 did not come to host0 within 5 s; there are 0 (host0)",)),
+        ("absent", ("node 1 of 2 did not connect to host0 within 5 s; connected: 0 (host0)",)),
         (
             "address",
             (
-                "And 10.77.0.9 is no address of node 0, host0",
+                "Also, 10.77.0.9 is not an address of node 0, host0",
                 "node 0 did not answer at 10.77.0.9:29500 within 5 s",
             ),
         ),
         (
             "rank",
             (
-                "node 1 of 2 did not come",
-                "And host0 is no address of node 0, host1",
+                "node 1 of 2 did not connect",
+                "Also, host0 is not an address of node 0, host1",
             ),
         ),
         ("interface", ("host0 (veth0 10.77.0.1) does not reach host1 (inner0 10.99.0.1)",) * 2),
-        ("cable", ("node 1 of 2 did not come", "node 0 did not answer at host0:29500")),
+        ("cable", ("node 1 of 2 did not connect", "node 0 did not answer at host0:29500")),
     ],
 )
 def test_a_wrong_launch_ends_in_time_and_names_its_cause(hosts, fault, sentences):

@@ -175,7 +175,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
 
 def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
     told = []
-    monkeypatch.setattr(rendezvous, "roll_call", lambda me, *_, **__: told.append(me) or 1 / 0)
+    monkeypatch.setattr(rendezvous, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
     arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
                  "--num_processes", "2", "--main_process_ip", "127.0.0.1",

@@ -1,4 +1,4 @@
-"""Nodes that meet, and those that do not: each ends in time, with the same sentence."""
+"""The rendezvous check: every node ends in time, with the same message."""
 
 import json
 import socket
@@ -15,23 +15,23 @@ from my_project.config import ConfigError, TransientError
 
 
 def node(rank: int, nodes: int = 3, **more) -> Node:
-    about = {"processes": 2 * nodes, "run": "train", "host": f"host{rank}"}
+    about = {"world_size": 2 * nodes, "run": "train", "host": f"host{rank}"}
     return Node(
         **{"rank": rank, "nodes": nodes, "interface": "lo", "ip": "127.0.0.1"} | about | more
     )
 
 
 def meet(*nodes: Node, seconds: float = 20, address: str = "127.0.0.1") -> list:
-    """Let nodes call on one port; return for each the hosts it was told of, or its error.
+    """Start nodes on one port; return for each the hosts of all nodes, or its error message.
 
-    An error begins with the exit code that it ends the node with.
+    A message begins with the exit code of the node.
     """
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
 
     def call(me: Node) -> list[str] | str:
         try:
-            found = rendezvous.roll_call(me, address, port, seconds, say=lambda _: None)
+            found = rendezvous.wait_for_nodes(me, address, port, seconds, say=lambda _: None)
         except ConfigError as error:
             return f"{error.exit_code}: {error}"
         return [found[rank].host for rank in range(me.nodes)]
@@ -40,14 +40,14 @@ def meet(*nodes: Node, seconds: float = 20, address: str = "127.0.0.1") -> list:
         return list(pool.map(call, nodes))
 
 
-def test_all_nodes_learn_of_all():
+def test_every_node_gets_the_list_of_all_nodes():
     assert meet(node(2), node(0), node(1)) == [["host0", "host1", "host2"]] * 3
 
 
 def test_a_node_that_never_comes_is_named_on_every_node():
     told = meet(node(0), node(2), seconds=1)
     assert told[0] == told[1]
-    assert "node 1 of 3 did not come to 127.0.0.1 within 1 s; there are 0 (host0)" in told[0]
+    assert "node 1 of 3 did not connect to 127.0.0.1 within 1 s; connected: 0 (host0)" in told[0]
     assert "2 (host2)" in told[0]
     assert told[0].startswith("1: "), "it may come to the next try"
 
@@ -58,28 +58,28 @@ def test_a_main_node_that_is_not_there_ends_in_time():
     assert "--main_process_ip" in told
 
 
-def test_two_nodes_of_one_rank_are_told_so(monkeypatch):
+def test_two_nodes_of_one_rank_are_refused(monkeypatch):
     monkeypatch.setattr(rendezvous, "LATE_SECONDS", 1.0)
     for told in meet(node(0), node(1, host="a"), node(1, host="b")):
         assert told.startswith("2: ")
-        assert "both say that they are node 1: give each its own --machine_rank, 0 to 2" in told
+        assert "were both started as node 1: give each its own --machine_rank, 0 to 2" in told
         assert "a (127.0.0.1)" in told
         assert "b (127.0.0.1)" in told
 
 
-def test_one_host_that_calls_twice_may_be_a_pod_that_is_there_again(monkeypatch):
-    """Its first connection was cut off, so nothing tells that it has left."""
+def test_one_host_that_connects_twice_may_be_a_restarted_pod(monkeypatch):
+    """Its first connection was cut off, so node 0 does not see it closed."""
     monkeypatch.setattr(rendezvous, "LATE_SECONDS", 1.0)
     for told in meet(node(0), node(1, host="a"), node(1, host="a")):
         assert told.startswith("1: ")
-        assert "both say that they are node 1" in told
+        assert "were both started as node 1" in told
 
 
-def test_a_node_that_left_and_was_started_again_is_no_second_one():
+def test_a_restarted_node_replaces_its_first_connection():
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     with ThreadPoolExecutor(2) as pool:
-        main = pool.submit(rendezvous.roll_call, node(0), "127.0.0.1", port, 20)
+        main = pool.submit(rendezvous.wait_for_nodes, node(0), "127.0.0.1", port, 20)
         for _ in range(100):
             try:
                 with socket.create_connection(("127.0.0.1", port)) as first:
@@ -87,8 +87,8 @@ def test_a_node_that_left_and_was_started_again_is_no_second_one():
                 break
             except ConnectionRefusedError:
                 threading.Event().wait(0.05)
-        others = [pool.submit(rendezvous.roll_call, node(1), "127.0.0.1", port, 20)]
-        rendezvous.roll_call(node(2), "127.0.0.1", port, 20)
+        others = [pool.submit(rendezvous.wait_for_nodes, node(1), "127.0.0.1", port, 20)]
+        rendezvous.wait_for_nodes(node(2), "127.0.0.1", port, 20)
         assert [found.host for found in main.result()] == ["host0", "host1", "host2"]
         assert len(others[0].result()) == 3
 
@@ -96,30 +96,30 @@ def test_a_node_that_left_and_was_started_again_is_no_second_one():
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"nodes": 3}, "host1 was told of 3 nodes, host0 of 2: give every node the same --num_mac"),
-        ({"processes": 16}, "host1 was told of 16 processes, host0 of 4"),
+        ({"nodes": 3}, "host1 was started with --num_machines 3, host0 with 2: give every node"),
+        ({"world_size": 16}, "host1 was started with --num_processes 16, host0 with 4"),
         ({"run": "other"}, "host1 would train other, host0 train"),
     ],
 )
-def test_nodes_that_were_told_different_things_are_told_so(other, sentence):
-    for told in meet(node(0, 2), node(1, **{"nodes": 2, "processes": 4} | other)):
+def test_nodes_with_different_arguments_are_refused(other, sentence):
+    for told in meet(node(0, 2), node(1, **{"nodes": 2, "world_size": 4} | other)):
         assert told.startswith(f"2: {sentence}")
 
 
 def test_a_node_that_others_cannot_reach_is_named():
-    """192.0.2.1 is for documentation: nobody has it, so nobody answers."""
+    """192.0.2.1 is reserved for documentation, so no host answers."""
     unreachable = node(1, 2, ip="192.0.2.1", interface="eth7")
     for told in meet(node(0, 2), unreachable):
         assert "1: host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in told
         assert "GLOO_SOCKET_IFNAME" in told
 
 
-def test_strangers_at_the_port_do_not_disturb():
+def test_foreign_connections_are_ignored():
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     done: list = []
     main = threading.Thread(
-        target=lambda: done.append(rendezvous.roll_call(node(0, 2), "127.0.0.1", port, 20))
+        target=lambda: done.append(rendezvous.wait_for_nodes(node(0, 2), "127.0.0.1", port, 20))
     )
     main.start()
     for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b""):
@@ -130,7 +130,7 @@ def test_strangers_at_the_port_do_not_disturb():
                 break
             except ConnectionRefusedError:
                 threading.Event().wait(0.05)
-    rendezvous.roll_call(node(1, 2), "127.0.0.1", port, 20)
+    rendezvous.wait_for_nodes(node(1, 2), "127.0.0.1", port, 20)
     main.join()
     assert len(done) == 1
 
@@ -139,7 +139,7 @@ def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(TransientError, match=f"port {port} cannot be opened on host0"):
-            rendezvous.roll_call(node(0), "127.0.0.1", port, 1)
+            rendezvous.wait_for_nodes(node(0), "127.0.0.1", port, 1)
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
@@ -152,7 +152,7 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypat
             assert "(10.0.0.1)" in str(error.value)
             assert error.value.exit_code == 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with pytest.raises(ConfigError, match="no such interface to reach others by"):
+    with pytest.raises(ConfigError, match="has no such interface"):
         rendezvous.interface_to("10.0.0.2")
 
 

@@ -272,16 +272,19 @@ def meet_other_nodes(launch: Launch) -> None:
     me = rendezvous.Node(
         rank=launch.rank,
         nodes=launch.nodes,
-        processes=launch.processes,
+        world_size=launch.processes,
         run=" ".join((launch.module, *mask_command(launch.arguments))),
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
     )
-    rendezvous.roll_call(
-        me, launch.address, launch.port, launch.seconds_to_come,
+    rendezvous.wait_for_nodes(
+        me,
+        launch.address,
+        launch.port,
+        launch.seconds_to_come,
         say=lambda text: print(text, flush=True),
-    )  # fmt: skip
+    )
 
 
 class Child:

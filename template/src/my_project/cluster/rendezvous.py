@@ -1,9 +1,9 @@
-"""The nodes of a run meet before its processes start: who is there, and who reaches whom.
+"""Check that all nodes of a run are there and reach each other, before its processes start.
 
-torchrun waits for a node that never comes, or for an address that nobody has, for 15 minutes and
-ends with a traceback. Here each node calls node 0 at the address and port that training will use,
-says who it is, and tries a connection to every other node. Whatever is wrong, all nodes end with
-the same sentence. No word of it needs torch.
+torchrun waits 15 minutes for a missing node or an unreachable address, and then ends with a
+traceback. Here each node connects to node 0 at the address and port that training will use, sends
+a description of itself, and tries a connection to every other node. If anything is wrong, all nodes
+end with the same message. Imports no torch.
 """
 
 import json
@@ -22,29 +22,29 @@ import psutil
 
 from ..config import ConfigError, TransientError
 
-CONNECT_SECONDS = 5.0  # for one connection between two nodes
-LATE_SECONDS = 10.0  # for which node 0 stays to tell latecomers what is wrong
-LONGEST_MESSAGE = 1 << 20  # bytes
+CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes
+LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that come late
+MAX_MESSAGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What a node says of itself."""
+    """What a node sends about itself."""
 
-    rank: int
+    rank: int  # of the node
     nodes: int
-    processes: int  # of the whole run
+    world_size: int  # processes of the whole run
     run: str  # what is trained; the same on every node
     host: str
     interface: str
     ip: str
-    port: int = 0  # where it can be tried
-    token: str = ""  # of this start
+    port: int = 0  # of the probe socket, to which the other nodes connect
+    token: str = ""  # a new one at each start
 
 
-# ---- which interface the others are reached by ---------------------------------------------------
+# ---- network interfaces --------------------------------------------------------------------------
 def interfaces() -> dict[str, str]:
-    """List the IP address of each interface."""
+    """Return the IP address of each interface."""
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
@@ -54,184 +54,185 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_to(address: str) -> tuple[str, str]:
-    """Find the interface by which this node reaches the main one, and its IP address.
+    """Return the interface through which this node reaches the main node, and its IP address.
 
-    GLOO_SOCKET_IFNAME decides where it is set. On the main node itself the name may stand for a
-    loopback address (Debian's 127.0.1.1), which the others could not use; then the one interface
-    that is none is taken.
+    GLOO_SOCKET_IFNAME decides if it is set. On the main node itself, its name may resolve to a
+    loopback address (Debian's 127.0.1.1), which other nodes cannot use; then the only interface
+    that is up and is not loopback is taken.
 
     Raises:
         ConfigError: a variable names an interface that this node lacks, or loopback.
     """
-    here = interfaces()
-    usable = {name: ip for name, ip in here.items() if not _is_loopback(ip)}
-    listed = ", ".join(f"{name} ({ip})" for name, ip in usable.items()) or "none but loopback"
-    gloos = os.environ.get("GLOO_SOCKET_IFNAME")
-    wanted = {
-        "GLOO_SOCKET_IFNAME": f"={gloos}" if gloos else "",
+    usable = {name: ip for name, ip in interfaces().items() if not _is_loopback(ip)}
+    listed = ", ".join(f"{name} ({ip})" for name, ip in usable.items()) or "only loopback"
+    gloo_names = os.environ.get("GLOO_SOCKET_IFNAME")
+    patterns = {
+        "GLOO_SOCKET_IFNAME": f"={gloo_names}" if gloo_names else "",
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", ""),
     }
-    for variable, pattern in wanted.items():
+    for variable, pattern in patterns.items():
         if pattern and not any(_matches(name, pattern) for name in usable):
             raise ConfigError(
                 f"{variable} is {os.environ[variable]}, but {socket.gethostname()} has no such"
-                f" interface to reach others by; it has {listed}. Mend it where it is set"
+                f" interface; it has {listed}. Fix the variable where it is set"
                 " (launch/network.sh)."
             )
-    if gloos:
-        first = next(name for name in gloos.split(",") if name in usable)
-        return gloos, usable[first]
+    if gloo_names:
+        first = next(name for name in gloo_names.split(",") if name in usable)
+        return gloo_names, usable[first]
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing; the kernel chooses the way
+            probe.connect(target)  # sends nothing; the kernel chooses the route
             ip = probe.getsockname()[0]
-    except OSError:  # a name that is not known yet: a pod's, at its start
+    except OSError:  # the name does not resolve yet, such as that of a pod that is starting
         ip = ""
-    for name, its in usable.items():
-        if its == ip:
+    for name, its_ip in usable.items():
+        if its_ip == ip:
             return name, ip
     states = psutil.net_if_stats()
     up = [name for name in usable if name in states and states[name].isup]
     if len(up) == 1:
         return up[0], usable[up[0]]
-    return "", ip  # several to choose from: gloo and NCCL decide
+    return "", ip  # with several interfaces, gloo and NCCL choose
 
 
 def _is_loopback(ip: str) -> bool:
     return ip.startswith("127.") or ip == "::1"
 
 
-def _matches(name: str, wanted: str) -> bool:
-    """Tell whether NCCL would use the interface: prefixes, ^ for all but, = for whole names."""
-    found = re.fullmatch(r"(\^?)(=?)(.*)", wanted)
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether NCCL would use an interface: prefixes; ^ excludes, = means whole names."""
+    found = re.fullmatch(r"(\^?)(=?)(.*)", pattern)
     assert found
     excluded, exact, names = found.groups()
     hit = any(name == n if exact else name.startswith(n) for n in names.split(","))
     return hit != bool(excluded)
 
 
-# ---- the call ------------------------------------------------------------------------------------
-def roll_call(
+# ---- the rendezvous ------------------------------------------------------------------------------
+def wait_for_nodes(
     me: Node, address: str, port: int, seconds: float, say: Callable[[str], None] = print
 ) -> list[Node]:
-    """Meet the other nodes.
+    """Wait until all nodes are there, and check that each reaches each.
 
     Args:
         me: this node.
-        address: of node 0, as the others reach it.
-        port: on which node 0 waits; free again afterwards.
-        seconds: how long to wait for all nodes to come.
-        say: told every half minute what is being waited for.
+        address: of node 0, as the other nodes reach it.
+        port: on which node 0 listens; free again afterwards.
+        seconds: how long to wait for all nodes.
+        say: called every half minute with the nodes that are missing.
 
     Returns:
         All nodes, by rank.
 
     Raises:
-        ConfigError: on every node, what is wrong and what to do; a TransientError where another try
-            may find the nodes there, reachable and the port free.
+        ConfigError: on every node, what is wrong and what to do; a TransientError if the same
+            command may succeed later (a node was late or unreachable, the port was in use).
     """
     family = socket.AF_INET6 if ":" in me.ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as door:  # tried by others; nobody answers
+    # other nodes connect to the probe socket; nothing is ever sent over it
+    with socket.socket(family, socket.SOCK_STREAM) as probe_socket:
         try:
-            door.bind((me.ip if me.interface else "", 0))
+            probe_socket.bind((me.ip if me.interface else "", 0))
         except OSError:
-            door.bind(("", 0))
-        door.listen(me.nodes + 8)
-        me = Node(
-            **asdict(me) | {"port": door.getsockname()[1], "token": me.token or uuid.uuid4().hex}
-        )
+            probe_socket.bind(("", 0))
+        probe_socket.listen(me.nodes + 8)
+        probe_port = probe_socket.getsockname()[1]
+        me = Node(**asdict(me) | {"port": probe_port, "token": me.token or uuid.uuid4().hex})
         deadline = time.monotonic() + seconds
         if me.rank == 0:
-            answer = _preside(me, address, port, deadline, seconds, say)
+            answer = _serve(me, address, port, deadline, seconds, say)
         else:
-            answer = _attend(me, address, port, deadline, seconds, say)
+            answer = _join(me, address, port, deadline, seconds, say)
     if answer.get("error"):
         raise (TransientError if answer["is_transient"] else ConfigError)(answer["error"])
     return [Node(**node) for node in answer["nodes"]]
 
 
-def _preside(
+def _serve(
     me: Node, address: str, port: int, deadline: float, seconds: float, say: Callable
 ) -> dict[str, Any]:
-    """Be node 0: wait for all, let them try each other, tell them the result."""
-    come: dict[int, Node] = {0: me}
-    lines: dict[str, _Line] = {}  # by the token of who calls
-    error, is_transient = "", True
+    """Run node 0's part: wait for all nodes, have them probe each other, send them the result."""
+    present: dict[int, Node] = {0: me}
+    connections: dict[str, _Connection] = {}  # by the token of the node
+    error = ""
+    is_transient = True
     with _open_port(me, port) as server:
-        while len(lines) < me.nodes - 1 and time.monotonic() < deadline:
+        while len(connections) < me.nodes - 1 and time.monotonic() < deadline:
             server.settimeout(max(0.01, min(30.0, deadline - time.monotonic())))
             try:
-                caller, _ = server.accept()
+                accepted, _ = server.accept()
             except TimeoutError:
                 if not error and time.monotonic() < deadline:
-                    missing = [rank for rank in range(me.nodes) if rank not in come]
+                    missing = [rank for rank in range(me.nodes) if rank not in present]
                     say(f"waiting for {_named(missing)} of {me.nodes}")
                 continue
-            line = _Line(caller)
+            connection = _Connection(accepted)
             try:
-                node = Node(**line.read(CONNECT_SECONDS))
+                node = Node(**connection.receive(CONNECT_SECONDS))
             except (OSError, ValueError, TypeError):
-                line.close()  # not one of ours: a port scan, another run's torchrun
+                connection.close()  # not a node of this run: a port scan, another run's torchrun
                 continue
-            for token in [token for token, other in lines.items() if other.has_hung_up]:
-                lines.pop(token).close()  # started again, or elsewhere: a pod that was evicted
-                come = {rank: other for rank, other in come.items() if other.token != token}
-            wrong = _mismatch(me, node) or _twice(come.get(node.rank), node)
-            if wrong and not error:
-                # the same host: perhaps a pod that is there again, whose connection was cut off
-                first = come.get(node.rank)
-                error, is_transient = wrong, bool(first and first.host == node.host)
+            for token in [token for token, other in connections.items() if other.is_closed]:
+                connections.pop(token).close()  # started again, or elsewhere: an evicted pod
+                present = {rank: other for rank, other in present.items() if other.token != token}
+            problem = _mismatch(me, node) or _same_rank(present.get(node.rank), node)
+            if problem and not error:
+                # on the same host it may be a restarted pod whose old connection was cut off
+                first = present.get(node.rank)
+                error = problem
+                is_transient = bool(first and first.host == node.host)
                 deadline = time.monotonic() + LATE_SECONDS
-            come.setdefault(node.rank, node)
-            lines[node.token] = line
-        if not error and len(come) < me.nodes:
-            error = _absent(me, list(come.values()), address, seconds)
-        nodes = [] if error else [asdict(come[rank]) for rank in range(me.nodes)]
+            present.setdefault(node.rank, node)
+            connections[node.token] = connection
+        if not error and len(present) < me.nodes:
+            error = _missing(me, list(present.values()), address, seconds)
+        nodes = [] if error else [asdict(present[rank]) for rank in range(me.nodes)]
         if not error:
-            for line in lines.values():
-                line.write({"nodes": nodes})
-            failures = _try_others(me, nodes)
-            for node in come.values():
+            for connection in connections.values():
+                connection.send({"nodes": nodes})
+            failures = _probe_others(me, nodes)
+            for node in present.values():
                 try:
                     if node is not me:
-                        failures += lines[node.token].read(6 * CONNECT_SECONDS)
+                        failures += connections[node.token].receive(6 * CONNECT_SECONDS)
                 except (OSError, ValueError) as lost:
-                    failures.append(f"{node.host} fell silent ({lost})")
-            error = _unreached(failures)
+                    failures.append(f"{node.host} stopped answering ({lost})")
+            error = _unreachable(failures)
         answer = {"error": error, "is_transient": is_transient, "nodes": nodes}
-        for line in lines.values():
-            line.write(answer)
-            line.close()
+        for connection in connections.values():
+            connection.send(answer)
+            connection.close()
     return answer
 
 
-def _attend(
+def _join(
     me: Node, address: str, port: int, deadline: float, seconds: float, say: Callable
 ) -> dict[str, Any]:
-    """Be any other node: call node 0 until it answers, and do what it says."""
-    said = time.monotonic()
-    why: Exception | str = ""
+    """Run another node's part: connect to node 0 until it answers, and probe the other nodes."""
+    last_said = time.monotonic()
+    failure: Exception | str = ""
     while time.monotonic() < deadline:
         try:
-            connection = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
-            with closing(_Line(connection)) as line:
-                line.write(asdict(me))
-                answer = line.read(deadline - time.monotonic() + LATE_SECONDS)
+            accepted = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
+            with closing(_Connection(accepted)) as connection:
+                connection.send(asdict(me))
+                answer = connection.receive(deadline - time.monotonic() + LATE_SECONDS)
                 if "error" not in answer:
-                    line.write(_try_others(me, answer["nodes"]))
-                    answer = line.read(12 * CONNECT_SECONDS)
+                    connection.send(_probe_others(me, answer["nodes"]))
+                    answer = connection.receive(12 * CONNECT_SECONDS)
             return answer
-        except (OSError, ValueError) as error:  # not there yet; or it ended, and starts again
-            why = error
-        if time.monotonic() - said > 30:
-            said = time.monotonic()
-            say(f"waiting for node 0 at {address}:{port} ({why})")
+        except (OSError, ValueError) as error:  # node 0 has not started, or is starting again
+            failure = error
+        if time.monotonic() - last_said > 30:
+            last_said = time.monotonic()
+            say(f"waiting for node 0 at {address}:{port} ({failure})")
         time.sleep(0.5)
     return {
-        "error": f"node 0 did not answer at {address}:{port} within {seconds:.0f} s ({why}), tried"
-        f" from {me.host} ({me.ip}): start it, give its right address as --main_process_ip, or"
-        " open the port in the firewall.",
+        "error": f"node 0 did not answer at {address}:{port} within {seconds:.0f} s ({failure}),"
+        f" tried from {me.host} ({me.ip}): start it, correct --main_process_ip, or open the port in"
+        " the firewall.",
         "is_transient": True,
     }
 
@@ -253,18 +254,19 @@ def _open_port(me: Node, port: int) -> socket.socket:
 
 
 def _named(ranks: list[int]) -> str:
-    """Name nodes by their ranks: node 3, or nodes 1, 2, 5."""
+    """Return the names of nodes by their ranks: node 3, or nodes 1, 2, 5."""
     return ("node " if len(ranks) == 1 else "nodes ") + ", ".join(map(str, ranks))
 
 
 def _mismatch(me: Node, node: Node) -> str:
-    """Say what two nodes were told differently."""
-    for name, flag in (("nodes", "--num_machines"), ("processes", "--num_processes")):
-        mine, theirs = getattr(me, name), getattr(node, name)
+    """Return a message if two nodes were started with different arguments, else an empty string."""
+    for name, flag in (("nodes", "--num_machines"), ("world_size", "--num_processes")):
+        mine = getattr(me, name)
+        theirs = getattr(node, name)
         if mine != theirs:
             return (
-                f"{node.host} was told of {theirs} {name}, {me.host} of {mine}: give every node the"
-                f" same {flag}."
+                f"{node.host} was started with {flag} {theirs}, {me.host} with {mine}: give every"
+                " node the same."
             )
     if me.run != node.run:
         return (
@@ -274,21 +276,23 @@ def _mismatch(me: Node, node: Node) -> str:
     return ""
 
 
-def _twice(first: Node | None, second: Node) -> str:
+def _same_rank(first: Node | None, second: Node) -> str:
+    """Return a message if two nodes have one rank, else an empty string."""
     if first is None or first.token == second.token:
         return ""
     return (
-        f"{first.host} ({first.ip}) and {second.host} ({second.ip}) both say that they are node"
+        f"{first.host} ({first.ip}) and {second.host} ({second.ip}) were both started as node"
         f" {second.rank}: give each its own --machine_rank, 0 to {first.nodes - 1}."
     )
 
 
-def _absent(me: Node, here: list[Node], address: str, seconds: float) -> str:
-    missing = [rank for rank in range(me.nodes) if rank not in {n.rank for n in here}]
-    sentence = (
-        f"{_named(missing)} of {me.nodes} did not come to {address} within {seconds:.0f} s; there"
-        f" are {', '.join(f'{n.rank} ({n.host})' for n in here)}. Look at what it printed;"
-        " start it, or start this run on fewer nodes."
+def _missing(me: Node, present: list[Node], address: str, seconds: float) -> str:
+    """Return the message about nodes that did not come in time."""
+    missing = [rank for rank in range(me.nodes) if rank not in {node.rank for node in present}]
+    message = (
+        f"{_named(missing)} of {me.nodes} did not connect to {address} within {seconds:.0f} s;"
+        f" connected: {', '.join(f'{node.rank} ({node.host})' for node in present)}. Read the"
+        " output of the missing nodes; start them, or start this run on fewer nodes."
     )
     try:
         resolved = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
@@ -296,17 +300,17 @@ def _absent(me: Node, here: list[Node], address: str, seconds: float) -> str:
         resolved = set()
     own = set(interfaces().values())
     if not resolved & own and not any(map(_is_loopback, resolved)):
-        sentence += (
-            f" And {address} is no address of node 0, {me.host} ({', '.join(sorted(own))}): is"
-            " --machine_rank 0 on the right host?"
+        message += (
+            f" Also, {address} is not an address of node 0, {me.host} ({', '.join(sorted(own))}):"
+            " check that --machine_rank 0 is on the right host."
         )
-    return sentence
+    return message
 
 
-def _try_others(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
-    """Connect to every other node; say which could not be reached."""
+def _probe_others(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
+    """Connect to every other node; return a message for each that could not be reached."""
 
-    def attempt(node: dict[str, Any]) -> str:
+    def probe(node: dict[str, Any]) -> str:
         try:
             socket.create_connection((node["ip"], node["port"]), CONNECT_SECONDS).close()
         except OSError as error:
@@ -318,51 +322,52 @@ def _try_others(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
 
     others = [node for node in nodes if node["rank"] != me.rank]
     with ThreadPoolExecutor(min(64, len(others))) as pool:
-        return [failure for failure in pool.map(attempt, others) if failure]
+        return [failure for failure in pool.map(probe, others) if failure]
 
 
-def _unreached(failures: list[str]) -> str:
+def _unreachable(failures: list[str]) -> str:
+    """Return one message about all failed connections, or an empty string."""
     if not failures:
         return ""
     more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
     return (
-        f"{'; '.join(failures[:4])}{more}. Let the nodes open any port to each other, or name the"
-        " interface by which they do in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        f"{'; '.join(failures[:4])}{more}. Allow connections between the nodes on all ports, or set"
+        " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that allows them"
         " (launch/network.sh)."
     )
 
 
-class _Line:
-    """Messages over a connection, one JSON text per line."""
+class _Connection:
+    """A connection that carries messages, one line of JSON each."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.file = connection.makefile("rb")
 
-    def write(self, message: Any) -> None:
-        """Send; whoever has left is noticed when read from."""
+    def send(self, message: Any) -> None:
+        """Send a message; a peer that has left is noticed by `receive`."""
         try:
             self.connection.settimeout(CONNECT_SECONDS)
             self.connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             pass
 
-    def read(self, seconds: float) -> Any:
-        """Wait for a message.
+    def receive(self, seconds: float) -> Any:
+        """Wait for a message and return it.
 
         Raises:
             OSError: none came in time.
-            ValueError: what came is none, or the other side has left.
+            ValueError: the line is not JSON, or the peer closed the connection.
         """
         self.connection.settimeout(max(0.1, seconds))
-        line = self.file.readline(LONGEST_MESSAGE)
+        line = self.file.readline(MAX_MESSAGE_BYTES)
         if not line:
-            raise ValueError("it hung up")
+            raise ValueError("it closed the connection")
         return json.loads(line)
 
     @property
-    def has_hung_up(self) -> bool:
-        """Tell whether the other side has left."""
+    def is_closed(self) -> bool:
+        """Return whether the peer has closed the connection."""
         self.connection.setblocking(False)
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)
@@ -372,6 +377,6 @@ class _Line:
             return True
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.file.close()
         self.connection.close()
