@@ -34,10 +34,10 @@ def script(text: str, *arguments: str, **environment: str) -> list[str]:
 # ---- without torch: a parent that is gone --------------------------------------------------------
 ORPHAN = """
 import os, subprocess, sys, threading, time
-from my_project import parent
-parent.POLL_SECONDS = 0.01
+from my_project import launcher
+launcher.POLL_SECONDS = 0.01
 os.write(1, b"started ")
-parent.LAUNCHER.watch()
+launcher.LAUNCHER.watch()
 others = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)  # as a recipe's pool
 before = os.getppid()
 {in_loop}
@@ -47,13 +47,13 @@ while os.getppid() == before:
 {then}
 """
 IN_LOOP = {
-    "in_loop": "parent.LAUNCHER.ends_process = False",
+    "in_loop": "launcher.LAUNCHER.ends_process = False",
     "then": """
-while not parent.LAUNCHER.is_gone:
+while not launcher.LAUNCHER.is_gone:
     time.sleep(0.01)
 time.sleep(0.2)
 os.write(1, b"saved ")
-parent.LAUNCHER.ends_process = True
+launcher.LAUNCHER.ends_process = True
 time.sleep(600)
 """,
 }
@@ -94,10 +94,10 @@ def test_whose_parent_is_gone_ends_with_all_it_started_if_that_was_a_launcher(
 
 TOLD = """
 import os, signal, time
-from my_project import parent
-parent.POLL_SECONDS, parent.REACHES_LOOP_WITHIN = 0.01, 0.1
-parent.LAUNCHER.watch()
-parent.LAUNCHER.ends_process = {ends}
+from my_project import launcher
+launcher.POLL_SECONDS, launcher.REACH_LOOP_SECONDS = 0.01, 0.1
+launcher.LAUNCHER.watch()
+launcher.LAUNCHER.ends_process = {ends}
 signal.signal(signal.SIGTERM, lambda *_: None)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep({seconds})
@@ -167,7 +167,7 @@ def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on
         wait_for(lambda: (tmp_path / "waiting").exists() and lock.exists() and lock.read_text())
         os.kill(run.pid, signal.SIGKILL)
         shown, _ = run.communicate(timeout=120)
-    assert "rank 1: the launcher is gone, so this process ends" in shown
+    assert "rank 1: the launcher is gone, so this process exits" in shown
     # In the loop: the processes save.
     for launcher, where, number in (
         (ACCELERATE, "cpu_2_processes", signal.SIGKILL),

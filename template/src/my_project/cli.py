@@ -1,8 +1,8 @@
-"""The commands: `python -m my_project` lists them and runs them.
+"""List and run the commands: `python -m my_project`.
 
+Each command is a module that can also be run directly (`python -m my_project.evaluate`), as the
+launchers do for commands that run on several processes.
 The console script `my-project` does the same, from any folder, which it does not import from.
-Each is a module that can be run by itself too, such as `python -m my_project.evaluate`.
-Launchers do so where several processes take part.
 """
 
 import argparse
@@ -37,26 +37,26 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Run the command that is named first, or list all with the first line of their docstrings."""
+    """Run the command given as the first argument, or list all commands."""
     files = {name: FOLDER / f"{name.replace('.', '/')}.py" for name in COMMANDS}
     modules = {name.rpartition(".")[2]: name for name in COMMANDS if files[name].exists()}
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
-        print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help says more\n")
+        print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
         for name, module in modules.items():
             text = files[module].read_text(encoding="utf-8")
             print(f"  {name:10} {text.split(chr(10))[0].strip(chr(34))}")
         return
     if command not in modules:
-        meant = get_close_matches(command, modules, n=1)
-        remedy = f"is {meant[0]} meant?" if meant else f"choose one of {', '.join(modules)}."
+        similar = get_close_matches(command, modules, n=1)
+        remedy = f"did you mean {similar[0]}?" if similar else f"use one of {', '.join(modules)}."
         exit_with_sentence(ConfigError(f"there is no command {command}; {remedy}"))
     del sys.argv[1]
     runpy.run_module(f"{__package__}.{modules[command]}", run_name="__main__", alter_sys=True)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Make the parser of the command that runs."""
+    """Return an argument parser with the name of the current command."""
     return argparse.ArgumentParser(
         prog=f"python -m {__package__} {Path(sys.argv[0]).stem}",
         description=description,
@@ -66,7 +66,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
-    """Run a command that is one process; exit with its code, or with a sentence."""
+    """Run a single-process command and exit with its code, or with a ConfigError and its code."""
     try:
         raise SystemExit(main(*arguments) or 0)
     except ConfigError as error:
@@ -74,7 +74,11 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
 
 
 def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
-    """Run main and exit: 2 with a sentence for what a user can mend, 1 with rank and traceback."""
+    """Run main on this rank and exit with its code.
+
+    A ConfigError, which the user can fix, exits with a message and its own code; any other
+    exception exits with 1, after the rank and the traceback are logged.
+    """
     set_up_logging()
     code = 1
     try:
@@ -84,29 +88,28 @@ def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
         code = 130
-    except (Exception, SystemExit):  # no recipe ends a run with sys.exit(0)
-        logger.exception(
-            "process %d of %d failed on %s", world()[1], world()[0], socket.gethostname()
-        )
+    except (Exception, SystemExit):  # also SystemExit: a recipe's sys.exit(0) is no success
+        world_size, rank = world()
+        logger.exception("rank %d of %d failed on %s", rank, world_size, socket.gethostname())
     if code == 75 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-        code = 0  # else the launcher would start a preempted run again, in place
+        code = 0  # on another code torchrun would restart the preempted run at once
     sys.stdout.flush()
     sys.stderr.flush()
     if code not in (0, 75):
-        os._exit(code)  # teardown could wait for processes that are gone
+        os._exit(code)  # the normal teardown may wait for ranks that have exited
     raise SystemExit(code)
 
 
 def set_up_logging() -> None:
-    """Log from the main process as it is, from the others warnings and errors with their rank."""
-    size, rank = world()
-    prefix = f"[rank {rank} on {socket.gethostname()}] " if size > 1 and rank else ""
+    """Log all messages of rank 0; of other ranks only warnings and errors, with the rank."""
+    world_size, rank = world()
+    prefix = f"[rank {rank} on {socket.gethostname()}] " if world_size > 1 and rank else ""
     handler = logging.StreamHandler(sys.stdout)
     text = f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s"
     handler.setFormatter(MaskedFormatter(text))
     level = logging.WARNING if rank else logging.INFO
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for noisy in ("accelerate", "torch", "httpx", "datasets"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for library in ("accelerate", "torch", "httpx", "datasets"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)
     warnings.filterwarnings("ignore", message="No device id is provided")

@@ -1,8 +1,9 @@
-"""What launched this process: its rank and world size, and whether the launcher is still there.
+"""The launcher of this process: the rank and world size it gave, and whether it still runs.
 
-A launcher that is killed tells nobody, so its processes look whether it is still their parent, and
-end when it is gone: no orphan trains on. What a person starts without a launcher survives its
-shell. Imports no torch, since a launcher may be killed while its processes import.
+A launcher that is killed sends no signal, so each of its processes polls whether the launcher is
+still its parent, and exits if it is not: no orphan keeps training. A process that was started
+without a launcher outlives its shell. Imports no torch, since a launcher may be killed while its
+processes import.
 """
 
 import os
@@ -15,18 +16,20 @@ from contextlib import suppress
 
 
 def world() -> tuple[int, int]:
-    """Read (processes, rank) as the launcher gave them, before there is a process group."""
+    """Return (world_size, rank) from the launcher's variables; needs no process group."""
     return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
 
 def process_name() -> str:
-    """Name this process, before there is a process group too."""
+    """Return the rank and host of this process; needs no process group."""
     return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
 
 POLL_SECONDS = 1.0
-TELL_TO_STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
-REACHES_LOOP_WITHIN = 30.0  # seconds, when told to stop before: others may wait for who has gone
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+# After a stop signal in start-up, how long a process may take to reach the loop, which saves. It
+# may never reach it: a collective with a rank that has exited does not return.
+REACH_LOOP_SECONDS = 30.0
 SET_BY_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # accelerate, torchrun
 
 
@@ -35,39 +38,39 @@ class Launcher:
 
     def __init__(self) -> None:
         self.pid: int | None = None
-        self.ends_process = True  # at once; the training loop saves first (stopping.StopRequest)
-        self.leave_at = float("inf")
-        self._signals = -1  # a pipe: the number of each signal for which Python has a handler
+        self.ends_process = True  # False in the training loop, which saves first (StopRequest)
+        self.leave_at = float("inf")  # time.monotonic()
+        self._signals = -1  # a pipe that gets the number of each signal Python has a handler for
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether a launcher started this process and has ended."""
+        """Return whether a launcher started this process and has ended."""
         return self.pid is not None and os.getppid() != self.pid
 
     def watch(self) -> None:
-        """End this process when the launcher has ended, or has told it to and it does not."""
+        """Exit this process when the launcher has ended, or when a stop signal has no effect."""
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):
             self.pid = os.getppid()
-            # Handlers run in the main thread, which may wait in C code for processes that are gone.
-            self._signals, written = os.pipe()
-            os.set_blocking(written, False)
-            signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+            # signal handlers run in the main thread, which a collective may block for ever
+            self._signals, write_end = os.pipe()
+            os.set_blocking(write_end, False)
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
             threading.Thread(target=self._watch, name="launcher", daemon=True).start()
 
     def _watch(self) -> None:
         while not (self.ends_process and (self.is_gone or time.monotonic() > self.leave_at)):
-            came, _, _ = select.select([self._signals], [], [], POLL_SECONDS)
-            if came and TELL_TO_STOP & set(os.read(self._signals, 4096)):
-                self.leave_at = min(self.leave_at, time.monotonic() + REACHES_LOOP_WITHIN)
-        why = "the launcher is gone" if self.is_gone else "told to stop before the first step"
-        said = f"rank {os.environ.get('RANK', '0')}: {why}, so this process ends\n"
-        with suppress(OSError):  # whoever read it may be gone too
-            os.write(2, said.encode())
+            readable, _, _ = select.select([self._signals], [], [], POLL_SECONDS)
+            if readable and STOP_SIGNALS & set(os.read(self._signals, 4096)):
+                self.leave_at = min(self.leave_at, time.monotonic() + REACH_LOOP_SECONDS)
+        reason = "the launcher is gone" if self.is_gone else "told to stop before the first step"
+        message = f"rank {os.environ.get('RANK', '0')}: {reason}, so this process exits\n"
+        with suppress(OSError):  # the reader of stderr may be gone too
+            os.write(2, message.encode())
         with suppress(Exception):
             import psutil
 
-            for process in psutil.Process().children(recursive=True):  # such as a recipe's pool
+            for process in psutil.Process().children(recursive=True):  # such as a recipe's workers
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         os._exit(1)

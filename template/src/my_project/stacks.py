@@ -1,4 +1,4 @@
-"""Where threads stand: for reports of hangs, and of work that no limit holds for."""
+"""Report where threads are in the code: for hangs, and for work that has no time limit."""
 
 import logging
 import os
@@ -13,44 +13,47 @@ from types import FrameType
 from .launcher import process_name
 
 logger = logging.getLogger(__name__)
-# The innermost files in which a process waits for others; and StepSums.wait.
-WAITING_PLACES = (
+# A process whose innermost frame is in one of these files waits for other ranks.
+WAITING_FILES = (
     "/torch/distributed/",
     "/torch/nn/parallel/distributed.py",
     "/torch/autograd/graph.py",
     "/torch/cuda/streams.py",
 )
 LIBRARIES = ("<", os.path.dirname(os.__file__))
-OWN_FOLDER = os.path.dirname(__file__)
+PACKAGE_FOLDER = os.path.dirname(__file__)
 
 
 def standing_place(frame: FrameType | None) -> tuple[str, bool]:
-    """Return where a thread stands, in code that is no library's, and if it waits for others.
+    """Return the innermost line of a thread outside of libraries, and whether it waits for ranks.
 
-    C code has no frame of its own: the innermost one is that of the Python function that called it.
+    C code has no frame; the innermost frame is that of the Python function that called it.
     """
-    innermost = own = frame
-    while own and _is_of_library(own.f_code.co_filename):
+    innermost = frame
+    own = frame
+    while own and _is_library(own.f_code.co_filename):
         own = own.f_back
     if not (frame and innermost):
         return "an unknown place", False
     at = own or innermost
     name = innermost.f_code.co_qualname
     waits = name == "StepSums.wait" or any(
-        part in innermost.f_code.co_filename for part in WAITING_PLACES
+        part in innermost.f_code.co_filename for part in WAITING_FILES
     )
     return f"{at.f_code.co_name} ({at.f_code.co_filename}, line {at.f_lineno})", waits
 
 
-def _is_of_library(file: str) -> bool:
+def _is_library(file: str) -> bool:
     is_library = "site-packages" in file or file.startswith(LIBRARIES)
-    return is_library and not file.startswith(OWN_FOLDER)
+    return is_library and not file.startswith(PACKAGE_FOLDER)
 
 
 @contextmanager
 def progress_reported(what: str, every_seconds: float = 60) -> Iterator[None]:
-    """Say every minute where this thread stands, for work that no limit holds for."""
-    ended, started, worker = threading.Event(), time.monotonic(), threading.get_ident()
+    """Log every minute which line this thread executes, for work that has no time limit."""
+    ended = threading.Event()
+    started = time.monotonic()
+    worker = threading.get_ident()
 
     def report() -> None:
         while not ended.wait(every_seconds):
@@ -68,7 +71,7 @@ def progress_reported(what: str, every_seconds: float = 60) -> Iterator[None]:
 
 
 def stacks() -> str:
-    """Format the Python stack of every thread, that of the main thread first."""
+    """Return the Python stack of every thread as text, the main thread first."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
