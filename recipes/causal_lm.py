@@ -7,23 +7,28 @@
 #   "tokenizers>=0.22.1",
 # ]
 # ///
-"""Pretrain a GPT on any text, from its bytes or from tokens.
+"""Pretrain a GPT on any text, from bytes or tokens.
 
-Data:  python (the standard library's own source, on every machine), files (every file below
-       data_path that matches pattern, a document each), or the name or local path of a Hugging Face
-       data set with a column of text: --recipe.init_args.data
-Tokens: bytes, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face hub:
+Data:  python (the source of Python's standard library, present on every machine), files (all files
+       below data_path that match pattern; one file is one document), or the name or local path of a
+       Hugging Face dataset with a text column: --recipe.init_args.data
+Tokenizer: bytes, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face Hub:
        --recipe.init_args.tokenizer
-Documents are tokenised once and packed end to end into blocks, with an end-of-text token between
-them; a block may hold the end of one document and the start of the next, and the model sees across.
-The blocks lie in cache_path, memory-mapped; where that is a disk of the node, once per node.
-Stream: with --recipe.init_args.lanes 64 no training document is packed to disk; they are read and
-       tokenised beside training. Each process reads its own lanes only; where a Hugging Face data
-       set has not so many files, or a multiple, a lane reads them all and keeps its part. A
-       resumed run passes over what its lanes have given in this epoch, which takes reading and
-       tokenising it again: raise distributed.startup_timeout_seconds where that is long.
-Model: pre-norm blocks (RMSNorm), rotary positions, SwiGLU or GELU, tied embeddings, no biases.
-The card of the default, with its measured loss and time, is configs/causal_lm.yaml.
+Packing: documents are tokenized once, joined with an end-of-text token after each, and cut into
+       sequences of block_tokens tokens. A sequence may hold the end of one document and the start
+       of the next, and attention crosses that boundary. The packed sequences are stored in
+       cache_path and memory-mapped; if cache_path is on each node's own disk, each node packs once.
+Streaming: with --recipe.init_args.lanes 64 the training documents are not packed to disk but read
+       and tokenized during training. A lane is a logical shard of the stream: the number of lanes
+       is fixed by the config, not by the number of processes, as with the canonical nodes of
+       MosaicML's streaming. Each process reads its own lanes only. If a Hugging Face dataset has
+       fewer than 8 files per lane, and their number is no multiple of lanes, each lane reads all
+       files and keeps its share of the rows. A resumed run has to read and tokenize again what its
+       lanes have yielded in this epoch: if that takes long, raise
+       distributed.startup_timeout_seconds.
+Model: a pre-norm transformer with RMSNorm, rotary position embeddings, SwiGLU or GELU, tied input
+       and output embeddings, and no biases.
+The default config, with its measured loss and time, is configs/causal_lm.yaml.
 """
 
 import hashlib
@@ -45,11 +50,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# B: blocks in a micro-batch, T: tokens in a block, D: width, H: heads, V: vocabulary
+# B: sequences in a micro-batch, T: tokens in a sequence, D: width, H: heads, V: vocabulary size
 
-END_OF_BYTES = 256  # after the 256 bytes
-FREE: Any = {"changes_curve": False}
-PREPARED: dict["CausalLM", dict[str, Any]] = {}  # what prepare_data has returned
+BYTE_EOS = 256  # the end-of-text token of the byte tokenizer; tokens 0 to 255 are the bytes
+MAY_CHANGE: Any = {"changes_curve": False}
+PREPARED: dict["CausalLM", dict[str, Any]] = {}  # the data_info that prepare_data returned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,143 +62,149 @@ class CausalLM:
     """Predict the next token; every field can be set from the command line."""
 
     data: str = "python"
-    """python, files, or a Hugging Face data set's name or path."""
-    data_path: str = field(default="data", metadata=FREE | {"staged": True})
-    """files: the folder that holds them; what stage_to copies."""
+    """python, files, or the name or path of a Hugging Face dataset."""
+    data_path: str = field(default="data", metadata=MAY_CHANGE | {"staged": True})
+    """files: the folder with the files; stage_to copies it."""
     pattern: str = "**/*.txt"
-    """files: which of them."""
+    """files: which files below data_path are read."""
     subset: str = ""
-    """Of a Hugging Face data set, such as wikitext-2-raw-v1 of Salesforce/wikitext."""
+    """Hugging Face dataset: its configuration, such as wikitext-2-raw-v1 of Salesforce/wikitext."""
     text_column: str = "text"
-    """Of a Hugging Face data set."""
+    """Hugging Face dataset: the column that holds the text."""
     validation_fraction: float = 0.05
-    """Of the documents, chosen by their hashes."""
+    """Fraction of the documents held out for validation, chosen by their hashes."""
     tokenizer: str = "bytes"
-    """bytes, a tokenizer.json, or a tokenizer's name on the hub."""
-    cache_path: str = field(default="data/causal_lm", metadata=FREE)
-    """Where the packed blocks are kept; a new folder for each data, tokenizer and length."""
+    """bytes, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face Hub."""
+    cache_path: str = field(default="data/causal_lm", metadata=MAY_CHANGE)
+    """Folder of the packed sequences; one subfolder per data, tokenizer and sequence length."""
     lanes: int = 0
-    """Read the training documents as a stream of so many lanes; 0: pack them first. A batch mixes
-    as many documents as there are lanes: best is the global batch size."""
+    """Stream the training documents in this many lanes; 0: pack them to disk first. A batch mixes
+    as many documents as there are lanes; the global batch size is the best choice."""
     validation_blocks: int = 1000
-    """With lanes: the validation set has at most so many blocks."""
+    """With lanes: the largest number of sequences in the validation set."""
     block_tokens: int = 256
-    """Tokens that a sample predicts."""
+    """Sequence length: the number of tokens predicted per sequence."""
     width: int = 256
+    """Size of the residual stream."""
     depth: int = 6
+    """Number of transformer blocks."""
     heads: int = 4
+    """Attention heads per block."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     dropout: float = 0.0
     checkpoint_activations: bool = False
-    """Compute the blocks again in backward in place of keeping what they need; a third slower."""
+    """Recompute the activations of each block in the backward pass instead of storing them; saves
+    memory, a third slower."""
     temperature: float = 0.8
-    """Of predict: 0 always takes the likeliest token."""
+    """predict: the sampling temperature; 0 always takes the most likely token."""
     answer_tokens: int = 200
-    """Of predict: how many to write."""
+    """predict: the largest number of tokens to generate."""
 
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
-        """Tokenise and pack the documents, unless the cache has them."""
+        """Tokenize and pack the documents, unless the cache holds them already."""
         if self.width % (2 * self.heads):
             raise ValueError(
-                f"width {self.width} must be a multiple of 2 x heads {self.heads}: rotary positions"
-                " turn pairs of numbers in each head"
+                f"width {self.width} must be a multiple of 2 x heads {self.heads}: rotary position"
+                " embeddings rotate pairs of dimensions in each head"
             )
-        folder = self._cache()
+        folder = self._cache_folder()
         if not folder.exists():
             self._pack(folder)
         PREPARED[self] = json.loads((folder / "about.json").read_text())
         return PREPARED[self]
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Open the blocks, memory-mapped, or the stream of them."""
+        """Open the packed sequences, memory-mapped, or the stream of training sequences."""
         from datasets import load_from_disk
 
-        folder = self._cache()
+        folder = self._cache_folder()
         train, validation = (
-            Blocks(load_from_disk(str(folder / part))) if data_info[part]["blocks"] else None
-            for part in ("train", "validation")
+            PackedSequences(load_from_disk(str(folder / split)))
+            if data_info[split]["blocks"]
+            else None
+            for split in ("train", "validation")
         )
         sets = {"validation": validation} if validation else {}
-        return Stream(self, data_info) if self.lanes else train, sets
+        return SequenceStream(self, data_info) if self.lanes else train, sets
 
-    def _cache(self) -> Path:
-        """Name the folder of the blocks by all that they follow from."""
-        what: list[Any] = [2]  # the form of what is in it
-        what += [self.data, self.tokenizer, self.block_tokens, self.validation_fraction]
+    def _cache_folder(self) -> Path:
+        """Return the folder of the packed sequences, named by a hash of all they depend on."""
+        key: list[Any] = [2]  # version of the folder's format
+        key += [self.data, self.tokenizer, self.block_tokens, self.validation_fraction]
         if self.data == "python":
-            what.append(sysconfig.get_python_version())
+            key.append(sysconfig.get_python_version())
         elif self.data == "files":
-            what += _contents(Path(self.data_path), self._files())
+            key += _file_stats(Path(self.data_path), self._files())
         else:
-            what += [self.subset, self.text_column]
+            key += [self.subset, self.text_column]
             if Path(self.data).exists():
-                what += _contents(Path(self.data), sorted(Path(self.data).rglob("*")))
+                key += _file_stats(Path(self.data), sorted(Path(self.data).rglob("*")))
         if self.lanes:
-            what.append({"stream": self.validation_blocks})
+            key.append({"stream": self.validation_blocks})
         if Path(self.tokenizer).is_file():
-            what.append(Path(self.tokenizer).read_text(encoding="utf-8"))
-        name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+            key.append(Path(self.tokenizer).read_text(encoding="utf-8"))
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
         return Path(self.cache_path) / name
 
     def _pack(self, folder: Path) -> None:
-        """Write the blocks under another name first: what has the folder's name is complete."""
+        """Write the packed sequences to a temporary folder and rename it when it is complete."""
         from datasets import Dataset, Features, List, Value, disable_progress_bars
 
         disable_progress_bars()
-        about = self._vocabulary()
-        encode, end = encoder(about), about["end"]
+        data_info = self._tokenizer_info()
+        encode, end = encoder(data_info), data_info["end"]
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         temporary.mkdir(parents=True)
         features = Features({"tokens": List(Value("int32"), self.block_tokens + 1)})
-        for part in ("train", "validation"):
+        for split in ("train", "validation"):
             counts = {"documents": 0, "bytes": 0, "tokens": 0}
 
-            def tokens_of(part: str, counts: dict[str, int]) -> Iterator[list[int]]:
-                if part == "validation" and self.validation_fraction == 0:
+            def tokens_of(split: str, counts: dict[str, int]) -> Iterator[list[int]]:
+                if split == "validation" and self.validation_fraction == 0:
                     return
                 for text in self._documents():
-                    if self._is_validation(text) == (part == "validation"):
+                    if self._is_validation(text) == (split == "validation"):
                         tokens = [*encode(text), end]
                         counts["documents"] += 1
                         counts["bytes"] += len(text.encode())
                         counts["tokens"] += len(tokens)
                         yield tokens
 
-            def blocks(part: str = part, counts: dict[str, int] = counts) -> Iterator[dict]:
-                most = {"train": 0, "validation": self.validation_blocks}[part]
-                packed = pack(tokens_of(part, counts), self.block_tokens)
-                for block in islice(packed, most if self.lanes else None):
-                    yield {"tokens": block}
+            def rows(split: str = split, counts: dict[str, int] = counts) -> Iterator[dict]:
+                limit = {"train": 0, "validation": self.validation_blocks}[split]
+                sequences = pack(tokens_of(split, counts), self.block_tokens)
+                for sequence in islice(sequences, limit if self.lanes else None):
+                    yield {"tokens": sequence}
 
             count = 0
-            if next(blocks(counts=dict(counts)), None):  # a generator of nothing is refused
+            if next(rows(counts=dict(counts)), None):  # from_generator refuses an empty generator
                 packed: Any = Dataset.from_generator(
-                    blocks, features=features, cache_dir=str(temporary / "unpacked")
+                    rows, features=features, cache_dir=str(temporary / "unpacked")
                 )
-                packed.save_to_disk(str(temporary / part))
+                packed.save_to_disk(str(temporary / split))
                 count = len(packed)
-            about[part] = counts | {"blocks": count}
+            data_info[split] = counts | {"blocks": count}
         shutil.rmtree(temporary / "unpacked", ignore_errors=True)
-        if about["train"]["blocks"] == 0 and not self.lanes:
+        if data_info["train"]["blocks"] == 0 and not self.lanes:
             shutil.rmtree(temporary)
             raise ValueError(
-                f"{self.data} ({about['train']['documents']} documents for training) makes not one"
-                f" block of {self.block_tokens + 1} tokens; check data_path and pattern, or lower"
-                " block_tokens"
+                f"{self.data} ({data_info['train']['documents']} documents for training) does not"
+                f" fill one sequence of {self.block_tokens + 1} tokens; check data_path and"
+                " pattern, or lower block_tokens"
             )
-        (temporary / "about.json").write_text(json.dumps(about))
+        (temporary / "about.json").write_text(json.dumps(data_info))
         try:
             temporary.rename(folder)
-        except OSError:  # another process was first
+        except OSError:  # another process has finished first
             shutil.rmtree(temporary)
 
-    def _documents(self, lane: int | None = None, order: int = 0) -> Iterator[str]:
-        """Read all documents as they lie, or those of a lane in one of many orders."""
+    def _documents(self, lane: int | None = None, shuffle_seed: int = 0) -> Iterator[str]:
+        """Yield all documents in stored order, or those of one lane in shuffled order."""
         if self.data in ("python", "files"):
             paths = self._python_files() if self.data == "python" else self._files()
             if lane is not None:
-                random.Random(order).shuffle(paths)
+                random.Random(shuffle_seed).shuffle(paths)
                 paths = paths[lane :: self.lanes]
             for path in paths:
                 yield path.read_text(encoding="utf-8", errors="replace")
@@ -202,27 +213,27 @@ class CausalLM:
         from datasets.distributed import split_dataset_by_node
         from datasets.exceptions import DatasetsError
 
-        how: dict[str, Any] = {"split": "train", "streaming": bool(self.lanes)}
+        options: dict[str, Any] = {"split": "train", "streaming": bool(self.lanes)}
         try:
-            rows: Any = load_dataset(self.data, self.subset or None, **how)
+            rows: Any = load_dataset(self.data, self.subset or None, **options)
         except (OSError, ValueError, DatasetsError) as error:
             raise ValueError(
                 f"data {self.data} is neither python nor files, and cannot be read as a Hugging"
-                f" Face data set: {error}"
+                f" Face dataset: {error}"
             ) from error
         if lane is not None:
-            rows = rows.shuffle(seed=order, buffer_size=1000)
-            if rows.num_shards >= 8 * self.lanes:  # some files each, if not the same number
+            rows = rows.shuffle(seed=shuffle_seed, buffer_size=1000)
+            if rows.num_shards >= 8 * self.lanes:  # whole files per lane; unequal numbers will do
                 rows = rows.shard(num_shards=self.lanes, index=lane, contiguous=False)
             else:
                 rows = split_dataset_by_node(rows, rank=lane, world_size=self.lanes)
-        # by iter(): in a loader worker, `for row in rows` would give it a part of the lane only
-        for some in rows.iter(batch_size=64):
-            if self.text_column not in some:
+        # iter(), since `for row in rows` inside a loader worker yields only that worker's share
+        for batch in rows.iter(batch_size=64):
+            if self.text_column not in batch:
                 raise ValueError(
-                    f"text_column is {self.text_column}, but the data has only {', '.join(some)}"
+                    f"text_column is {self.text_column}, but the data has only {', '.join(batch)}"
                 )
-            yield from (text for text in some[self.text_column] if text is not None)
+            yield from (text for text in batch[self.text_column] if text is not None)
 
     def _files(self) -> list[Path]:
         return sorted(path for path in Path(self.data_path).glob(self.pattern) if path.is_file())
@@ -234,23 +245,24 @@ class CausalLM:
         return [path for path in files if not skipped & set(path.relative_to(root).parts)]
 
     def _is_validation(self, text: str) -> bool:
-        draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
-        return draw < self.validation_fraction
+        """Return whether a document is held out, by its hash as a number from 0 to 1."""
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") / 2**32
+        return number < self.validation_fraction
 
-    def _vocabulary(self) -> dict[str, Any]:
-        """Return the size of the vocabulary, the end-of-text token, and the tokenizer as JSON."""
+    def _tokenizer_info(self) -> dict[str, Any]:
+        """Return the vocabulary size, the end-of-text token, and the tokenizer as JSON."""
         if self.tokenizer == "bytes":
-            return {"vocabulary": END_OF_BYTES + 1, "end": END_OF_BYTES, "tokenizer": None}
+            return {"vocabulary": BYTE_EOS + 1, "end": BYTE_EOS, "tokenizer": None}
         from tokenizers import Tokenizer
 
         is_file = Path(self.tokenizer).is_file()
         try:
             read = Tokenizer.from_file if is_file else Tokenizer.from_pretrained
             tokenizer = read(self.tokenizer)
-        except Exception as error:  # it raises nothing more precise
+        except Exception as error:  # tokenizers raises no narrower type
             raise ValueError(
                 f"tokenizer {self.tokenizer} is neither bytes nor a tokenizer.json, and cannot be"
-                f" had from the Hugging Face hub: {error}"
+                f" downloaded from the Hugging Face Hub: {error}"
             ) from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -259,15 +271,15 @@ class CausalLM:
         end = next((vocabulary[name] for name in names if name in vocabulary), None)
         if end is None:
             raise ValueError(
-                f"tokenizer {self.tokenizer} has none of {', '.join(names)} to end documents with;"
+                f"tokenizer {self.tokenizer} has no end-of-text token (one of {', '.join(names)});"
                 " add one to it"
             )
-        size = max(vocabulary.values()) + 1  # there may be gaps
+        size = max(vocabulary.values()) + 1  # the ids may have gaps
         return {"vocabulary": size, "end": end, "tokenizer": tokenizer.to_str()}
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        """Build the model with fresh weights."""
+        """Build the model with randomly initialized weights."""
         return GPT(
             data_info["vocabulary"],
             self.width,
@@ -279,7 +291,7 @@ class CausalLM:
         )
 
     def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, int]:
-        """Sum the cross-entropy of the next tokens.
+        """Return the summed cross-entropy of the next tokens, and their number.
 
         Args:
             model: maps tokens (B, T) to logits (B, T, V).
@@ -287,59 +299,64 @@ class CausalLM:
             step: not used.
 
         Returns:
-            The sum in nats, a scalar, and the number of tokens predicted.
+            loss_sum in nats, a scalar, and num_items, the number of predicted tokens.
         """
-        total = _token_losses(model, batch).sum()
-        return total, batch.shape[0] * (batch.shape[1] - 1)
+        loss_sum = _token_losses(model, batch).sum()
+        return loss_sum, batch.shape[0] * (batch.shape[1] - 1)
 
     def per_sample(self, model: nn.Module) -> dict[str, float]:
-        """Count a block's tokens, and its floating-point operations forward and backward.
+        """Return the tokens of a sequence and its FLOPs, forward and backward, for MFU.
 
-        6 per weight and token, and attention's 12 x depth x width x T
+        Per token 6 FLOPs per parameter, and 12 x depth x width x T for attention
         (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B).
         """
-        weights = sum(p.numel() for p in model.parameters())
-        per_token = 6 * weights + 12 * self.depth * self.width * self.block_tokens
+        num_parameters = sum(p.numel() for p in model.parameters())
+        per_token = 6 * num_parameters + 12 * self.depth * self.width * self.block_tokens
         return {"tokens": self.block_tokens, "operations": per_token * self.block_tokens}
 
-    # ---- evaluation and use ---------------------------------------------------------------------
+    # ---- evaluation and inference ---------------------------------------------------------------
     def build_metrics(self) -> dict[str, Any]:
-        """Name the loss per token in nats, and what it comes to in bits per byte of text."""
+        """Return the loss per token in nats, and the same loss in bits per byte of text."""
         from torchmetrics import MeanMetric
 
         return {"loss": MeanMetric(), "bits_per_byte": MeanMetric()}
 
     def update_metrics(self, model: nn.Module, batch: Tensor, metrics: dict[str, Any]) -> None:
-        """Count one micro-batch."""
+        """Update the metrics with one micro-batch."""
         losses = _token_losses(model, batch)
         metrics["loss"].update(losses)
         text = PREPARED[self]["validation"]
         metrics["bits_per_byte"].update(losses * text["tokens"] / text["bytes"] / math.log(2))
 
     def sample(self, model: nn.Module) -> str:
-        """Write a little, to be read at each evaluation."""
-        about = PREPARED[self]
-        return self._write(model, about, [about["end"]], 60)
+        """Generate a short text, shown at each evaluation."""
+        data_info = PREPARED[self]
+        return self._generate_text(model, data_info, [data_info["end"]], 60)
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
-        """Continue the text that the argument is."""
+        """Generate a continuation of the text given as argument."""
         tokens = encoder(data_info)(argument) or [data_info["end"]]
-        return self._write(model, data_info, tokens, self.answer_tokens)
+        return self._generate_text(model, data_info, tokens, self.answer_tokens)
 
-    def _write(
-        self, model: nn.Module, data_info: dict[str, Any], tokens: list[int], count: int
+    def _generate_text(
+        self, model: nn.Module, data_info: dict[str, Any], prompt: list[int], max_new_tokens: int
     ) -> str:
-        draw, end = torch.Generator().manual_seed(0), data_info["end"]
-        written = generate(model, tokens, count, self.block_tokens, self.temperature, end, draw)
+        tokens = generate(
+            model,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            max_length=self.block_tokens,
+            temperature=self.temperature,
+            end=data_info["end"],
+            generator=torch.Generator().manual_seed(0),
+        )
         if not data_info["tokenizer"]:
-            return bytes(token for token in written if token < END_OF_BYTES).decode(
-                errors="replace"
-            )
-        return _tokenizer_of(data_info["tokenizer"]).decode(written)
+            return bytes(token for token in tokens if token < BYTE_EOS).decode(errors="replace")
+        return _tokenizer_of(data_info["tokenizer"]).decode(tokens)
 
 
 def encoder(data_info: dict[str, Any]) -> Callable[[str], list[int]]:
-    """Return what makes tokens of a text, without any that the tokenizer would add."""
+    """Return a function from a text to its tokens, without the tokenizer's special tokens."""
     if not data_info["tokenizer"]:
         return lambda text: list(text.encode())
     tokenizer = _tokenizer_of(data_info["tokenizer"])
@@ -353,8 +370,13 @@ def _tokenizer_of(text: str) -> Any:
     return Tokenizer.from_str(text)
 
 
-def _contents(folder: Path, files: list[Path]) -> list[Any]:
-    """List files by name, size and time, which a staged copy of the folder shares."""
+def _file_stats(folder: Path, files: list[Path]) -> list[Any]:
+    """Return name, size and modification time of files; a staged copy of the folder has the same.
+
+    Args:
+        folder: the names are relative to it.
+        files: all inside the folder.
+    """
     stats = ((path.relative_to(folder), path.stat()) for path in files)
     return [[str(name), stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
@@ -369,31 +391,42 @@ def _token_losses(model: nn.Module, batch: Tensor) -> Tensor:
 def generate(
     model: nn.Module,
     tokens: list[int],
-    count: int,
-    longest: int,
+    *,
+    max_new_tokens: int,
+    max_length: int,
     temperature: float,
     end: int,
-    draw: torch.Generator,
+    generator: torch.Generator,
 ) -> list[int]:
-    """Append up to count tokens to a text; the model sees the last `longest` of them."""
+    """Return the tokens followed by up to max_new_tokens sampled ones.
+
+    Args:
+        model: maps tokens (B, T) to logits (B, T, V).
+        tokens: the prompt, not empty.
+        max_new_tokens: generation stops here, or at the token `end`.
+        max_length: the model sees the last max_length tokens only.
+        temperature: divides the logits; 0 always takes the most likely token.
+        end: the end-of-text token.
+        generator: of the sampling, on the CPU.
+    """
     device = next(model.parameters()).device
     tokens = list(tokens)
-    for _ in range(count):
-        context = torch.tensor([tokens[-longest:]], device=device)
+    for _ in range(max_new_tokens):
+        context = torch.tensor([tokens[-max_length:]], device=device)
         logits = model(context)[0, -1].float().cpu()
         if temperature == 0:
             token = int(logits.argmax())
         else:
-            chances = (logits / temperature).softmax(0)
-            token = int(torch.multinomial(chances, 1, generator=draw))
+            probabilities = (logits / temperature).softmax(0)
+            token = int(torch.multinomial(probabilities, 1, generator=generator))
         if token == end:
             break
         tokens.append(token)
     return tokens
 
 
-class Blocks(torch.utils.data.Dataset):
-    """Blocks of T + 1 tokens."""
+class PackedSequences(torch.utils.data.Dataset):
+    """Sequences of T + 1 tokens: T inputs, and the same shifted by one as labels."""
 
     def __init__(self, packed: Any) -> None:
         self.packed = packed.with_format("numpy")
@@ -402,35 +435,40 @@ class Blocks(torch.utils.data.Dataset):
         return len(self.packed)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return a block (T + 1), int64."""
+        """Return a sequence (T + 1), int64."""
         return torch.from_numpy(self.packed[index]["tokens"]).long()
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        """Return several blocks with one read."""
+        """Return several sequences with one read."""
         return list(torch.from_numpy(self.packed[indices]["tokens"]).long())
 
 
-class Stream:
-    """Blocks of T + 1 tokens that are tokenised as they are read.
+class SequenceStream:
+    """Sequences of T + 1 tokens, tokenized while they are read.
 
-    Every epoch has its own order of the documents, and lane i every n-th of them.
+    Each epoch shuffles the documents in its own order; lane i reads its share of them.
     """
 
     def __init__(self, recipe: CausalLM, data_info: dict[str, Any]) -> None:
-        self.recipe, self.lanes, self.data_info = recipe, recipe.lanes, data_info
+        self.recipe = recipe
+        self.lanes = recipe.lanes
+        self.data_info = data_info
 
     def lane(self, i: int, epoch: int, start: int, seed: int) -> Iterator[Tensor]:
-        """Read the blocks (T + 1), int64, of a lane from the one numbered start on."""
+        """Yield the sequences (T + 1), int64, of lane i, without the first `start` ones."""
         recipe, end = self.recipe, self.data_info["end"]
         encode = encoder(self.data_info)
         documents = recipe._documents(i, 1_000_003 * seed + epoch)
         tokens = ([*encode(text), end] for text in documents if not recipe._is_validation(text))
-        for block in islice(pack(tokens, recipe.block_tokens), start, None):
-            yield torch.tensor(block)
+        for sequence in islice(pack(tokens, recipe.block_tokens), start, None):
+            yield torch.tensor(sequence)
 
 
 def pack(documents: Iterable[list[int]], length: int) -> Iterator[list[int]]:
-    """Cut documents, end to end, into blocks; each begins with the last token of the one before."""
+    """Yield sequences of length + 1 tokens, cut from the concatenated documents.
+
+    Each begins with the last token of the previous one, so that every token is predicted once.
+    """
     rest: list[int] = []
     for tokens in documents:
         rest += tokens
@@ -443,7 +481,7 @@ def pack(documents: Iterable[list[int]], length: int) -> Iterator[list[int]]:
 
 # ---- the model ----------------------------------------------------------------------------------
 class GPT(nn.Module):
-    """A decoder (Radford et al. 2019) with RMSNorm, rotary positions and SwiGLU, as in Llama.
+    """A decoder-only transformer with RMSNorm, rotary position embeddings and SwiGLU, as Llama.
 
     Touvron et al. 2023, https://arxiv.org/abs/2302.13971, section 2.2.
     """
@@ -460,64 +498,71 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads, activation, dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(width, heads, activation, dropout) for _ in range(depth)
+        )
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight  # tied
-        self.checkpoint_activations, self.head_width = checkpoint_activations, width // heads
+        self.checkpoint_activations = checkpoint_activations
+        self.head_dim = width // heads
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
         for block in self.blocks:
-            assert isinstance(block, Block)
-            for last in (block.attention.out, block.mlp.out):  # what the residual stream adds up
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * depth))
+            assert isinstance(block, TransformerBlock)
+            # 2 x depth outputs are added to the residual stream: scaled down, as in GPT-2
+            for output in (block.attention.out, block.mlp.out):
+                nn.init.normal_(output.weight, std=0.02 / math.sqrt(2 * depth))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) -> logits (B, T, V)."""
         x = self.embedding(tokens)
-        turns = rotary_turns(tokens.shape[1], self.head_width, x.device)
+        rotary = rotary_embedding(tokens.shape[1], self.head_dim, x.device)
         for block in self.blocks:
             if self.checkpoint_activations and self.training:
-                x = checkpoint(block, x, turns, use_reentrant=False)
+                x = checkpoint(block, x, rotary, use_reentrant=False)
             else:
-                x = block(x, turns)
+                x = block(x, rotary)
         return self.head(self.norm(x))
 
 
-class Block(nn.Module):
-    """Attention and a perceptron, each beside the residual stream and after a norm."""
+class TransformerBlock(nn.Module):
+    """Attention and an MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, width: int, heads: int, activation: str, dropout: float) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention_norm = nn.RMSNorm(width)
+        self.mlp_norm = nn.RMSNorm(width)
         self.attention = Attention(width, heads, dropout)
         self.mlp = SwiGLU(width) if activation == "swiglu" else GELU(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), turns))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Attention(nn.Module):
-    """Causal self-attention; torch chooses the kernel."""
+    """Causal self-attention; scaled_dot_product_attention chooses the kernel."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.head_width, self.dropout = heads, width // heads, dropout
-        self.into = nn.Linear(width, 3 * width, bias=False)
+        self.heads = heads
+        self.head_dim = width // heads
+        self.dropout = dropout
+        self.into = nn.Linear(width, 3 * width, bias=False)  # query, key and value in one
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         batch, length, width = x.shape
-        split = self.into(x).view(batch, length, 3, self.heads, self.head_width)
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # each (B, H, T, D / H)
+        qkv = self.into(x).view(batch, length, 3, self.heads, self.head_dim)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D / H)
         y = F.scaled_dot_product_attention(
-            rotate(query, turns),
-            rotate(key, turns),
+            apply_rotary(query, rotary),
+            apply_rotary(key, rotary),
             value,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
@@ -526,22 +571,22 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A gated perceptron of 8/3 the width (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+    """A gated MLP of hidden size 8/3 D (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        inner = 64 * math.ceil(8 * width / 3 / 64)  # a multiple that suits GPUs
-        self.into = nn.Linear(width, 2 * inner, bias=False)
-        self.out = nn.Linear(inner, width, bias=False)
+        hidden = 64 * math.ceil(8 * width / 3 / 64)  # a multiple of 64 suits GPUs
+        self.into = nn.Linear(width, 2 * hidden, bias=False)
+        self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        gate, value = self.into(x).chunk(2, dim=-1)
-        return self.out(F.silu(gate) * value)
+        gate, up = self.into(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * up)
 
 
 class GELU(nn.Module):
-    """A perceptron of four times the width."""
+    """An MLP of hidden size 4 D."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -553,20 +598,20 @@ class GELU(nn.Module):
         return self.out(F.gelu(self.into(x)))
 
 
-def rotary_turns(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of each position's turns, (T, D / H / 2) each, float32.
+def rotary_embedding(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the rotation angles, each (T, D / H / 2), float32.
 
     Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
-    pairs = torch.arange(0, head_width, 2, device=device, dtype=torch.float32)
-    speeds = 10_000.0 ** (-pairs / head_width)
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * speeds
+    pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 10_000.0 ** (-pairs / head_dim)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs of numbers of each head by their position; (B, H, T, D / H)."""
-    cosine, sine = turns
+def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate each head's pairs of dimensions by their position's angles; (B, H, T, D / H)."""
+    cosine, sine = rotary
     left, right = x.float().chunk(2, dim=-1)
-    turned = torch.cat([left * cosine - right * sine, left * sine + right * cosine], dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat([left * cosine - right * sine, left * sine + right * cosine], dim=-1)
+    return rotated.to(x.dtype)
