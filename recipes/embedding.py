@@ -5,18 +5,20 @@
 #   "torchmetrics>=1.7",
 # ]
 # ///
-"""Embed texts that belong together near each other, with negatives from all processes.
+"""Train text embeddings by contrastive learning, with in-batch negatives from all processes.
 
 Data:  python (each documented function of the standard library: the first paragraph of its
-       docstring, and its source without it), or pairs (<data_path>/train.jsonl and
-       validation.jsonl, an object with "query" and "document" per line): --recipe.init_args.data
-Model: hashed n-grams of characters, summed, and a perceptron for each side. build_model is the
-       place for another encoder: a module with encode(bag, side) -> (B, D) and log_scale.
-The loss compares each query with the documents of the whole micro-batch, over all processes, and
-each document with the queries (CLIP, section 2.3, https://arxiv.org/abs/2103.00020). So it is the
-same for any number of processes at accumulation 1; with accumulation there are fewer negatives, and
-it is not.
-The card of the default, with its measured recall and time, is configs/embedding.yaml.
+       docstring is the query, its source without the docstring the document), or pairs
+       (<data_path>/train.jsonl and validation.jsonl, one object with "query" and "document" per
+       line): --recipe.init_args.data
+Model: the mean of hashed character n-gram embeddings, and an MLP each for queries and documents.
+       For another encoder, override build_model: its module needs encode(bag, side) -> (B, D) and
+       log_scale.
+Loss:  the symmetric cross-entropy of CLIP (https://arxiv.org/abs/2103.00020, section 2.3) over the
+       micro-batches of all processes: each query against all documents, each document against all
+       queries. Without gradient accumulation it does not depend on the number of processes; with
+       accumulation there are fewer negatives, so the loss is another one.
+The default config, with its measured recall and time, is configs/embedding.yaml.
 """
 
 import ast
@@ -33,40 +35,41 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-# B: pairs in a micro-batch, N: pairs over all processes, D: width; a bag: (n-grams, offsets)
+# B: pairs in a micro-batch, N: pairs over all processes, D: width
 
-Bag = tuple[Tensor, Tensor]
+Bag = tuple[Tensor, Tensor]  # n-gram ids of all texts, and the offset at which each text begins
 
-TIE = 1e-6  # of scores between -1 and 1; the rounding of float32 embeddings stays below it
+TIE = 1e-6  # scores (-1 to 1) closer than this are equal; float32 rounding stays below it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
-    """Find the document that belongs to a query; every field can be set from the command line."""
+    """Retrieve the document that matches a query; every field can be set from the command line."""
 
     data: str = "python"
     """python or pairs."""
     data_path: str = field(default="data", metadata={"changes_curve": False, "staged": True})
-    """pairs: the folder that holds them; what stage_to copies."""
+    """pairs: the folder with the .jsonl files; stage_to copies it."""
     longest: int = 2000
-    """Characters of a text that are looked at."""
+    """Only the first so many characters of a text are used."""
     buckets: int = 65_536
-    """Rows of the table that n-grams are hashed into."""
+    """Rows of the embedding table; n-grams are hashed to rows."""
     width: int = 128
+    """Size of an embedding."""
     temperature: float = 0.05
-    """At the start; it is learned."""
+    """Initial softmax temperature; it is learned."""
 
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
-        """Count the pairs."""
+        """Return the number of training and validation pairs."""
         if self.data not in ("python", "pairs"):
             raise ValueError(f"data is {self.data}, but must be python or pairs")
         train, validation = self._pairs()
         return {"pairs": len(train), "validation_pairs": len(validation)}
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the pairs as bags of n-grams."""
-        train, validation = (Pairs(p, self.buckets, self.longest) for p in self._pairs())
+        """Return datasets of pairs of n-gram bags."""
+        train, validation = (PairDataset(p, self.buckets, self.longest) for p in self._pairs())
         return train, {"validation": validation} if len(validation) else {}
 
     def _pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -78,85 +81,88 @@ class Embedding:
                 [pair for pair, held in zip(pairs, held_out, strict=True) if held],
             )
         train, validation = (
-            _read(Path(self.data_path) / f"{part}.jsonl") for part in ("train", "validation")
+            _read_jsonl(Path(self.data_path) / f"{split}.jsonl")
+            for split in ("train", "validation")
         )
         return train, validation
 
     def collate(self, samples: list[tuple[Tensor, Tensor]]) -> dict[str, Bag]:
-        """Lay the bags of a micro-batch end to end."""
+        """Concatenate the n-gram ids of a micro-batch, with offsets for EmbeddingBag."""
         return {
-            side: _lay([sample[k] for sample in samples])
+            side: _concatenate([sample[k] for sample in samples])
             for k, side in enumerate(("query", "document"))
         }
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        """Build the model with fresh weights."""
+        """Build the model with randomly initialized weights."""
         return TwoTowers(self.buckets, self.width, self.temperature)
 
     def loss(self, model: Any, batch: dict[str, Bag], step: int) -> tuple[Tensor, int]:
-        """Sum the cross-entropies of this process's pairs among those of all.
+        """Return the summed loss of this process's pairs against those of all processes.
 
         Args:
-            model: has encode(bag, side) -> (B, D), of unit length, and log_scale, (1,).
+            model: has encode(bag, side) -> (B, D), unit vectors, and log_scale, (1,).
             batch: the bags of queries and documents.
             step: not used.
 
         Returns:
-            The sum in nats, a scalar, and the number of pairs.
+            loss_sum in nats, a scalar, and num_items, the number of pairs.
         """
         query, document = (model.encode(batch[side], side) for side in ("query", "document"))
-        queries, documents = everyones(query), everyones(document)  # (N, D)
+        queries, documents = all_gather_with_grad(query), all_gather_with_grad(document)  # (N, D)
         scale = model.log_scale.exp()
         target = torch.arange(len(query), device=query.device) + len(query) * _rank()
         to_document = F.cross_entropy(scale * query @ documents.T, target, reduction="sum")
         to_query = F.cross_entropy(scale * document @ queries.T, target, reduction="sum")
         return (to_document + to_query) / 2, len(query)
 
-    # ---- evaluation and use ---------------------------------------------------------------------
+    # ---- evaluation and inference ---------------------------------------------------------------
     def build_metrics(self) -> dict[str, Any]:
-        """Name the part of the queries whose document is the first, or among the first ten."""
+        """Return recall@1 and recall@10: how often a query's own document ranks that high."""
         return {"recall_at_1": RecallAtK(k=1), "recall_at_10": RecallAtK(k=10)}
 
     def update_metrics(self, model: Any, batch: dict[str, Bag], metrics: dict[str, Any]) -> None:
-        """Keep the embeddings of one micro-batch."""
+        """Store the embeddings of one micro-batch."""
         query, document = (model.encode(batch[side], side) for side in ("query", "document"))
         for metric in metrics.values():
             metric.update(query.float(), document.float())
 
     def predict(self, model: Any, data_info: dict[str, Any], argument: str) -> str:
-        """Order the lines of a text by how well they answer its first."""
+        """Rank documents, one per line after the first, by their similarity to the first line."""
         query, *documents = [line for line in argument.splitlines() if line.strip()]
         if not documents:
-            raise ValueError("give a query and, on lines of their own, the documents to order")
+            raise ValueError("give a query and the documents to rank, one per line")
         bags = [ngrams(text, self.buckets, self.longest) for text in documents]
-        near = model.encode(_lay(bags), "document") @ model.encode(
-            _lay([ngrams(query, self.buckets, self.longest)]), "query"
-        ).flatten()  # fmt: skip
-        order = near.argsort(descending=True).tolist()
-        return "\n".join(f"{near[i]:.3f} {documents[i]}" for i in order)
+        query_bag = _concatenate([ngrams(query, self.buckets, self.longest)])
+        scores = model.encode(_concatenate(bags), "document") @ (
+            model.encode(query_bag, "query").flatten()
+        )
+        order = scores.argsort(descending=True).tolist()
+        return "\n".join(f"{scores[i]:.3f} {documents[i]}" for i in order)
 
 
-# ---- all processes ------------------------------------------------------------------------------
-def everyones(mine: Tensor) -> Tensor:
-    """Gather rows from all processes, in order of rank; gradients flow back to where they are from.
+# ---- collectives --------------------------------------------------------------------------------
+def all_gather_with_grad(local: Tensor) -> Tensor:
+    """Gather rows from all processes in order of rank; gradients flow back to their process.
 
     (B, D) -> (N, D)
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return mine
-    return cast(Tensor, _Gather.apply(mine))
+        return local
+    return cast(Tensor, _AllGather.apply(local))
 
 
-class _Gather(torch.autograd.Function):
-    """all_gather; backward, each process gets what all of them want of its rows."""
+class _AllGather(torch.autograd.Function):
+    """all_gather; its backward sums over processes and returns the gradient of the own rows."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor) -> Tensor:
+    def forward(ctx: Any, local: Tensor) -> Tensor:
         """(B, D) -> (N, D)."""
-        parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(parts, mine.contiguous())
-        ctx.start, ctx.length = torch.distributed.get_rank() * len(mine), len(mine)
+        parts = [torch.empty_like(local) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, local.contiguous())
+        ctx.start = torch.distributed.get_rank() * len(local)
+        ctx.length = len(local)
         return torch.cat(parts)
 
     @staticmethod
@@ -172,7 +178,7 @@ def _rank() -> int:
 
 
 class RecallAtK(Metric):
-    """The fraction of queries whose own document is among the k nearest of the whole set; exact."""
+    """Fraction of queries whose own document is among the k nearest of the whole set; exact."""
 
     full_state_update = False
 
@@ -185,76 +191,83 @@ class RecallAtK(Metric):
         self.add_state("documents", [], dist_reduce_fx="cat")
 
     def update(self, queries: Tensor, documents: Tensor) -> None:
-        """Keep rows that belong together; (B, D) each."""
+        """Store the embeddings of matching pairs; (B, D) each."""
         self.queries.append(queries)
         self.documents.append(documents)
 
     def compute(self) -> Tensor:
-        """Compare every query with every document, some queries at a time.
+        """Compare every query with every document, 256 queries at a time.
 
-        Documents whose scores are within TIE of that of the query's own share the places they
-        take: rounding, which differs with the batch and the CPU, decides nothing.
+        Documents whose scores are within TIE of the own document's share their ranks, so that
+        rounding errors, which depend on the batch and the CPU, do not change the result.
         """
-        # float64: also where float32 products use TF32
+        # float64, since float32 matmuls may run in TF32
         queries, documents = (
             torch.cat(list(side)).double() for side in (self.queries, self.documents)
         )
-        found, start = queries.new_zeros(()), 0
-        for part in queries.split(256):  # float64: 2 KB per document, three times
-            scores = part @ documents.T
-            index = torch.arange(start, start + len(part), device=scores.device)
+        hits = queries.new_zeros(())
+        start = 0
+        for chunk in queries.split(256):  # 2 KB of float64 scores per document, three times
+            scores = chunk @ documents.T
+            index = torch.arange(start, start + len(chunk), device=scores.device)
             own = scores.gather(1, index[:, None])
             better = (scores > own + TIE).sum(1)
             equal = ((scores - own).abs() <= TIE).sum(1).clamp(min=1)
             credit = ((self.k - better) / equal.double()).clamp(0, 1)
-            found += (credit * own[:, 0].isfinite()).sum()
-            start += len(part)
-        return found / len(queries)
+            hits += (credit * own[:, 0].isfinite()).sum()
+            start += len(chunk)
+        return hits / len(queries)
 
 
-# ---- texts --------------------------------------------------------------------------------------
-class Pairs(torch.utils.data.Dataset):
+# ---- data ---------------------------------------------------------------------------------------
+class PairDataset(torch.utils.data.Dataset):
     """Pairs of bags of n-grams."""
 
     def __init__(self, pairs: list[tuple[str, str]], buckets: int, longest: int) -> None:
-        self.pairs, self.buckets, self.longest = pairs, buckets, longest
+        self.pairs = pairs
+        self.buckets = buckets
+        self.longest = longest
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the bags of a query and its document, int64, of any length."""
+        """Return the n-gram ids of a query and of its document, int64, of any length."""
         query, document = (ngrams(t, self.buckets, self.longest) for t in self.pairs[index])
         return query, document
 
 
 def ngrams(text: str, buckets: int, longest: int) -> Tensor:
-    """Hash a text's runs of 3 to 5 characters, within words; the same on every machine."""
-    found = [
+    """Return the hashed character n-grams of a text, n = 3 to 5, within words.
+
+    The hashes (CRC-32) are the same on every machine.
+    """
+    ids = [
         zlib.crc32(padded[i : i + n].encode()) % buckets
         for word in text[:longest].lower().split()
         for padded in [f"<{word}>"]
         for n in (3, 4, 5)
         for i in range(len(padded) - n + 1)
     ]
-    return torch.tensor(found or [0])
+    return torch.tensor(ids or [0])
 
 
-def _lay(bags: list[Tensor]) -> Bag:
+def _concatenate(bags: list[Tensor]) -> Bag:
     lengths = torch.tensor([0, *(len(bag) for bag in bags[:-1])])
     return torch.cat(bags), lengths.cumsum(0)
 
 
-def _read(path: Path) -> list[tuple[str, str]]:
+def _read_jsonl(path: Path) -> list[tuple[str, str]]:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; pairs need train.jsonl and validation.jsonl")
+        raise FileNotFoundError(f"{path} not found; pairs need train.jsonl and validation.jsonl")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     return [(row["query"], row["document"]) for row in rows]
 
 
 def standard_library() -> list[tuple[str, str]]:
-    """Pair the first paragraph of each docstring with its function's source, names left in."""
-    root, pairs = Path(sysconfig.get_path("stdlib")), {}
+    """Return pairs of a docstring's first paragraph and its function's source without it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    pairs: dict[str, str] = {}
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     for path in sorted(root.rglob("*.py")):
         if skipped & set(path.relative_to(root).parts):
@@ -266,8 +279,8 @@ def standard_library() -> list[tuple[str, str]]:
             continue
         lines = source.splitlines()
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and (told := ast.get_docstring(node)):
-                query = told.split("\n\n")[0].replace("\n", " ")[:200]
+            if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+                query = docstring.split("\n\n")[0].replace("\n", " ")[:200]
                 body = "\n".join(lines[node.body[0].end_lineno or 0 : node.end_lineno])
                 if len(query) > 20 and body.strip():
                     pairs.setdefault(query, f"{lines[node.lineno - 1]}\n{body}")
@@ -276,7 +289,7 @@ def standard_library() -> list[tuple[str, str]]:
 
 # ---- the model ----------------------------------------------------------------------------------
 class TwoTowers(nn.Module):
-    """One table of n-grams, and a perceptron for queries and one for documents."""
+    """A shared n-gram embedding table, and an MLP each for queries and documents."""
 
     def __init__(self, buckets: int, width: int, temperature: float) -> None:
         super().__init__()
@@ -293,10 +306,10 @@ class TwoTowers(nn.Module):
             }
         )
         nn.init.normal_(self.table.weight, std=0.1)
-        # of shape (1,), since FSDP refuses parameters without a dimension
+        # shape (1,), since FSDP refuses 0-dimensional parameters
         self.log_scale = nn.Parameter(torch.tensor([1 / temperature]).log())
 
     def encode(self, bag: Bag, side: str) -> Tensor:
-        """Embed texts on one side; (B, D), of unit length."""
+        """Return the embeddings of texts; side is query or document; (B, D), unit vectors."""
         mean = self.table(*bag)
         return F.normalize(mean + self.towers[side](mean), dim=-1)

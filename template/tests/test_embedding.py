@@ -1,4 +1,4 @@
-"""The recipe: negatives from all processes, gradients to all of them, recall over the whole set."""
+"""The recipe embedding: negatives and gradients across processes, recall over the whole set."""
 
 import dataclasses
 import json
@@ -29,9 +29,9 @@ WORDS = (
 
 
 def write(folder, count=48, held_out=23):
-    """Write pairs: two words, and the same two the other way round with something between.
+    """Write pairs: a query of two words, and a document with the same words in reverse order.
 
-    No two queries hold the same words: their bags, and so their scores, would be equal.
+    No two queries have the same words, since their n-grams, and so their scores, would be equal.
     """
     folder.mkdir(exist_ok=True)
     pairs = list(combinations(WORDS, 2))
@@ -39,9 +39,10 @@ def write(folder, count=48, held_out=23):
     pairs = pairs[: count + held_out]
     assert len(pairs) == count + held_out
     rows = [{"query": f"{a} {b}", "document": f"{b} with a {a}"} for a, b in pairs]
-    parts = {"train": rows[:count], "validation": rows[count:]}
-    for name, part in parts.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    splits = {"train": rows[:count], "validation": rows[count:]}
+    for split, chosen in splits.items():
+        lines = (json.dumps(row) + "\n" for row in chosen)
+        (folder / f"{split}.jsonl").write_text("".join(lines))
     return folder
 
 
@@ -51,7 +52,7 @@ def config_of(folder, **settings) -> Config:
     return dataclasses.replace(make_config(folder, **settings), recipe=recipe)
 
 
-def test_the_curve_is_the_same_for_any_number_of_processes(tmp_path):
+def test_training_is_the_same_for_any_number_of_processes(tmp_path):
     one = config_of(tmp_path, run_name="one")
     assert train(one) == 0
     expected = records(one)
@@ -69,52 +70,52 @@ def test_the_curve_is_the_same_for_any_number_of_processes(tmp_path):
         assert recalls[0] == pytest.approx(recalls[1])
 
 
-def test_the_loss_is_that_of_all_pairs_at_once(tmp_path):
+def test_the_loss_equals_the_symmetric_cross_entropy_of_all_pairs(tmp_path):
     config = config_of(tmp_path)
     recipe = config.recipe
     train_set, _ = recipe.build_datasets({})
     batch = recipe.collate([train_set[i] for i in range(6)])
     torch.manual_seed(0)
     model = recipe.build_model({})
-    total, count = recipe.loss(model, batch, 0)
-    assert count == 6
+    loss_sum, num_items = recipe.loss(model, batch, 0)
+    assert num_items == 6
     query = model.encode(batch["query"], "query")
     document = model.encode(batch["document"], "document")
     scores = (query @ document.T) / recipe.temperature
     own = torch.arange(6)
     expected = F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)
-    assert float(total.detach()) / 6 == pytest.approx(float(expected.detach()) / 2, rel=1e-4)
+    assert float(loss_sum.detach()) / 6 == pytest.approx(float(expected.detach()) / 2, rel=1e-4)
 
 
 def test_recall_is_exact(tmp_path):
     torch.manual_seed(0)
     queries, documents = F.normalize(torch.randn(2, 3000, 8).double(), dim=-1)
-    near = queries @ documents.T
-    place = (near > near.diagonal()[:, None]).sum(1)
+    scores = queries @ documents.T
+    rank = (scores > scores.diagonal()[:, None]).sum(1)
     for k in (1, 10):
         metric = RecallAtK(k=k)
-        for part in range(0, 3000, 700):
-            metric.update(queries[part : part + 700], documents[part : part + 700])
-        assert metric.compute() == pytest.approx(float((place < k).float().mean()))
+        for start in range(0, 3000, 700):
+            metric.update(queries[start : start + 700], documents[start : start + 700])
+        assert metric.compute() == pytest.approx(float((rank < k).float().mean()))
 
 
-def test_recall_does_not_follow_from_the_last_bit():
-    """Each document stands twice; what a CPU or a batch adds to its scores decides nothing."""
+def test_recall_does_not_depend_on_rounding():
+    """Each document occurs twice; noise as small as rounding errors must not change the result."""
     torch.manual_seed(0)
     queries = F.normalize(torch.randn(80, 8), dim=-1)
     documents = F.normalize(queries[:40] + queries[40:], dim=-1).repeat(2, 1)
-    found = set()
-    for draw in range(8):
+    results = set()
+    for repeat in range(8):
         order = torch.randperm(80)
         metric = RecallAtK(k=3)
-        for part in order.split(draw + 1):
+        for part in order.split(repeat + 1):
             noise = 1e-7 * torch.randn(len(part), 8)
             metric.update(queries[part], documents[part] + noise)
-        found.add(round(float(metric.compute()), 9))
-    assert len(found) == 1
+        results.add(round(float(metric.compute()), 9))
+    assert len(results) == 1
 
 
-def test_documents_with_equal_scores_share_the_places():
+def test_documents_with_equal_scores_share_their_ranks():
     metric = RecallAtK(k=1)
     metric.update(
         torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]),
@@ -124,13 +125,13 @@ def test_documents_with_equal_scores_share_the_places():
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])
-def test_an_encoder_that_gives_all_the_same_finds_nothing(value):
+def test_a_constant_encoder_has_the_recall_of_chance(value):
     metric = RecallAtK(k=1)
     metric.update(torch.full((50, 8), value), torch.full((50, 8), value))
     assert metric.compute() <= 1 / 50
 
 
-def test_it_learns_to_find_is_resumed_and_answers(tmp_path):
+def test_it_learns_to_retrieve_resumes_exactly_and_predicts(tmp_path):
     config = config_of(tmp_path, optim__lr=0.02, steps=60, optim__schedule="constant")
     half = change(config, run_name="half", steps=30)
     assert train(half) == 0
@@ -138,12 +139,12 @@ def test_it_learns_to_find_is_resumed_and_answers(tmp_path):
     assert train(config) == 0
     ours, theirs = weights(half.folder / "export"), weights(config.folder / "export")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    found = records(config, "validation/recall_at_1")[-1]
-    assert found["validation/recall_at_1"] > 5 / 23, "by chance 1 / 23"
-    assert found["validation/recall_at_10"] > 18 / 23
-    settings, about, model = export.load(config.folder / "export")
+    last = records(config, "validation/recall_at_1")[-1]
+    assert last["validation/recall_at_1"] > 5 / 23, "chance is 1 / 23"
+    assert last["validation/recall_at_10"] > 18 / 23
+    settings, data_info, model = export.load(config.folder / "export")
     answer = settings.recipe.predict(
-        model, about, "apple bridge\nkettle with a ladder\nbridge with a apple"
+        model, data_info, "apple bridge\nkettle with a ladder\nbridge with a apple"
     )
     assert answer.splitlines()[0].endswith("bridge with a apple")
 
@@ -161,17 +162,17 @@ def test_ngrams_are_the_same_on_every_machine():
     ("settings", "sentence"),
     [
         ({"data": "cats"}, "data is cats, but must be python or pairs"),
-        ({"data": "pairs", "data_path": "nowhere"}, "nowhere/train.jsonl is no file"),
+        ({"data": "pairs", "data_path": "nowhere"}, "nowhere/train.jsonl not found"),
     ],
 )
-def test_data_that_is_not_there_is_refused(tmp_path, settings, sentence):
+def test_unknown_or_missing_data_is_refused(tmp_path, settings, sentence):
     config = dataclasses.replace(make_config(tmp_path), recipe=Embedding(**settings))
     with pytest.raises(ConfigError, match=sentence):
         train(config)
 
 
 @pytest.mark.slow
-def test_the_cards_config_trains_on_the_standard_library(tmp_path):
+def test_the_default_config_trains_on_the_standard_library(tmp_path):
     pairs = standard_library()
     assert len(pairs) > 1000
     assert not any('"""' in document[:50] for _, document in pairs[:200])
