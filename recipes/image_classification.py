@@ -8,14 +8,14 @@
 #   "scikit-learn>=1.6",
 # ]
 # ///
-"""Image classification: a small ResNet, or any torchvision model, on any labelled images.
+"""Image classification: a small ResNet, or any torchvision model, on any labeled images.
 
-Data:  digits (handwritten, inside scikit-learn, no download), cifar10, folder (torchvision's
-       ImageFolder: <data_path>/train/<class>/*.png and <data_path>/validation/...), parquet
-       (<data_path>/train*.parquet and validation*.parquet), or the name or local path of a Hugging
-       Face data set: --recipe.init_args.data
-Model: mini_resnet, or a torchvision classification model by name: --recipe.init_args.model
-The card of the default, with its measured accuracy and time, is configs/image_classification.yaml.
+Data:  digits (handwritten digits included in scikit-learn, no download), cifar10, folder
+       (torchvision's ImageFolder: <data_path>/train/<class>/*.png and <data_path>/validation/...),
+       parquet (<data_path>/train*.parquet and validation*.parquet), or the name or local path of a
+       Hugging Face dataset: --recipe.init_args.data
+Model: mini_resnet, or the name of a torchvision classification model: --recipe.init_args.model
+The default config, with its measured accuracy and time, is configs/image_classification.yaml.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# B: samples in a micro-batch, C: channels, H, W: height and width, K: classes
+# B: images in a micro-batch, C: channels, H, W: height and width, K: classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +37,30 @@ class ImageClassification:
     model: str = "mini_resnet"
     """mini_resnet, or any name of torchvision.models.list_models()."""
     data: str = "digits"
-    """digits, cifar10, folder, parquet, or a Hugging Face data set's name or path."""
+    """digits, cifar10, folder, parquet, or the name or path of a Hugging Face dataset."""
     data_path: str = field(default="data", metadata={"changes_curve": False, "staged": True})
-    """Where folder and parquet lie, and where cifar10 is downloaded to; what stage_to copies."""
+    """folder, parquet: the data's folder; cifar10: the download folder. stage_to copies it."""
     train_split: str = "train"
+    """folder, parquet, Hugging Face dataset: subfolder, file prefix or split to train on."""
     validation_split: str = "validation"
+    """The same for validation."""
     image_column: str = "image"
+    """parquet, Hugging Face dataset: the column that holds the images."""
     label_column: str = "label"
+    """parquet, Hugging Face dataset: the column that holds the class numbers."""
     image_size: int = 8
-    """Height and width after scaling and cropping, in pixels."""
+    """Height and width after resizing and cropping, in pixels."""
     augmentation: Literal["none", "shift", "shift_flip", "resized_crop_flip"] = "shift"
-    """shift: pad by an eighth and crop; resized_crop_flip: as is usual for ImageNet."""
+    """shift: pad by 1/8 and crop at random; resized_crop_flip: the usual one for ImageNet."""
     label_smoothing: float = 0.0
     width: int = 32
-    """mini_resnet: channels of the first stage; each of the three stages doubles them."""
+    """mini_resnet: channels of the first of the three stages; each next stage has twice as many."""
     blocks: int = 1
     """mini_resnet: residual blocks per stage."""
 
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
-        """Download what has to be, and name the classes."""
+        """Download CIFAR-10 if it is chosen, and return the names of the classes."""
         if self.data == "cifar10":
             from torchvision.datasets import CIFAR10
 
@@ -66,18 +70,18 @@ class ImageClassification:
         return {"classes": train.classes, "image_size": self.image_size}
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the training images, augmented, and the validation images, as they are."""
+        """Return the training images with augmentation, and the validation images without."""
         train, validation = self._images(train=True), self._images(train=False)
         if validation.classes != data_info["classes"]:
             raise ValueError(
-                f"the classes for validation are {validation.classes}, those for training"
+                f"the validation classes {validation.classes} differ from the training classes"
                 f" {data_info['classes']}; give both splits the same classes."
             )
         train.transform = image_transform(self.image_size, self.augmentation)
         validation.transform = image_transform(self.image_size, "none")
         return train, {"validation": validation}
 
-    def _images(self, *, train: bool) -> "Images":
+    def _images(self, *, train: bool) -> "ImageDataset":
         if self.data == "digits":
             return digits(train)
         if self.data in ("cifar10", "folder"):
@@ -88,14 +92,14 @@ class ImageClassification:
             else:
                 split = self.train_split if train else self.validation_split
                 source = datasets.ImageFolder(str(Path(self.data_path) / split))
-            return Images(source.__getitem__, len(source), source.classes)
+            return ImageDataset(source.__getitem__, len(source), source.classes)
         import datasets as hugging_face
 
         split = self.train_split if train else self.validation_split
         if self.data == "parquet":
             files = [str(path) for path in sorted(Path(self.data_path).glob(f"{split}*.parquet"))]
             if not files:
-                raise ValueError(f"{self.data_path} holds no {split}*.parquet")
+                raise ValueError(f"{self.data_path} contains no {split}*.parquet")
             table = hugging_face.load_dataset("parquet", data_files=files, split="train")
         else:
             table = hugging_face.load_dataset(self.data, split=split)
@@ -104,12 +108,12 @@ class ImageClassification:
         classes = getattr(label, "names", None) or [
             str(number) for number in range(max(table[self.label_column]) + 1)
         ]
-        read = partial(_row, table, self.image_column, self.label_column)
-        return Images(read, len(table), classes)
+        read = partial(_read_row, table, self.image_column, self.label_column)
+        return ImageDataset(read, len(table), classes)
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        """Build the model with fresh weights."""
+        """Build the model with randomly initialized weights."""
         classes = len(data_info["classes"])
         if self.model == "mini_resnet":
             return MiniResNet(classes, self.width, self.blocks)
@@ -118,7 +122,7 @@ class ImageClassification:
         return get_model(self.model, weights=None, num_classes=classes)
 
     def loss(self, model: nn.Module, batch: list[Tensor], step: int) -> tuple[Tensor, int]:
-        """Sum the cross-entropy over the images of a micro-batch.
+        """Return the summed cross-entropy of a micro-batch, and its number of images.
 
         Args:
             model: maps images (B, 3, H, W) to logits (B, K).
@@ -126,18 +130,18 @@ class ImageClassification:
             step: not used.
 
         Returns:
-            The sum in nats, a scalar, and the number of images.
+            loss_sum in nats, a scalar, and num_items, the number of images.
         """
         images, labels = batch
         logits = _logits(model(images))
-        loss = F.cross_entropy(
+        loss_sum = F.cross_entropy(
             logits, labels, reduction="sum", label_smoothing=self.label_smoothing
         )
-        return loss, len(labels)
+        return loss_sum, len(labels)
 
-    # ---- evaluation and use ---------------------------------------------------------------------
+    # ---- evaluation and inference ---------------------------------------------------------------
     def build_metrics(self) -> dict[str, Any]:
-        """Accuracy, the fraction of images classified right, and the mean cross-entropy in nats."""
+        """Return the accuracy, a fraction, and the mean cross-entropy in nats."""
         from torchmetrics import MeanMetric
 
         return {"accuracy": MeanMetric(), "loss": MeanMetric()}
@@ -145,42 +149,44 @@ class ImageClassification:
     def update_metrics(
         self, model: nn.Module, batch: list[Tensor], metrics: dict[str, Any]
     ) -> None:
-        """Count one micro-batch."""
+        """Update the metrics with one micro-batch."""
         images, labels = batch
         logits = _logits(model(images)).float()
         metrics["accuracy"].update((logits.argmax(1) == labels).float())
         metrics["loss"].update(F.cross_entropy(logits, labels, reduction="none"))
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
-        """Classify the image file that the argument names."""
+        """Classify the image file whose path is the argument."""
         from torchvision.io import ImageReadMode, decode_image
 
         image = image_transform(self.image_size, "none")(decode_image(argument, ImageReadMode.RGB))
         with torch.no_grad():
             probabilities = _logits(model(image[None])).softmax(1)[0]
-        best = int(probabilities.argmax())
-        return f"{data_info['classes'][best]} (probability {probabilities[best]:.3f})"
+        predicted = int(probabilities.argmax())
+        return f"{data_info['classes'][predicted]} (probability {probabilities[predicted]:.3f})"
 
     def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Two images, for tracing."""
+        """Return two images as example inputs for tracing."""
         return (torch.zeros(2, 3, data_info["image_size"], data_info["image_size"]),)
 
 
 def _logits(output: Any) -> Tensor:
-    """Take the main output of models which also return auxiliary ones (googlenet, inception)."""
+    """Return the main logits; GoogLeNet and Inception also return auxiliary ones."""
     return output if isinstance(output, Tensor) else output.logits
 
 
-def _row(table: Any, image_column: str, label_column: str, index: int) -> tuple[Any, int]:
+def _read_row(table: Any, image_column: str, label_column: str, index: int) -> tuple[Any, int]:
     row = table[index]
     return row[image_column], row[label_column]
 
 
-class Images(torch.utils.data.Dataset):
-    """Images and labels from anywhere, transformed when they are read."""
+class ImageDataset(torch.utils.data.Dataset):
+    """Images and labels from any source, transformed when they are read."""
 
     def __init__(self, read: Any, length: int, classes: list[str]) -> None:
-        self.read, self.length, self.classes = read, length, classes
+        self.read = read
+        self.length = length
+        self.classes = classes
         self.transform: Any = None
 
     def __len__(self) -> int:
@@ -192,8 +198,8 @@ class Images(torch.utils.data.Dataset):
         return self.transform(image), label
 
 
-def digits(train: bool) -> Images:
-    """Read the 1,797 handwritten digits inside scikit-learn (8 x 8); every fifth is validation."""
+def digits(train: bool) -> ImageDataset:
+    """Return scikit-learn's 1,797 handwritten digits (8 x 8); every fifth one is for validation."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
@@ -201,11 +207,13 @@ def digits(train: bool) -> Images:
     chosen = [i for i in range(len(images)) if (i % 5 != 4) == train]
     labels = data.target.tolist()
     samples = [(images[i], labels[i]) for i in chosen]
-    return Images(samples.__getitem__, len(samples), [str(name) for name in data.target_names])
+    return ImageDataset(
+        samples.__getitem__, len(samples), [str(name) for name in data.target_names]
+    )
 
 
 def image_transform(size: int, augmentation: str) -> Any:
-    """Build the transform from a PIL image or uint8 tensor to float32 (3, size, size)."""
+    """Return the transform from a PIL image or uint8 tensor to float32 (3, size, size)."""
     from torchvision.transforms import v2
 
     crops: dict[str, list[nn.Module]] = {
@@ -220,28 +228,29 @@ def image_transform(size: int, augmentation: str) -> Any:
             v2.RGB(),
             *crops[augmentation],
             v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),  # ImageNet's
+            v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),  # mean and std of ImageNet
         ]
     )
 
 
-class Block(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut."""
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions with a shortcut connection."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(after)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or before != after:
+        if stride != 1 or in_channels != out_channels:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False),
+                nn.BatchNorm2d(out_channels),
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, before, H, W) -> (B, after, H / stride, W / stride)."""
+        """(B, in_channels, H, W) -> (B, out_channels, H / stride, W / stride)."""
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
@@ -256,13 +265,14 @@ class MiniResNet(nn.Module):
             nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )
         stages: list[nn.Module] = []
-        before = width
-        for stage, after in enumerate(widths):
+        in_channels = width
+        for stage, out_channels in enumerate(widths):
             for block in range(blocks):
-                stages.append(Block(before, after, 2 if stage and not block else 1))
-                before = after
+                stride = 2 if stage and not block else 1
+                stages.append(ResidualBlock(in_channels, out_channels, stride))
+                in_channels = out_channels
         self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(before, classes)
+        self.head = nn.Linear(in_channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> logits (B, K)."""

@@ -1,8 +1,12 @@
-"""The recipe: real data from anywhere, any model, and its card's number."""
+"""The recipe image_classification: every kind of data, any model, and its card's accuracy."""
 
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,14 +29,14 @@ def images_by_class(folder, splits=("train", "validation"), count=6):
         for name, shade in {"bright": 220, "dark": 30}.items():
             (folder / split / name).mkdir(parents=True)
             for i in range(count):
-                size = (9 + i, 12)  # of several sizes
+                size = (9 + i, 12)  # different sizes
                 Image.new("RGB", size, (shade, shade + i, shade)).save(
                     folder / split / name / f"{i}.png"
                 )
 
 
 def cifar10(folder):
-    """Write what torchvision's downloader leaves: the real file format, with random pictures."""
+    """Write the files that torchvision's downloader leaves, with random images."""
     import hashlib
     import pickle
 
@@ -41,31 +45,31 @@ def cifar10(folder):
 
     base = folder / "cifar-10-batches-py"
     base.mkdir(parents=True)
-    draw = np.random.default_rng(0)
-    sums = {}
+    generator = np.random.default_rng(0)
+    checksums = {}
     for name, _ in [*CIFAR10.train_list, *CIFAR10.test_list]:
-        data = draw.integers(0, 255, (4, 3072), dtype=np.uint8)
+        data = generator.integers(0, 255, (4, 3072), dtype=np.uint8)
         (base / name).write_bytes(pickle.dumps({"data": data, "labels": [0, 1, 2, 9]}))
-        sums[name] = hashlib.md5((base / name).read_bytes()).hexdigest()
+        checksums[name] = hashlib.md5((base / name).read_bytes()).hexdigest()
     names = [f"class {i}" for i in range(10)]
     (base / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
-    sums["batches.meta"] = hashlib.md5((base / "batches.meta").read_bytes()).hexdigest()
-    return sums
+    checksums["batches.meta"] = hashlib.md5((base / "batches.meta").read_bytes()).hexdigest()
+    return checksums
 
 
 def recipe_for(data, folder, monkeypatch) -> ImageClassification:
-    """Make the data of one kind, as a user would have it on disk, and the recipe that reads it."""
+    """Write data of one kind as a user has it on disk, and return the recipe that reads it."""
     options = {"image_size": 16, "data_path": str(folder), **NO_NETWORK}
     if data == "digits":
         return ImageClassification(data="digits", **NO_NETWORK)
     if data == "cifar10":
         from torchvision.datasets import CIFAR10
 
-        sums = cifar10(folder)
+        checksums = cifar10(folder)
         for attribute in ("train_list", "test_list"):
-            files = [[name, sums[name]] for name, _ in getattr(CIFAR10, attribute)]
+            files = [[name, checksums[name]] for name, _ in getattr(CIFAR10, attribute)]
             monkeypatch.setattr(CIFAR10, attribute, files)
-        monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums["batches.meta"]})
+        monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": checksums["batches.meta"]})
         return ImageClassification(data="cifar10", **options)
     images_by_class(folder)
     if data == "folder":
@@ -77,27 +81,27 @@ def recipe_for(data, folder, monkeypatch) -> ImageClassification:
         for split in ("train", "validation"):
             tables[split].to_parquet(folder / f"{split}-0.parquet")
         return ImageClassification(data="parquet", **options)
-    return ImageClassification(data=str(folder), **options)  # a Hugging Face data set by its path
+    return ImageClassification(data=str(folder), **options)  # a Hugging Face dataset by its path
 
 
-@pytest.mark.filterwarnings("ignore")  # libraries' own, on reading images
+@pytest.mark.filterwarnings("ignore")  # from libraries that read images
 @pytest.mark.parametrize("data", ["digits", "cifar10", "folder", "parquet", "hugging_face"])
-def test_every_kind_of_data_gives_images_and_labels(tmp_path, monkeypatch, data):
+def test_every_kind_of_data_yields_images_and_labels(tmp_path, monkeypatch, data):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     recipe = recipe_for(data, tmp_path / "data", monkeypatch)
-    info = json.loads(json.dumps(recipe.prepare_data()))
-    train_set, validation = recipe.build_datasets(info)
-    size = info["image_size"]
+    data_info = json.loads(json.dumps(recipe.prepare_data()))
+    train_set, validation = recipe.build_datasets(data_info)
+    size = data_info["image_size"]
     for images in (train_set, *validation.values()):
         image, label = images[len(images) - 1]
         assert image.shape == (3, size, size)
         assert image.dtype == torch.float32
-        assert 0 <= label < len(info["classes"])
+        assert 0 <= label < len(data_info["classes"])
     if data in ("folder", "parquet", "hugging_face"):
-        assert info["classes"] == ["bright", "dark"]
+        assert data_info["classes"] == ["bright", "dark"]
         image, label = validation["validation"][0]
-        assert (image.mean() > 0) == (info["classes"][label] == "bright")
+        assert (image.mean() > 0) == (data_info["classes"][label] == "bright")
 
 
 def test_digits_are_split_without_overlap():
@@ -110,17 +114,17 @@ def test_digits_are_split_without_overlap():
 
 
 def test_any_torchvision_model_fits_any_data():
-    info = {"classes": ["a", "b", "c"], "image_size": 64}
+    data_info = {"classes": ["a", "b", "c"], "image_size": 64}
     for name in ("resnet18", "mobilenet_v3_small"):
-        model = ImageClassification(model=name).build_model(info)
+        model = ImageClassification(model=name).build_model(data_info)
         batch = [torch.randn(2, 3, 64, 64), torch.tensor([0, 2])]
-        total, weight = ImageClassification(label_smoothing=0.1).loss(model, batch, 0)
-        assert total.isfinite()
-        assert weight == 2
+        loss_sum, num_items = ImageClassification(label_smoothing=0.1).loss(model, batch, 0)
+        assert loss_sum.isfinite()
+        assert num_items == 2
 
 
-def test_the_dependencies_at_its_head_are_those_of_the_extra():
-    """PEP 723 at the head of the recipe is the truth; pyproject's extra repeats it."""
+def test_the_recipe_and_the_extra_list_the_same_dependencies():
+    """The recipe's PEP 723 header is authoritative; the extra in pyproject.toml repeats it."""
     import re
     import tomllib
 
@@ -135,8 +139,8 @@ def test_the_dependencies_at_its_head_are_those_of_the_extra():
 
 
 @pytest.mark.slow
-def test_a_small_run_resumes_and_its_export_predicts(tmp_path):
-    """2 processes, workers, augmentation; resumed once; a PNG in, a class out."""
+def test_a_resumed_run_equals_an_uninterrupted_one_and_its_export_predicts(tmp_path):
+    """Two processes, loader workers, augmentation; the export classifies a PNG file."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -156,12 +160,12 @@ def test_a_small_run_resumes_and_its_export_predicts(tmp_path):
 
     pixels = (load_digits().images[4] / 16 * 255).astype("uint8")
     Image.fromarray(pixels).save(tmp_path / "digit.png")
-    recipe_config, info, model = export.load(config.folder / "export")
-    answer = recipe_config.recipe.predict(model, info, str(tmp_path / "digit.png"))
-    assert answer.split()[0] in info["classes"]
+    config, data_info, model = export.load(config.folder / "export")
+    answer = config.recipe.predict(model, data_info, str(tmp_path / "digit.png"))
+    assert answer.split()[0] in data_info["classes"]
 
 
-def test_channels_last_is_a_matter_of_layout_only(tmp_path):
+def test_channels_last_does_not_change_the_weights(tmp_path):
     config = make_config(tmp_path, ImageClassification(width=8), steps=2)  # type: ignore
     exports = []
     for channels_last in (False, True):
@@ -172,22 +176,33 @@ def test_channels_last_is_a_matter_of_layout_only(tmp_path):
         torch.testing.assert_close(value, exports[1][name], rtol=1e-3, atol=1e-4)
 
 
+def commands_of(path: Path) -> list[str]:
+    """Read the commands in the comment at the head of a config, continuation lines joined."""
+    head = re.match(r"(#.*\n)+", path.read_text())
+    assert head, "a config opens with a card"
+    text = re.sub(r"(?m)^# ?", "", head[0])
+    commands = re.findall(r"(?m)^  ((?:.*\\\n)*.*)$", text)
+    return [" ".join(command.replace("\\\n", " ").split()) for command in commands]
+
+
 @pytest.mark.slow
 def test_the_default_config_reaches_the_accuracy_on_its_card(tmp_path):
+    command = commands_of(PROJECT / "configs/image_classification.yaml")[0]
+    bin_folder = Path(sys.executable).parent
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch",
-         "--config_file", str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"),
-         "-m", "my_project.train",
-         "--config", str(PROJECT / "configs/image_classification.yaml"),
-         "--runs_folder", str(tmp_path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["bash", "-c", f"{command} --runs_folder {shlex.quote(str(tmp_path))}"],
+        cwd=PROJECT,
+        env=os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     status = json.loads((tmp_path / "image_classification/status.json").read_text())
     assert status["result"]["validation/accuracy"] >= 0.97
 
 
-def test_a_wrong_data_path_is_one_sentence(tmp_path):
+def test_a_wrong_data_path_is_refused_in_one_sentence(tmp_path):
     config = make_config(tmp_path, ImageClassification(data="parquet", data_path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"holds no train\*.parquet \(.*image_class.*line \d+"):
+    with pytest.raises(ConfigError, match=r"contains no train\*.parquet \(.*image_class.*line \d+"):
         train(config)
