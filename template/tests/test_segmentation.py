@@ -1,4 +1,4 @@
-"""The recipe: images of any size, padding that does not count, mean IoU over the whole set."""
+"""The recipe segmentation: images of any size, padding ignored, mean IoU over the whole set."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from world import run_world
 
 from my_project import export
 from my_project.config import Config, ConfigError, parse
-from my_project.recipes.segmentation import IGNORED, Segmentation
+from my_project.recipes.segmentation import IGNORE_INDEX, Segmentation
 
 SMALL = Segmentation(scenes=28, width=4)
 
@@ -35,7 +35,7 @@ def folder_of(path, size=(9, 13), label=1):
     return path
 
 
-def test_scenes_are_the_same_for_the_same_number_and_differ_in_size():
+def test_scenes_depend_on_their_index_only_and_differ_in_size():
     train_set, sets = SMALL.build_datasets({})
     again, _ = SMALL.build_datasets({})
     assert all(torch.equal(a, b) for a, b in zip(train_set[3], again[3], strict=True))
@@ -44,28 +44,28 @@ def test_scenes_are_the_same_for_the_same_number_and_differ_in_size():
     labels = torch.cat([train_set[i][1].flatten() for i in range(24)])
     assert set(labels.unique().tolist()) == set(range(11))
     held_out = {d.sum().item() for d, _ in sets["validation"].digits}
-    assert len(sets["validation"]) == 7, "uneven over two processes"
+    assert len(sets["validation"]) == 7, "not divisible by two processes"
     assert len(held_out) < len(train_set.digits) / 3
 
 
-def test_padding_counts_for_nothing():
+def test_padding_is_ignored_by_loss_and_metrics():
     model = SMALL.build_model({"classes": ["a"] * 11})
     train_set, _ = SMALL.build_datasets({})
     images, labels = SMALL.collate([train_set[0], train_set[1]])
     assert images.shape[2] % 8 == images.shape[3] % 8 == 0
-    total, weight = SMALL.loss(model, (images, labels), 0)
-    assert weight == sum(train_set[i][1].numel() for i in (0, 1))
-    labels_moved = labels.clone()
+    loss_sum, num_items = SMALL.loss(model, (images, labels), 0)
+    assert num_items == sum(train_set[i][1].numel() for i in (0, 1))
+    relabeled = labels.clone()
     metrics = SMALL.build_metrics()
     SMALL.update_metrics(model, (images, labels), metrics)
-    found = model(images).argmax(1)
-    right = ((found == labels) & (labels != IGNORED)).sum() / weight
-    assert metrics["accuracy"].compute() == pytest.approx(float(right))
-    labels_moved[labels == IGNORED] = 3
-    assert SMALL.loss(model, (images, labels_moved), 0)[0] > total
+    predicted = model(images).argmax(1)
+    accuracy = ((predicted == labels) & (labels != IGNORE_INDEX)).sum() / num_items
+    assert metrics["accuracy"].compute() == pytest.approx(float(accuracy))
+    relabeled[labels == IGNORE_INDEX] = 3
+    assert SMALL.loss(model, (images, relabeled), 0)[0] > loss_sum
 
 
-def test_the_curve_and_the_iou_are_the_same_on_one_and_two_processes(tmp_path):
+def test_loss_and_iou_are_the_same_on_one_and_two_processes(tmp_path):
     one, two = (config_of(tmp_path, run_name=name, steps=6) for name in ("one", "two"))
     assert train(one) == 0
     assert run_world(2, train, two) == [0, 0]
@@ -75,7 +75,7 @@ def test_the_curve_and_the_iou_are_the_same_on_one_and_two_processes(tmp_path):
     assert ious[0] == pytest.approx(ious[1], abs=1e-4)
 
 
-def test_it_is_resumed_and_labels_a_picture(tmp_path):
+def test_it_resumes_exactly_and_segments_an_image(tmp_path):
     from torchvision.io import decode_image, write_png
 
     whole = config_of(tmp_path, run_name="whole", steps=8, optim__schedule="constant")
@@ -85,17 +85,17 @@ def test_it_is_resumed_and_labels_a_picture(tmp_path):
     assert train(change(half, steps=8)) == 0
     ours, theirs = weights(half.folder / "export"), weights(whole.folder / "export")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    settings, about, model = export.load(whole.folder / "export")
+    settings, data_info, model = export.load(whole.folder / "export")
     image, _ = SMALL.build_datasets({})[0][0]
     write_png((image * 255).to(torch.uint8), str(tmp_path / "scene.png"))
     (tmp_path / "scene.mask.png").symlink_to(tmp_path / "elsewhere")
-    told = settings.recipe.predict(model, about, str(tmp_path / "scene.png"))
-    assert told.startswith(f"{tmp_path}/scene.mask.png: ")
+    answer = settings.recipe.predict(model, data_info, str(tmp_path / "scene.png"))
+    assert answer.startswith(f"{tmp_path}/scene.mask.png: ")
     assert decode_image(str(tmp_path / "scene.mask.png")).shape[1:] == image.shape[1:]
     assert not (tmp_path / "elsewhere").exists(), "nothing is written through a link"
 
 
-def test_a_folder_of_ones_own_and_a_torchvision_model(tmp_path):
+def test_a_folder_of_images_and_a_torchvision_model(tmp_path):
     folder_of(tmp_path / "data", size=(40, 40))
     recipe = Segmentation(
         data="folder", data_path=str(tmp_path / "data"), classes=("no", "yes"),
@@ -111,16 +111,16 @@ def test_a_folder_of_ones_own_and_a_torchvision_model(tmp_path):
     [
         ({"data": "cats"}, "data is cats, but must be digits or folder"),
         ({"data": "folder"}, "needs classes"),
-        ({"data": "folder", "classes": ("a", "b"), "data_path": "nowhere"}, "holds no"),
+        ({"data": "folder", "classes": ("a", "b"), "data_path": "nowhere"}, "contains no"),
     ],
 )
-def test_data_that_is_not_there_is_refused(tmp_path, settings, sentence):
+def test_unknown_or_missing_data_is_refused(tmp_path, settings, sentence):
     config = dataclasses.replace(make_config(tmp_path), recipe=Segmentation(**settings))
     with pytest.raises(ConfigError, match=sentence):
         train(config)
 
 
-def test_a_mask_with_an_unknown_class_is_named(tmp_path):
+def test_a_mask_with_an_unknown_class_is_refused_by_name(tmp_path):
     data = Segmentation(
         data="folder", data_path=str(folder_of(tmp_path, label=7)), classes=("a", "b")
     ).build_datasets({})[0]
@@ -128,18 +128,18 @@ def test_a_mask_with_an_unknown_class_is_named(tmp_path):
         data[1]
 
 
-def test_a_mask_of_another_size_is_named(tmp_path):
+def test_a_mask_of_another_size_is_refused_by_name(tmp_path):
     from torchvision.io import write_png
 
     folder = folder_of(tmp_path)
     write_png(torch.zeros(1, 5, 5, dtype=torch.uint8), str(folder / "train/masks/1.png"))
     recipe = Segmentation(data="folder", data_path=str(folder), classes=("a", "b"))
-    with pytest.raises(ValueError, match=r"1.png is 5 x 5, but its image 13 x 10"):
+    with pytest.raises(ValueError, match=r"1.png is 5 x 5, but its image is 13 x 10"):
         recipe.build_datasets({})[0][1]
 
 
 @pytest.mark.slow
-def test_the_cards_config_trains(tmp_path):
+def test_the_default_config_trains(tmp_path):
     config = parse(["--config", str(PROJECT / "configs/segmentation.yaml")])
     config = dataclasses.replace(config, runs_folder=str(tmp_path))
     config = change(config, epochs=None, steps=10, telemetry__every_steps=1)
