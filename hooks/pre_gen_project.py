@@ -48,8 +48,8 @@ COMMANDS = frozenset(
 # What the project calls so itself: its folders, those it makes and git ignores, its test modules.
 OWN_NAMES = frozenset(
     """
-    accelerate_configs benchmarks build configs conftest data dist docs launch ragged recipes runs
-    src tests world world_imports
+    accelerate_configs benchmarks build configs conftest data dist docs documents launch ragged
+    recipes runs src tests world world_imports
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
 

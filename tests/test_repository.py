@@ -41,6 +41,17 @@ def make(target: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("readme", ["README.md", "recipes/README.md", "CONTRIBUTING.md"])
+def test_code_fits_the_width_of_a_page_and_links_lead_to_files(readme: str):
+    """As template/tests/test_documents.py asks of the documents of a project."""
+    text = (REPOSITORY / readme).read_text()
+    for block in re.findall(r"(?ms)^```.*?^```$", text):
+        assert max(map(len, block.splitlines())) <= 100, block
+    for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
+        is_there = ((REPOSITORY / readme).parent / target).exists()
+        assert is_there or target.startswith("https://"), target
+
+
 def test_root_folders_are_linked_file_by_file():
     """One truth: each linked file exists in the root folder, and each root file is linked."""
     for folder, place, suffix in [

@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documents import PROJECT, commands, text_of
 
-PROJECT = Path(__file__).parents[1]
+README = text_of("README.md")
 SHORT = " --epochs null --steps 4 --evaluation.every_steps null"
 BIN = Path(sys.executable).parent
-
-
-def commands() -> list[str]:
-    text = (PROJECT / "README.md").read_text()
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
-    return [line for block in blocks for line in block.strip().splitlines()]
 
 
 def run(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -50,7 +45,7 @@ def project(tmp_path_factory):
 @pytest.mark.slow
 def test_every_command_of_the_readme_does_what_it_says(project):
     done = []
-    for command in commands():
+    for command in commands(README):
         if command.startswith(("python3 -m venv", "pip install")):
             continue  # how this environment came to be
         if command.startswith(("make test", "make lint", "tensorboard")):
@@ -114,7 +109,7 @@ def two_nodes(command: str) -> str:
 
 
 def test_the_make_targets_are_the_commands_of_the_readme(project):
-    typed = [command.split("#")[0].strip() for command in commands()]
+    typed = [command.split("#")[0].strip() for command in commands(README)]
     targets = [command for command in typed if re.fullmatch(r"make [a-z-]+", command)]
     assert {"make test", "make test-all", "make test-gpu", "make lint"} <= set(targets)
     dry_run = "; ".join(f"{command} -n" for command in ["make install", *targets])
@@ -134,7 +129,7 @@ def test_the_make_targets_are_the_commands_of_the_readme(project):
 def test_the_global_batch_splits_among_the_processes_of_each_command():
     """Also of the commands that the tests here run on fewer processes than they name."""
     checked = 0
-    for command in commands():
+    for command in commands(README):
         processes = re.search(r"--num_processes (\d+)", command)
         config = re.search(r"--config (\S+)", command)
         if not processes or not config:
@@ -148,7 +143,7 @@ def test_the_global_batch_splits_among_the_processes_of_each_command():
 
 
 def test_the_map_of_the_files_is_whole():
-    text = (PROJECT / "README.md").read_text().split("## Files")[1]
+    text = README.split("## Files")[1]
     for path in (PROJECT / "src").glob("*/*.py"):
         if path.name != "__init__.py":
             assert f"  {path.name} " in text
