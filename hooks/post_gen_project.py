@@ -46,6 +46,7 @@ TEMPLATE_FILES = (
     "configs/image_classification.yaml",
     "configs/segmentation.yaml",
     "docs/how-a-step-works.md",
+    "docs/your-own-recipe.md",
     "launch/kubeflow.yaml",
     "launch/kubernetes.yaml",
     "launch/local.sh",

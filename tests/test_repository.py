@@ -94,3 +94,11 @@ def test_what_a_recipe_needs_stands_at_its_head_and_in_its_extra():
         head = tomllib.loads(re.sub(r"(?m)^# ?", "", text.split("# ///")[1].split("\n", 1)[1]))
         extra = project["optional-dependencies"][path.stem]
         assert set(head["dependencies"]) - set(project["dependencies"]) == set(extra), path.stem
+
+
+def test_every_recipe_has_a_paragraph_on_your_own_data_which_a_test_runs():
+    text = (REPOSITORY / "template/docs/your-own-recipe.md").read_text()
+    for recipe in sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml")):
+        assert f"\n### {recipe}\n" in text.split("\n## Your own data\n")[1]
+        (tests,) = (REPOSITORY / "template/tests").rglob(f"test_{recipe}.py")
+        assert f'train_on_own_data("{recipe}"' in tests.read_text()

@@ -1,7 +1,12 @@
 """The commands and the code in the documents, for tests that run them as they stand."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 PROJECT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -9,6 +14,9 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", "docs/*.md", "accelerate_configs/*.md")
     for path in PROJECT.glob(pattern)
 )
+
+SHORT = """--epochs null --steps 2 --evaluation.every_steps null --telemetry.trackers []
+--batches.global_batch_size 4 --batches.micro_batch_size 2 --batches.workers 0"""
 
 
 def text_of(document: str, heading: str = "") -> str:
@@ -35,3 +43,41 @@ def commands(text: str) -> list[str]:
     """List the commands, one a line: those of several lines are joined."""
     joined = (re.sub(r"\\\n\s*", "", block) for block in blocks(text, "bash"))
     return [line for block in joined for line in block.strip().splitlines()]
+
+
+def train_as_typed(command: str, more: str = "") -> Any:
+    """Run `python -m my_project.train ...` in this process, which is faster, and return its config.
+
+    Args:
+        command: as a document has it; its paths lie in the current folder.
+        more: settings that make it short.
+    """
+    from runs import train
+
+    from my_project.config import parse
+
+    *start, module = (words := shlex.split(command))[:3]
+    assert start == ["python", "-m"], command
+    assert module == "my_project.train", command
+    config = parse(words[3:] + more.split())
+    assert train(config) == 0, command
+    return config
+
+
+def train_on_own_data(recipe: str, folder: Path) -> dict[str, Any]:
+    """Run all commands of a recipe's paragraph on your own data, for 2 steps; configs by name."""
+    (folder / "configs").symlink_to(PROJECT / "configs")
+    section = text_of("docs/your-own-recipe.md", f"### {recipe}")
+    configs = [train_as_typed(command, SHORT) for command in commands(section)]
+    return {config.run_name: config for config in configs}
+
+
+def run_as_typed(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Run a command as a user does in a project."""
+    if not (PROJECT / "src/my_project/__main__.py").exists():  # python -m my_project is yet to come
+        command = command.replace("-m my_project ", "-m my_project.")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
+        timeout=280, env=os.environ | {"PATH": path} | environment, stdin=subprocess.DEVNULL,
+    )  # fmt: skip

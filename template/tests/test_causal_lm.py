@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from documents import PROJECT, train_on_own_data
 from runs import change, make_config, records, train, weights
-from test_launch import PROJECT
 from torch.nn import functional as F
 from world import run_world
 
@@ -350,3 +350,22 @@ def test_the_default_config_trains_on_the_standard_library(tmp_path):
         "lower: a space is often followed by a space"
     )
     assert losses[-1] < losses[0]
+
+
+def test_your_own_texts_are_read_as_the_document_says(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    texts = [f"Chapter {number}. " + "It was a dark and stormy night. " * 9 for number in range(40)]
+    (tmp_path / "data/novels/one").mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (tmp_path / f"data/novels/one/{number}.txt").write_text(text)
+    (tmp_path / "data/articles").mkdir()
+    lines = [json.dumps({"title": "a title", "body": text}) for text in texts]
+    (tmp_path / "data/articles/articles.jsonl").write_text("\n".join(lines))
+    configs = train_on_own_data("causal_lm", tmp_path)
+    assert configs.keys() == {"novels", "articles"}
+    for config in configs.values():
+        info = json.loads((config.folder / "export/data_info.json").read_text())
+        assert info["train"]["documents"] + info["validation"]["documents"] == len(texts)

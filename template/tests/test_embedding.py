@@ -7,8 +7,8 @@ from itertools import combinations
 
 import pytest
 import torch
+from documents import PROJECT, train_on_own_data
 from runs import change, make_config, records, train, weights
-from test_launch import PROJECT
 from torch.nn import functional as F
 from world import run_world
 
@@ -182,3 +182,16 @@ def test_the_default_config_trains_on_the_standard_library(tmp_path):
     assert train(config) == 0
     losses = [r["loss"] for r in records(config)]
     assert losses[-1] < losses[0]
+
+
+def test_your_own_pairs_are_read_as_the_document_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/faq").mkdir(parents=True)
+    pairs = [{"query": f"How do I open a {w}?", "document": f"First, the {w}."} for w in WORDS]
+    for part in ("train", "validation"):
+        lines = "\n".join(map(json.dumps, pairs))
+        (tmp_path / f"data/faq/{part}.jsonl").write_text(lines)
+    configs = train_on_own_data("embedding", tmp_path)
+    assert configs.keys() == {"faq"}
+    info = json.loads((configs["faq"].folder / "export/data_info.json").read_text())
+    assert info == {"pairs": len(WORDS), "validation_pairs": len(WORDS)}

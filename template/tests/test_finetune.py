@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
+from documents import PROJECT, blocks, text_of, train_on_own_data
 from runs import change, make_config, records, train, weights
-from test_launch import PROJECT
 from world import run_world
 
 from my_project import evaluate, export
@@ -618,3 +618,32 @@ def test_the_cards_config_trains_the_packaged_encoder(tmp_path):
     rows = finetune.standard_library()
     assert {row["label"] for row in rows} == set(finetune.MODULES)
     assert len(rows) > 1500
+
+
+def test_your_own_texts_are_read_and_transformers_loads_the_export_as_the_document_says(
+    tmp_path, monkeypatch, capsys
+):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"text": text, "class": name} for name in TEXTS for text in TEXTS[name] * 5]
+    table = datasets.Dataset.from_list(rows)
+    (tmp_path / "data/questions").mkdir(parents=True)
+    table.rename_columns({"text": "review", "class": "stars"}).to_csv("data/reviews.csv")
+    for part in ("train", "test"):
+        named = table.rename_columns({"text": "question", "class": "topic"})
+        named.to_parquet(f"data/questions/{part}.parquet")
+    configs = train_on_own_data("finetune", tmp_path)
+    assert configs.keys() == {"reviews", "questions"}
+    for config in configs.values():
+        info = json.loads((config.folder / "export/data_info.json").read_text())
+        assert info == {"classes": ["fruit", "tool"]}
+
+    (tmp_path / "runs/questions").rename(tmp_path / "runs/finetune")
+    (block,) = blocks(text_of("docs/your-own-recipe.md", "### In transformers"), "python")
+    capsys.readouterr()
+    exec(block, {})
+    config, info, model = predict.load(tmp_path / "runs/finetune/export")
+    answer = config.recipe.predict(model, info, "Wait until all are done.")
+    assert capsys.readouterr().out.split() == answer.splitlines()[0].split()[1:]

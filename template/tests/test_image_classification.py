@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import PROJECT, blocks, run_as_typed, text_of, train_as_typed, train_on_own_data
 from runs import change, make_config, records, train, weights
-from test_launch import PROJECT
 from world import run_world
 
 from my_project import export
@@ -206,3 +206,76 @@ def test_a_wrong_data_path_is_refused_in_one_sentence(tmp_path):
     config = make_config(tmp_path, ImageClassification(data="parquet", data_path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"contains no train\*.parquet \(.*image_class.*line \d+"):
         train(config)
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries' own, on reading images
+def test_your_own_images_are_read_as_the_document_says(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = tmp_path / "data"
+    images_by_class(data / "leaves")
+    tables = datasets.load_dataset("imagefolder", data_dir=str(data / "leaves"))
+    (data / "trees").mkdir()
+    for split, part in {"train": "train", "validation": "test"}.items():
+        table = tables[split].rename_columns({"image": "photo", "label": "species"})
+        table.to_parquet(data / "trees" / f"{part}.parquet")
+        folder = data / "birds" / split
+        folder.mkdir(parents=True)
+        lines = ["file_name,label"]
+        for number, path in enumerate(sorted((data / "leaves" / split).glob("*/*.png"))):
+            (folder / f"{number}.png").write_bytes(path.read_bytes())
+            lines.append(f"{number}.png,{number % 2}")
+        (folder / "metadata.csv").write_text("\n".join(lines))
+
+    classes = {}
+    for name, config in train_on_own_data("image_classification", tmp_path).items():
+        info = json.loads((config.folder / "export/data_info.json").read_text())
+        assert info["image_size"] == 32
+        classes[name] = info["classes"]
+    assert classes.keys() == {"leaves", "birds", "trees"}
+    assert classes["leaves"] == classes["trees"] == ["bright", "dark"]
+    assert classes["birds"] == ["0", "1"]
+
+
+@pytest.fixture
+def exported(tmp_path, monkeypatch):
+    """The default run, but of 4 steps, and a picture beside it, as the document has them."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(PROJECT / "configs")
+    command = "python -m my_project.train --config configs/image_classification.yaml"
+    train_as_typed(command, "--epochs null --steps 4")
+    pixels = (load_digits().images[4] / 16 * 255).astype("uint8")
+    Image.fromarray(pixels).save("picture.png")
+    return text_of("docs/your-own-recipe.md", "## Using an export")
+
+
+def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_path, capsys):
+    (block,) = blocks(exported.split("### In transformers")[0], "python")
+    capsys.readouterr()
+    exec(block, {})
+    config, info, model = predict.load(tmp_path / "runs/image_classification/export")
+    answer = config.recipe.predict(model, info, "picture.png")  # type: ignore[attr-defined]
+    assert capsys.readouterr().out == f"{answer}\n"
+
+
+@pytest.mark.slow
+def test_an_export_is_used_in_onnx_runtime_as_the_document_says(exported, tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    below = exported.split("### In ONNX Runtime")[1]
+    for command in blocks(below, "bash"):
+        done = run_as_typed(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+    (block,) = blocks(below, "python")
+    capsys.readouterr()
+    exec(block, found := {})
+    _, info, model = predict.load(tmp_path / "runs/image_classification/export")
+    with torch.no_grad():
+        logits = model(torch.from_numpy(found["image"].transpose(2, 0, 1)[None]))
+    torch.testing.assert_close(torch.from_numpy(found["logits"]), logits, rtol=1e-3, atol=1e-4)
+    assert capsys.readouterr().out == f"{info['classes'][logits.argmax()]}\n"

@@ -1,11 +1,12 @@
 """The recipe segmentation: images of any size, padding ignored, mean IoU over the whole set."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
+from documents import PROJECT, train_on_own_data
 from runs import change, make_config, records, train, weights
-from test_launch import PROJECT
 from world import run_world
 
 from my_project import export
@@ -146,3 +147,12 @@ def test_the_default_config_trains(tmp_path):
     assert train(config) == 0
     losses = [r["loss"] for r in records(config)]
     assert losses[-1] < losses[0]
+
+
+def test_your_own_images_and_masks_are_read_as_the_document_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path / "data/streets")
+    configs = train_on_own_data("segmentation", tmp_path)
+    assert configs.keys() == {"streets"}
+    info = json.loads((configs["streets"].folder / "export/data_info.json").read_text())
+    assert info == {"classes": ["road", "sky", "car"]}
