@@ -89,7 +89,7 @@ def main(config: Config) -> int:
         trained = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
         find_unused = sharding.finder_of_unused(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
-        reader_of_sums = DelayedReader()
+        read_back = DelayedReader()
         stop_agreed = False
         model.train()
         stop.loop_begins()
@@ -135,6 +135,7 @@ def main(config: Config) -> int:
                 optim.set_learning_rate(
                     optimizer, optim.learning_rate(step, run.total_steps, config.optim)
                 )
+                # near that of a mean, so that no gradient overflows; divided out below, exactly
                 loss_scale = 1 / optim.power_of_two(state.weight_per_micro_batch)
                 sums = StepSums(accelerator)
                 for j in range(layout.accumulation):
@@ -174,7 +175,7 @@ def main(config: Config) -> int:
                     ema.update()
                 state.step = run.step = step + 1
                 metrics.step_ended(step)
-                observe(reader_of_sums.push(step, sums))  # the numbers of the step before: no wait
+                observe(read_back.push(step, sums))  # the numbers of the step before: no wait
                 watchdog.step_done()
 
                 # ---- every so often: save, then evaluate: a failure there loses no step ----------
@@ -182,7 +183,7 @@ def main(config: Config) -> int:
                 save_due = is_due(config.checkpoints.every_steps, state.step)
                 save_due |= state.step == run.total_steps
                 if save_due or evaluation_due or stop_agreed:
-                    observe(reader_of_sums.flush())
+                    observe(read_back.flush())
                     if save_due or stop_agreed:
                         save()
                     if evaluation_due and not stop_agreed:  # if so, the next start does it
