@@ -644,6 +644,6 @@ def test_your_own_texts_are_read_and_transformers_loads_the_export_as_the_docume
     (block,) = blocks(text_of("docs/your-own-recipe.md", "### In transformers"), "python")
     capsys.readouterr()
     exec(block, {})
-    config, info, model = predict.load(tmp_path / "runs/finetune/export")
+    config, info, model = export.load(tmp_path / "runs/finetune/export")
     answer = config.recipe.predict(model, info, "Wait until all are done.")
     assert capsys.readouterr().out.split() == answer.splitlines()[0].split()[1:]

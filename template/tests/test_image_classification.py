@@ -258,7 +258,7 @@ def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_pat
     (block,) = blocks(exported.split("### In transformers")[0], "python")
     capsys.readouterr()
     exec(block, {})
-    config, info, model = predict.load(tmp_path / "runs/image_classification/export")
+    config, info, model = export.load(tmp_path / "runs/image_classification/export")
     answer = config.recipe.predict(model, info, "picture.png")  # type: ignore[attr-defined]
     assert capsys.readouterr().out == f"{answer}\n"
 
@@ -274,7 +274,7 @@ def test_an_export_is_used_in_onnx_runtime_as_the_document_says(exported, tmp_pa
     (block,) = blocks(below, "python")
     capsys.readouterr()
     exec(block, found := {})
-    _, info, model = predict.load(tmp_path / "runs/image_classification/export")
+    _, info, model = export.load(tmp_path / "runs/image_classification/export")
     with torch.no_grad():
         logits = model(torch.from_numpy(found["image"].transpose(2, 0, 1)[None]))
     torch.testing.assert_close(torch.from_numpy(found["logits"]), logits, rtol=1e-3, atol=1e-4)
