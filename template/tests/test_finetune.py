@@ -1,4 +1,4 @@
-"""The recipe: what is padded does not count; what is exported, transformers and peft load."""
+"""The recipe finetune: the loss ignores padding; transformers and peft load the export."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
 from my_project.run_folder import Run
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of the libraries, among them
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # from the libraries
 
 TEXTS = {
     "fruit": ["an apple", "two sweet pears and a plum", "plums", "pears with one sour apple in it"],
@@ -27,7 +27,7 @@ PROMPTS = {"fruit": "eat: ", "tool": "use: "}
 
 
 def make_model(folder, decoder: bool):
-    """Write a folder as the hub holds them, weights included."""
+    """Write a model folder as on the Hugging Face Hub, weights included."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import (
         AutoModel,
@@ -109,24 +109,24 @@ def samples_of(recipe: Finetune) -> list:
 
 
 @pytest.mark.parametrize("settings", [{}, {"task": "causal_lm"}, {"model": "decoder"}])
-def test_what_is_padded_does_not_count(folder, settings):
-    if "model" in settings:  # a decoder that classifies must find the last token of each text
+def test_padding_is_ignored_by_loss_and_metrics(folder, settings):
+    if "model" in settings:  # a decoder classifies by the last token of each text
         settings = {"model": str(folder / "decoder")}
     recipe = recipe_of(folder, **settings)
     model, samples = model_of(recipe), samples_of(recipe)
     with torch.no_grad():
-        total, weight = recipe.loss(model, recipe.collate(samples), 0)
+        loss_sum, num_items = recipe.loss(model, recipe.collate(samples), 0)
         parts = [recipe.loss(model, recipe.collate([sample]), 0) for sample in samples]
     assert len({int(recipe.collate([sample])["input_ids"].shape[1]) for sample in samples}) > 2
-    assert float(total) == pytest.approx(float(sum(part for part, _ in parts)), rel=1e-5)
-    assert int(weight) == sum(int(count) for _, count in parts)
+    assert float(loss_sum) == pytest.approx(float(sum(part for part, _ in parts)), rel=1e-5)
+    assert int(num_items) == sum(int(count) for _, count in parts)
     metrics = recipe.build_metrics()
     with torch.no_grad():
         recipe.update_metrics(model, recipe.collate(samples), metrics)
-    assert float(metrics["loss"].compute()) == pytest.approx(float(total / weight), rel=1e-5)
+    assert float(metrics["loss"].compute()) == pytest.approx(float(loss_sum / num_items), rel=1e-5)
 
 
-def test_a_prompt_does_not_count_and_the_end_does(folder):
+def test_the_loss_ignores_the_prompt_and_includes_the_end_of_text(folder):
     recipe = recipe_of(folder, task="causal_lm")
     tokenizer = finetune._tokenizer_of(recipe._model_folder())
     sample = {"text": "a hammer", "prompt": "use: "}
@@ -140,24 +140,24 @@ def test_a_prompt_does_not_count_and_the_end_does(folder):
     short = dataclasses.replace(recipe, longest=2)
     cut = short.collate([sample | {"text": "a hammer and nails"}])["input_ids"][0].tolist()
     both = tokenizer("a hammer and nails").input_ids
-    assert cut == [prompt[-1], both[0]], "something is left to learn after a long prompt"
+    assert cut == [prompt[-1], both[0]], "a long prompt leaves at least one token to predict"
 
 
-def test_two_texts_are_told_apart(folder):
+def test_a_pair_of_texts_is_tokenized_as_a_pair(folder):
     recipe = recipe_of(folder, second_text_column="prompt")
     model, samples = model_of(recipe), samples_of(recipe)
     batch = recipe.collate(samples)
     first_only = recipe_of(folder).collate(samples)
     assert batch["input_ids"].shape[1] > first_only["input_ids"].shape[1]
-    about = {"classes": ["fruit", "tool"]}
+    data_info = {"classes": ["fruit", "tool"]}
     lines = "a pear\neat: ", "a pear"
     logits: list[torch.Tensor] = []
     model.register_forward_hook(lambda model, arguments, output: logits.append(output.logits))
     for one in (recipe, recipe_of(folder)):
         for argument in (*lines, "a pear eat: "):
-            assert one.predict(model, about, argument)
+            assert one.predict(model, data_info, argument)
     assert not torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[3], logits[5]), "without a second text, a line end is a space"
+    assert torch.equal(logits[3], logits[5]), "without a second text, a line break equals a space"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_two_texts_are_told_apart(folder):
         pytest.param({"task": "causal_lm"}, marks=pytest.mark.slow),
     ],
 )
-def test_one_process_and_two_learn_the_same_and_a_resumed_run_too(tmp_path, folder, settings):
+def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path, folder, settings):
     one = config_of(tmp_path, folder, **settings)
     one = change(one, optim__schedule="constant")
     assert train(one) == 0
@@ -181,11 +181,11 @@ def test_one_process_and_two_learn_the_same_and_a_resumed_run_too(tmp_path, fold
     assert train(stopped) == 0
     assert train(change(stopped, steps=6)) == 0
     name = "adapter_model.safetensors" if settings.get("lora_rank") else "model.safetensors"
-    ours, theirs = (finetune_weights(config.folder / "export" / name) for config in (stopped, one))
+    ours, theirs = (load_safetensors(config.folder / "export" / name) for config in (stopped, one))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def finetune_weights(path) -> dict:
+def load_safetensors(path) -> dict:
     from safetensors.torch import load_file
 
     return load_file(path)
@@ -204,70 +204,72 @@ def trained_model(config: Config):
 
 
 @pytest.mark.parametrize("task", ["classification", "causal_lm"])
-def test_transformers_loads_the_export_of_a_whole_model(tmp_path, folder, task):
+def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
     import transformers
 
     config = config_of(tmp_path, folder, task=task)
     assert train(config) == 0
-    export, recipe = config.folder / "export", config.recipe
+    exported, recipe = config.folder / "export", config.recipe
     wanted = logits_of(recipe, trained_model(config))
     kind = {
         "classification": transformers.AutoModelForSequenceClassification,
         "causal_lm": transformers.AutoModelForCausalLM,
     }[task]
-    torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(export)), wanted)
-    tokens = transformers.AutoTokenizer.from_pretrained(export)("a saw").input_ids
+    torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(exported)), wanted)
+    tokens = transformers.AutoTokenizer.from_pretrained(exported)("a saw").input_ids
     assert tokens == finetune._tokenizer_of(recipe._model_folder())("a saw").input_ids
-    _, about, model = export.load(export)
+    _, data_info, model = export.load(exported)
     torch.testing.assert_close(logits_of(recipe, model), wanted)
-    answer = recipe.predict(model, about, "an apple")
+    answer = recipe.predict(model, data_info, "an apple")
     if task == "classification":
         assert {line.split()[1] for line in answer.splitlines()} == {"fruit", "tool"}
-        assert kind.from_pretrained(export).config.id2label == {0: "fruit", 1: "tool"}
+        assert kind.from_pretrained(exported).config.id2label == {0: "fruit", 1: "tool"}
     else:
         assert answer.startswith("an apple")
 
 
-def test_the_export_of_lora_is_the_adapter_alone_or_merged(tmp_path, folder):
+def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     import transformers
     from peft import AutoPeftModelForSequenceClassification
 
     config = config_of(tmp_path, folder, lora_rank=2)
     before = model_of(config.recipe).state_dict()
     assert train(config) == 0
-    export, recipe = config.folder / "export", config.recipe
+    exported, recipe = config.folder / "export", config.recipe
     model = trained_model(config)
     changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
     assert changed
     assert all("lora" in name or "modules_to_save" in name for name in changed)
-    names = {path.name for path in export.iterdir()}
+    names = {path.name for path in exported.iterdir()}
     assert "adapter_model.safetensors" in names
     assert "model.safetensors" not in names
-    assert (export / "adapter_model.safetensors").stat().st_size < 20_000
+    assert (exported / "adapter_model.safetensors").stat().st_size < 20_000
     wanted = logits_of(recipe, model)
-    from_predict = export.load(export)[2]
-    from_peft = AutoPeftModelForSequenceClassification.from_pretrained(export, num_labels=2)
+    from_predict = export.load(exported)[2]
+    from_peft = AutoPeftModelForSequenceClassification.from_pretrained(exported, num_labels=2)
     answer = recipe.predict(from_predict, {"classes": ["fruit", "tool"]}, "an apple")
     assert {line.split()[1] for line in answer.splitlines()} == {"fruit", "tool"}
     for loaded in (from_predict, from_peft):
         torch.testing.assert_close(logits_of(recipe, loaded), wanted)
-    hostile = json.loads((export / "adapter_config.json").read_text())
+    hostile = json.loads((exported / "adapter_config.json").read_text())
     hostile |= {"megatron_config": {"x": 1}, "megatron_core": "export.evil"}  # old peft imports it
-    (export / "adapter_config.json").write_text(json.dumps(hostile))
-    with pytest.raises(ConfigError, match="is no adapter of this recipe"):
-        export.load(export)
+    (exported / "adapter_config.json").write_text(json.dumps(hostile))
+    with pytest.raises(ConfigError, match="is not an adapter of this recipe"):
+        export.load(exported)
 
     merged = change(config, run_name="merged")
     merged = dataclasses.replace(merged, recipe=dataclasses.replace(recipe, merge_adapter=True))
     merged = change(merged, evaluation__best_metric="validation/loss", evaluation__best_mode="min")
-    merged = change(merged, evaluation__every_steps=1)  # each of which merges a copy
+    merged = change(merged, evaluation__every_steps=1)  # each evaluation merges a copy
     assert train(merged) == 0
     kind = transformers.AutoModelForSequenceClassification
     whole = kind.from_pretrained(merged.folder / "export")
     torch.testing.assert_close(logits_of(recipe, whole), wanted, atol=1e-5, rtol=1e-4)
     ends = [resuming.checkpoints(run.folder)[-1] for run in (config, merged)]
     ours, theirs = map(weights, ends)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "training went on as if"
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), (
+        "merging does not affect training"
+    )
 
 
 def trained_a_little(config: Config):
@@ -286,14 +288,14 @@ def export_sharded(config: Config) -> None:
     dist.init_process_group("gloo")
     model = trained_a_little(config)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    about = config.recipe.prepare_data()
-    export.export(Run(config, dist.get_rank()), "export", about, model)
+    data_info = config.recipe.prepare_data()
+    export.export(Run(config, dist.get_rank()), "export", data_info, model)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_sharded_model_is_exported_whole(tmp_path, folder):
+def test_a_sharded_model_is_exported_in_full(tmp_path, folder):
     config = config_of(tmp_path, folder, task="causal_lm")
     config.folder.mkdir()
     assert run_world(2, export_sharded, config) == [None, None]
@@ -302,7 +304,7 @@ def test_a_sharded_model_is_exported_whole(tmp_path, folder):
     torch.testing.assert_close(logits_of(config.recipe, model), logits_of(config.recipe, whole))
 
 
-def test_evaluating_an_export_gives_what_training_gave(tmp_path, folder, capsys):
+def test_evaluating_an_export_gives_the_metrics_of_training(tmp_path, folder, capsys):
     import argparse
 
     for run_name, settings in {"whole": {}, "lora": {"lora_rank": 2}}.items():
@@ -330,7 +332,7 @@ def test_the_frozen_weights_may_be_bfloat16(tmp_path, folder, monkeypatch):
     assert losses[-1] < losses[0]
 
 
-def test_checkpointed_activations_give_the_same_gradients(folder):
+def test_activation_checkpointing_gives_the_same_gradients(folder):
     gradients = []
     for checkpointed in (False, True):
         recipe = recipe_of(folder, task="causal_lm", checkpoint_activations=checkpointed)
@@ -346,15 +348,15 @@ def test_it_learns_to_answer_a_prompt(tmp_path, folder):
     config = change(config_of(tmp_path, folder, task="causal_lm"), steps=150)
     config = change(config, optim__schedule="constant", telemetry__every_steps=50)
     assert train(config) == 0
-    _, about, model = export.load(config.folder / "export")
-    answer = config.recipe.predict(model, about, "use: ")
+    _, data_info, model = export.load(config.folder / "export")
+    answer = config.recipe.predict(model, data_info, "use: ")
     assert any(answer.endswith(text.replace(",", " ,")) for text in TEXTS["tool"]), answer
 
 
-# ---- data and models from elsewhere ------------------------------------------------------------
+# ---- data and models of the user's own ----------------------------------------------------------
 # datasets before 5.2 does not close a CSV file
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_tables_of_several_kinds_are_read(tmp_path, folder):
+def test_tables_of_several_formats_are_read(tmp_path, folder):
     import datasets
 
     table = datasets.Dataset.from_json(str(folder / "data/train.jsonl"))
@@ -364,17 +366,17 @@ def test_tables_of_several_kinds_are_read(tmp_path, folder):
     lengths = set()
     for kind in ("csv", "parquet", "jsonl"):
         recipe = recipe_of(folder, data_path=str(tmp_path / f"table.{kind}"))
-        about = recipe.prepare_data()
-        assert about["classes"] == ["fruit", "tool"]
-        train_set, sets = recipe.build_datasets(about)
+        data_info = recipe.prepare_data()
+        assert data_info["classes"] == ["fruit", "tool"]
+        train_set, sets = recipe.build_datasets(data_info)
         lengths.add((len(train_set), len(sets["validation"])))
         assert len(train_set) + len(sets["validation"]) == 48
-    assert len(lengths) == 1, "one split for the same rows"
+    assert len(lengths) == 1, "the same rows are split the same way"
     assert dataclasses.replace(recipe, label_column="number").prepare_data()["classes"] == [
         "0",
         "1",
     ]
-    _, sets = recipe_of(folder).build_datasets(about)
+    _, sets = recipe_of(folder).build_datasets(data_info)
     assert len(sets["validation"]) == 8, "validation.jsonl beside train.jsonl"
 
 
@@ -383,14 +385,14 @@ def test_files_are_held_out_by_their_names(tmp_path, folder, name):
     write_data(tmp_path / "testimony.jsonl")
     write_data(tmp_path / f"{name}.jsonl", copies=1)
     _, files = recipe_of(folder, data_path=str(tmp_path))._files()
-    part = "test" if name == "Test" else "validation"
+    split = "test" if name == "Test" else "validation"
     assert files == {
         "train": [str(tmp_path / "testimony.jsonl")],
-        part: [str(tmp_path / f"{name}.jsonl")],
+        split: [str(tmp_path / f"{name}.jsonl")],
     }
 
 
-def test_test_files_are_taken_for_validation_where_there_are_none_for_it(tmp_path, folder):
+def test_test_files_are_used_for_validation_if_there_are_no_validation_files(tmp_path, folder):
     write_data(tmp_path / "train.jsonl", copies=3)
     recipe = recipe_of(folder, data_path=str(tmp_path))
     for name, copies in {"test": 2, "validation": 1}.items():
@@ -399,7 +401,7 @@ def test_test_files_are_taken_for_validation_where_there_are_none_for_it(tmp_pat
         assert (len(train_set), len(sets["validation"])) == (24, 8 * copies)
 
 
-def test_a_test_set_without_labels_is_passed_over(tmp_path, folder):
+def test_a_test_set_without_labels_is_ignored(tmp_path, folder):
     write_data(tmp_path / "train.jsonl")
     (tmp_path / "test.jsonl").write_text('{"id": 1, "text": "a saw"}\n')
     recipe = recipe_of(folder, data_path=str(tmp_path))
@@ -410,35 +412,35 @@ def test_a_test_set_without_labels_is_passed_over(tmp_path, folder):
         recipe.prepare_data()
 
 
-def test_rows_without_a_text_or_a_label_are_left_out(tmp_path, folder):
+def test_rows_without_a_text_or_a_label_are_skipped(tmp_path, folder):
     write_data(tmp_path / "train.jsonl", copies=1)
     with (tmp_path / "train.jsonl").open("a") as file:
         for row in ({"text": "a nail"}, {"label": "tool"}):
             file.write(json.dumps(row) + "\n")
     recipe = recipe_of(folder, data_path=str(tmp_path), validation_fraction=0.0)
-    about = recipe.prepare_data()
-    train_set, _ = recipe.build_datasets(about)
-    assert about["classes"] == ["fruit", "tool"]
+    data_info = recipe.prepare_data()
+    train_set, _ = recipe.build_datasets(data_info)
+    assert data_info["classes"] == ["fruit", "tool"]
     assert len(train_set) == 8
 
 
-def test_a_class_that_was_held_out_whole_is_known(tmp_path, folder):
+def test_a_class_with_only_held_out_samples_is_known(tmp_path, folder):
     rows = [{"text": f"text {i}", "label": f"class {i}"} for i in range(20)]
     (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = recipe_of(folder, data_path=str(tmp_path / "all.jsonl"), validation_fraction=0.5)
-    about = recipe.prepare_data()
-    assert len(about["classes"]) == 20
-    _, sets = recipe.build_datasets(about)
+    data_info = recipe.prepare_data()
+    assert len(data_info["classes"]) == 20
+    _, sets = recipe.build_datasets(data_info)
     assert [sets["validation"][i]["label"] for i in range(len(sets["validation"]))]
 
 
-def test_the_names_of_a_data_sets_classes_are_kept(tmp_path, folder, monkeypatch):
+def test_the_class_names_of_a_dataset_are_kept(tmp_path, folder, monkeypatch):
     import datasets
 
     classes = datasets.ClassLabel(names=["tool", "fruit"])
     rows = {"text": ["a saw", "plums"], "label": [0, 1]}
     rows = {name: [*values, values[0]] for name, values in rows.items()}
-    rows["label"][2] = -1  # as SNLI marks what its annotators did not agree on
+    rows["label"][2] = -1  # SNLI's mark for rows whose annotators disagreed
     features = datasets.Features({"text": datasets.Value("string"), "label": classes})
     table = datasets.Dataset.from_dict(rows, features=features)
     sets = datasets.DatasetDict({"train": table, "test": table})
@@ -446,9 +448,9 @@ def test_the_names_of_a_data_sets_classes_are_kept(tmp_path, folder, monkeypatch
         datasets, "load_dataset", lambda path, name: {path + name: sets}["it/small"]
     )
     recipe = recipe_of(folder, data="it/", subset="small")
-    about = recipe.prepare_data()
-    assert about["classes"] == ["fruit", "tool"]
-    train_set, _ = recipe.build_datasets(about)
+    data_info = recipe.prepare_data()
+    assert data_info["classes"] == ["fruit", "tool"]
+    train_set, _ = recipe.build_datasets(data_info)
     assert [sample["label"] for sample in train_set] == [1, 0]
 
 
@@ -468,27 +470,29 @@ def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
     assert adapter["base_model_name_or_path"] == "someone/tiny"
     finetune._snapshot.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (cached / "snapshots/0123456789/model.safetensors").unlink()  # as a tokenizer alone leaves it
+    (
+        cached / "snapshots/0123456789/model.safetensors"
+    ).unlink()  # as if only the tokenizer had been downloaded
     with pytest.raises(ValueError, match="someone/tiny"):
         dataclasses.replace(recipe, lora_rank=0).prepare_data()
     finetune._snapshot.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_layers_that_the_weights_do_not_have_go_with_the_adapter(tmp_path, folder, kind):
+def test_layers_missing_from_the_weights_are_saved_with_the_adapter(tmp_path, folder, kind):
     from transformers import AutoModelForMaskedLM, RobertaConfig
 
     shutil.copytree(folder / "encoder", tmp_path / "model")
-    if kind == "bert":  # without its pooler
+    if kind == "bert":  # its weights lack the pooler
         model = AutoModelForMaskedLM.from_pretrained(folder / "encoder")
-    else:  # whose head has two layers
+    else:  # its head has two layers
         model = AutoModelForMaskedLM.from_config(
             RobertaConfig(vocab_size=200, hidden_size=16, num_hidden_layers=1, pad_token_id=0,
                           num_attention_heads=2, intermediate_size=32, max_position_embeddings=40)
         )  # fmt: skip
     model.save_pretrained(tmp_path / "model")
     recipe = recipe_of(folder, model=str(tmp_path / "model"), lora_rank=2)
-    about = recipe.prepare_data()
+    data_info = recipe.prepare_data()
     model = model_of(recipe)
     recipe.loss(model, recipe.collate(samples_of(recipe)), 0)[0].backward()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -498,13 +502,13 @@ def test_layers_that_the_weights_do_not_have_go_with_the_adapter(tmp_path, folde
     for parameter in trained.values():
         torch.nn.init.normal_(parameter.data)
     (tmp_path / "export").mkdir()
-    recipe.export(model, about, tmp_path / "export")
-    loaded = recipe.load(about, tmp_path / "export")
+    recipe.export(model, data_info, tmp_path / "export")
+    loaded = recipe.load(data_info, tmp_path / "export")
     torch.testing.assert_close(logits_of(recipe, loaded), logits_of(recipe, model))
 
 
 @pytest.mark.parametrize("classes", [("good", "bad"), ("a", "b", "c"), ("fruit", "tool")])
-def test_a_model_that_tells_other_classes_apart_gets_a_new_head(tmp_path, folder, classes):
+def test_a_model_trained_for_other_classes_gets_a_new_head(tmp_path, folder, classes):
     from transformers import AutoModelForSequenceClassification
 
     shutil.copytree(folder / "encoder", tmp_path / "model")
@@ -522,8 +526,8 @@ def test_a_model_that_tells_other_classes_apart_gets_a_new_head(tmp_path, folder
     torch.testing.assert_close(ours.bert.pooler.dense.weight, theirs.bert.pooler.dense.weight)
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft on what GPT-2 has for a Linear
-def test_sharding_leaves_the_models_that_peft_wraps_whole(folder):
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft on GPT-2's Conv1D
+def test_the_models_that_peft_wraps_are_no_sharding_units(folder):
     from my_project.sharding import sharded_blocks
 
     model = model_of(recipe_of(folder, task="causal_lm", lora_rank=2))
@@ -534,7 +538,7 @@ def test_sharding_leaves_the_models_that_peft_wraps_whole(folder):
     assert sum(blocks) + root == sum(p.numel() for p in model.parameters())
 
 
-def test_an_export_needs_nothing_of_where_it_was_trained(tmp_path, folder):
+def test_an_export_does_not_depend_on_the_folders_it_was_trained_from(tmp_path, folder):
     for task in ("classification", "causal_lm"):
         model = tmp_path / f"model_{task}"
         shutil.copytree(folder / ("encoder" if task == "classification" else "decoder"), model)
@@ -543,10 +547,12 @@ def test_an_export_needs_nothing_of_where_it_was_trained(tmp_path, folder):
         shutil.rmtree(model)
         moved = tmp_path / f"moved_{task}"
         config.folder.rename(moved)
-        loaded, about, model = export.load(moved / "export")
-        assert loaded.recipe.predict(model, about, "an apple")
-    with pytest.raises(ValueError, match="the prompt has 80 tokens, but the model takes 32"):
-        loaded.recipe.predict(model, about, "an apple " * 40)
+        loaded, data_info, model = export.load(moved / "export")
+        assert loaded.recipe.predict(model, data_info, "an apple")
+    with pytest.raises(
+        ValueError, match="the prompt has 80 tokens, but the model takes fewer than 32"
+    ):
+        loaded.recipe.predict(model, data_info, "an apple " * 40)
 
 
 @pytest.mark.parametrize(
@@ -554,16 +560,18 @@ def test_an_export_needs_nothing_of_where_it_was_trained(tmp_path, folder):
     [
         (
             {"task": "causal_lm", "model": "encoder"},
-            "sees the tokens that it would have to predict",
+            "is an encoder, which sees the tokens to predict",
         ),
-        ({"longest": 40}, "longest is 40, but model .* takes 32 tokens"),
+        ({"longest": 40}, "longest is 40, but model .* takes at most 32 tokens"),
         ({"lora_rank": 2, "lora_modules": "no_such_layer"}, "No modules were targeted"),
-        ({"model": "someone/not-here"}, "cannot be had from the Hugging Face hub"),
+        ({"model": "someone/not-here"}, "cannot be downloaded from the Hugging Face Hub"),
         ({"label_column": "class"}, "label_column is class, but the data has only text, label"),
         ({"data_path": "nowhere"}, "data_path nowhere must be a .jsonl, .csv or .parquet file"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(tmp_path, folder, settings, sentence, monkeypatch):
+def test_settings_and_data_that_cannot_be_trained_are_refused(
+    tmp_path, folder, settings, sentence, monkeypatch
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     if settings.get("model") == "encoder":
         settings = settings | {"model": str(folder / "encoder")}
@@ -582,7 +590,7 @@ def test_a_folder_without_weights_makes_a_new_model(tmp_path, folder):
         new["bert.embeddings.word_embeddings.weight"],
         known["bert.embeddings.word_embeddings.weight"],
     )
-    with pytest.raises(ValueError, match="has no weights that LoRA could leave"):
+    with pytest.raises(ValueError, match="has no pretrained weights to adapt"):
         model_of(dataclasses.replace(recipe, lora_rank=2))
 
 
@@ -595,7 +603,7 @@ def test_weights_that_can_run_code_are_refused(tmp_path, folder):
 
 
 def test_code_beside_the_weights_is_not_run(tmp_path, folder, monkeypatch):
-    """Even if somebody would answer the question of transformers with yes."""
+    """Not even if the user would answer yes when transformers asks."""
     model = shutil.copytree(folder / "encoder", tmp_path / "model")
     marker = tmp_path / "marker"
     (model / "theirs.py").write_text(f"import os\nos.mkdir({str(marker)!r})")
@@ -609,7 +617,7 @@ def test_code_beside_the_weights_is_not_run(tmp_path, folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_cards_config_trains_the_packaged_encoder(tmp_path):
+def test_the_default_config_trains_the_packaged_encoder(tmp_path):
     config = parse(["--config", str(PROJECT / "configs/finetune.yaml")])
     config = change(config, runs_folder=str(tmp_path), epochs=None, steps=3)
     config = change(config, evaluation__every_steps=None, telemetry__every_steps=1)
