@@ -1,4 +1,4 @@
-"""A recipe for tests: samples of unequal length, so a mean of means would be wrong."""
+"""A recipe for tests: samples of unequal length, so that averaging micro-batch means is wrong."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# B: samples in a micro-batch, T: places in a sample, of which the first `length` count
+# B: samples in a micro-batch, T: positions in a sample, of which the first `length` have a target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +19,14 @@ class Ragged:
     validation_samples: int = 23
     dtype: str = "float32"
     dropout: float = 0.0
-    noise: float = 0.0  # drawn when a sample is read
+    noise: float = 0.0  # standard deviation, from random numbers used when a sample is read
     explode_at: tuple[int, ...] = ()  # steps whose loss is not finite
-    empty_at: tuple[int, ...] = ()  # steps in which nothing counts
-    fault: str = ""  # raise, hang, leave, out_of_memory or nan: at one step, on one rank
-    fault_at: int = -1
+    empty_at: tuple[int, ...] = ()  # steps with num_items 0
+    fault: str = ""  # raise, hang, leave, out_of_memory or nan
+    fault_at: int = -1  # step
     fault_on_rank: int = 1
-    bad_sample: int = -1  # reading it raises
-    seconds: float = 0.0  # that a micro-batch takes longer
+    bad_sample: int = -1  # index of a sample that cannot be read
+    seconds: float = 0.0  # added to the time of each micro-batch
     unused_parameter: bool = False
     batch_norm: bool = False
     metrics: str = "auroc"
@@ -52,25 +52,29 @@ class Ragged:
         return model.to(getattr(torch, self.dtype))
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        struck = step == self.fault_at and os.environ.get("RANK", "0") == str(self.fault_on_rank)
-        if struck:
+        is_faulty_rank = os.environ.get("RANK", "0") == str(self.fault_on_rank)
+        has_fault = step == self.fault_at and is_faulty_rank
+        if has_fault:
             strike(self.fault)
         time.sleep(self.seconds)
         counts = batch["counts"]  # (B, T)
         if step in self.empty_at:
             counts = torch.zeros_like(counts)
         error = (model(batch["x"])[..., 0] - batch["y"]) ** 2 * counts
-        total = error.sum()
+        loss_sum = error.sum()
         if step in self.explode_at:
-            total = total * float("inf")
-        if struck and self.fault == "nan":
-            total = total * float("nan")
-        return total, counts.sum()
+            loss_sum = loss_sum * float("inf")
+        if has_fault and self.fault == "nan":
+            loss_sum = loss_sum * float("nan")
+        return loss_sum, counts.sum()
 
     def build_metrics(self) -> dict[str, Any]:
         from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
-        return {"accuracy": BinaryAccuracy(), "auroc": BinaryAUROC()}  # the second keeps lists
+        return {
+            "accuracy": BinaryAccuracy(),
+            "auroc": BinaryAUROC(),
+        }  # its state is a list of tensors
 
     def update_metrics(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any) -> None:
         score = model(batch["x"])[:, 0, 0].sigmoid()
@@ -89,13 +93,12 @@ class Ragged:
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed(Ragged):
-    """The same samples as a stream, with a book of what was read and seen."""
+    """The same samples as a stream; files in `book` list the lanes opened and the samples seen."""
 
     lanes: int = 8
-    fewer: int = (
-        3  # samples that one lane has less, another in each epoch; twice as many in every second
-    )
-    book: str = field(default="", metadata={"changes_curve": False})  # a folder
+    # in each epoch another lane is this many samples shorter, twice as many in odd epochs
+    fewer: int = 3
+    book: str = field(default="", metadata={"changes_curve": False})  # the folder of these files
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         train, validation = super().build_datasets(data_info)
@@ -109,11 +112,13 @@ class Streamed(Ragged):
 
 class Lanes:
     def __init__(self, samples: Any, recipe: Streamed) -> None:
-        self.samples, self.recipe, self.lanes = samples, recipe, recipe.lanes
+        self.samples = samples
+        self.recipe = recipe
+        self.lanes = recipe.lanes
 
     def indices(self, i: int, epoch: int) -> list[int]:
-        draw = torch.Generator().manual_seed(epoch)
-        own = torch.randperm(len(self.samples), generator=draw)[i :: self.lanes].tolist()
+        generator = torch.Generator().manual_seed(epoch)
+        own = torch.randperm(len(self.samples), generator=generator)[i :: self.lanes].tolist()
         fewer = self.recipe.fewer * (1 + epoch % 2) if i == epoch % self.lanes else 0
         return own[: len(own) - fewer]
 
@@ -142,12 +147,13 @@ class Norm(nn.BatchNorm1d):
 
 class Samples(torch.utils.data.Dataset):
     def __init__(self, length: int, features: int, dtype: str, seed: int, noise: float) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(length, 9, features, generator=draw, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(length, 9, features, generator=generator, dtype=torch.float64)
         self.y = self.x.sin().sum(-1)
-        lengths = torch.randint(1, 10, (length, 1), generator=draw)
+        lengths = torch.randint(1, 10, (length, 1), generator=generator)
         self.counts = (torch.arange(9)[None] < lengths).to(torch.float64)
-        self.dtype, self.noise = getattr(torch, dtype), noise
+        self.dtype = getattr(torch, dtype)
+        self.noise = noise
         self.bad_sample = -1
 
     def __len__(self) -> int:
