@@ -147,6 +147,7 @@ TEMPLATE_FILES = (
     "tests/test_sharded.py",
     "tests/test_stage.py",
     "tests/test_streams.py",
+    "tests/test_structure.py",
     "tests/test_trackers.py",
     "tests/test_trust.py",
     "tests/test_turns.py",

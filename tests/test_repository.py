@@ -70,17 +70,6 @@ def test_root_folders_are_linked_file_by_file():
             assert not path.is_symlink() or path.resolve().parent == REPOSITORY / folder
 
 
-def test_train_is_one_page_and_modules_import_each_other_relatively():
-    loop = REPOSITORY / "template/src/my_project"
-    assert len((loop / "train.py").read_text().splitlines()) <= 250
-    for path in loop.glob("*.py"):
-        for line in path.read_text().splitlines():
-            assert not line.lstrip().startswith(("import my_project", "from my_project")), path
-    for path in (REPOSITORY / "recipes").glob("*.py"):
-        self_contained = "my_project" not in path.read_text().split('"""', 2)[2]
-        assert self_contained or path.name == "copy_recipe.py"
-
-
 def test_dependencies_have_lower_bounds():
     project = tomllib.loads((REPOSITORY / "template/pyproject.toml").read_text())["project"]
     for group in (project["dependencies"], *project["optional-dependencies"].values()):

@@ -140,10 +140,3 @@ def test_the_global_batch_splits_among_the_processes_of_each_command():
         assert batches["global_batch_size"] % (int(processes[1]) * max(micro, 1)) == 0, command
         checked += 1
     assert checked >= 3
-
-
-def test_the_map_of_the_files_is_whole():
-    text = README.split("## Files")[1]
-    for path in (PROJECT / "src").glob("*/*.py"):
-        if path.name != "__init__.py":
-            assert f"  {path.name} " in text

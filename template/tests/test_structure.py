@@ -1,0 +1,195 @@
+"""What imports what: the rules that keep each module in its place, read from the source text."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from world import TESTS
+
+PACKAGE = TESTS.parent / "src/my_project"
+IMPORTS_TORCH = {"torch", "accelerate", "torchmetrics", "torchvision", "transformers", "peft"}
+# Commands that answer before torch is imported, and what they import.
+LIGHT = (
+    "config",
+    "cli",
+    "__main__",
+    "launch",
+    "launcher",
+    "records.logs",
+    "run_folder",
+    "files",
+    "stacks",
+)
+
+
+def name_of(path: Path) -> str:
+    """Return a module's name below the package: records.logs; a package has that of its folder."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+RECIPES = [name for name in PATHS if name.startswith("recipes.")]
+MODULES = [
+    name for name, path in PATHS.items() if path.name != "__init__.py" and name not in RECIPES
+]
+
+
+def statements(node: ast.AST, deferred: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield the imports in a tree, each with whether it runs later, in a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, deferred
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from statements(child, deferred or is_function)
+
+
+@cache
+def imports(name: str) -> list[tuple[str, bool, bool]]:
+    """List what a module imports: its name, whether it is of this package, whether it runs later.
+
+    Names of this package begin below it, however they are written.
+    """
+    path, found = PATHS[name], []
+    folder = path.relative_to(PACKAGE).parent.parts
+    for node, deferred in statements(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            base = (node.module or "").split(".") if node.module else []
+            if node.level:
+                base = [PACKAGE.name, *folder[: len(folder) - node.level + 1], *base]
+            # of a package a module is imported; of a module what stands in it
+            names = [".".join([*base, alias.name]) for alias in node.names]
+        for dotted in names:
+            top, _, rest = dotted.partition(".")
+            if top == PACKAGE.name:
+                rest = rest if rest in PATHS else rest.rpartition(".")[0]
+                found.append((rest, True, deferred))
+            else:
+                found.append((dotted, False, deferred))
+    return found
+
+
+def own_imports(name: str, with_deferred: bool = True) -> set[str]:
+    """Name the modules of this package that a module imports."""
+    return {
+        other
+        for other, is_own, deferred in imports(name)
+        if is_own and other and other != name and (with_deferred or not deferred)
+    }
+
+
+def chains(name: str, with_deferred: bool) -> dict[str, str]:
+    """Map all that a module imports, directly or through others, to the way there."""
+    found, left = {name: name}, [name]
+    while left:
+        here = left.pop()
+        for other in sorted(own_imports(here, with_deferred) - found.keys()):
+            found[other] = f"{found[here]} -> {other}"
+            left.append(other)
+    return found
+
+
+def is_cluster(name: str) -> bool:
+    return name.partition(".")[0] == "cluster"
+
+
+def test_only_launch_imports_the_cluster_and_inside_a_function():
+    for name in (*MODULES, *RECIPES):
+        for other, is_own, deferred in () if is_cluster(name) else imports(name):
+            if is_own and is_cluster(other):
+                assert name == "launch", f"{name} imports {other}: cluster/ can be deleted"
+                assert deferred, f"{name} imports {other} outside a function"
+
+
+@pytest.mark.parametrize("start", [name for name in MODULES if name.startswith(("loading", "opt"))])
+def test_data_and_optimizer_know_nothing_of_the_run_folder(start: str):
+    assert "run_folder" not in (found := chains(start, with_deferred=True)), found["run_folder"]
+
+
+def test_modules_import_each_other_relatively_and_recipes_nothing_of_the_loop():
+    for name in (*MODULES, *RECIPES):
+        tree = ast.parse(PATHS[name].read_text(encoding="utf-8"))
+        for node, _ in statements(tree):
+            dotted = [alias.name for alias in node.names if isinstance(node, ast.Import)]
+            is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
+            if isinstance(node, ast.ImportFrom) and not is_relative:
+                dotted = [node.module or ""]
+            absolute = [word for word in dotted if word.split(".")[0] == PACKAGE.name]
+            assert not absolute, f"{name} imports {absolute[0]}, not relatively"
+            assert not (is_relative and name in RECIPES), f"{name} imports what is in the loop"
+
+
+def test_every_folder_is_a_package_and_its_init_is_empty():
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    for folder in folders:
+        assert (folder / "__init__.py").is_file(), folder
+        assert (folder / "__init__.py").read_bytes() == b"", folder
+
+
+def test_no_imports_run_in_a_circle():
+    """Those in functions count too, but for launch -> cluster."""
+    graph = {name: own_imports(name) for name in MODULES}
+    graph["launch"] = {other for other in graph["launch"] if not is_cluster(other)}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("start", LIGHT)
+def test_torch_is_not_imported_for_what_has_to_answer_at_once(start: str):
+    for name, way in chains(start, with_deferred=False).items():
+        for dotted, is_own, deferred in imports(name):
+            if not is_own and not deferred:
+                heavy = dotted.split(".")[0] in IMPORTS_TORCH or dotted == "safetensors.torch"
+                assert not heavy, f"{way} -> {dotted}"
+
+
+def test_the_loop_is_one_page():
+    assert len(PATHS["train"].read_text(encoding="utf-8").splitlines()) <= 220
+
+
+def test_no_module_is_empty():
+    for name in (*MODULES, *RECIPES):
+        body = ast.parse(PATHS[name].read_text(encoding="utf-8")).body
+        assert [node for node in body if not isinstance(node, ast.Expr)], name
+
+
+def test_the_map_in_the_readme_names_every_module():
+    readme = (TESTS.parent / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"## Files\n.*?```\n(.*?)```", readme, re.S)
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
+    for name in MODULES:
+        folder, _, stem = name.rpartition(".")
+        if folder:
+            assert re.search(rf"\b{stem}\b", lines[f"{folder}/"].split("/", 1)[1]), name
+        else:
+            assert re.search(rf"(?<!\w){stem}\.py\b", text), name
+    for file in re.findall(r"\w+\.py\b", text):
+        assert file.removesuffix(".py") in PATHS, f"there is no {file}"
+
+
+def test_the_rules_read_all_imports():
+    """The text is read, not imported: so see that imports of every kind are found in it."""
+    found = set(imports("launch"))
+    assert (
+        "cluster.rendezvous" if "cluster.rendezvous" in PATHS else "cluster",
+        True,
+        True,
+    ) in found
+    assert ("run_folder", True, False) in found
+    assert ("psutil", False, False) in found
+    assert "config" in chains("cost", with_deferred=False)
+    assert ("torch", False, False) in set(imports("optim"))
