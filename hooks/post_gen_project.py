@@ -22,6 +22,7 @@ TEMPLATE_FILES = (
     ".github/workflows/ci.yaml",
     ".gitignore",
     ".pre-commit-config.yaml",
+    "AGENTS.md",
     "Dockerfile",
     "LICENSE.Apache-2.0",
     "LICENSE.BSD-3-Clause",
@@ -46,6 +47,7 @@ TEMPLATE_FILES = (
     "configs/image_classification.yaml",
     "configs/segmentation.yaml",
     "docs/how-a-step-works.md",
+    "docs/troubleshooting.md",
     "docs/your-own-recipe.md",
     "launch/kubeflow.yaml",
     "launch/kubernetes.yaml",
@@ -206,9 +208,9 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
     if file == "pyproject.toml":
         license = answers["license"]
         words['license = "MIT"\n'] = "" if license == "none" else f'license = "{license}"\n'
-    names_the_recipe = file in ("README.md", "Makefile", "Dockerfile") or file.startswith(
-        ("launch/", "accelerate_configs/", "src/")
-    )
+    # docs/your-own-recipe.md names each recipe for what it is.
+    naming = ("README.md", "Makefile", "Dockerfile", "docs/troubleshooting.md")
+    names_the_recipe = file in naming or file.startswith(("launch/", "accelerate_configs/", "src/"))
     if names_the_recipe and answers["recipe"] != RECIPES[0]:
         words[extra(RECIPES[0])] = chosen_extras(answers)
         if answers["recipe"] != "all":

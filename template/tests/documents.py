@@ -72,12 +72,21 @@ def train_on_own_data(recipe: str, folder: Path) -> dict[str, Any]:
     return {config.run_name: config for config in configs}
 
 
-def run_as_typed(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Run a command as a user does in a project."""
+def run_as_typed(
+    command: str, folder: Path, *, typed: str = "", **environment: str
+) -> subprocess.CompletedProcess:
+    """Run a command as a user does in a project.
+
+    Args:
+        command: as a document has it.
+        folder: the project's.
+        typed: what comes from the keyboard.
+        environment: more variables.
+    """
     if not (PROJECT / "src/my_project/__main__.py").exists():  # python -m my_project is yet to come
         command = command.replace("-m my_project ", "-m my_project.")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=280, env=os.environ | {"PATH": path} | environment, stdin=subprocess.DEVNULL,
+        timeout=280, env=os.environ | {"PATH": path} | environment, input=typed,
     )  # fmt: skip
