@@ -164,7 +164,7 @@ def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypa
     [
         ("", "the host list is empty"),
         ("a slots=8\nb slots=4\n", "12 // 2 = 6 processes on each node"),
-        ("a slots=8\na slots=8\n", "line 2: a stands in the list twice"),
+        ("a slots=8\na slots=8\n", "line 2: a is in the list twice"),
         ("a 8\n", "write a host as: name slots=8"),
         ("a slots=0\n", "write a host as: name slots=8"),
     ],
@@ -175,8 +175,8 @@ def test_a_host_list_that_cannot_be_used_is_refused(text, sentence):
     assert sentence in str(refusal.value)
 
 
-def write_nodes(folder: Path, hosts: str, where: str, **more: str) -> list[Path]:
-    (folder / "hosts.txt").write_text(hosts)
+def write_nodes(folder: Path, host_list: str, where: str, **more: str) -> list[Path]:
+    (folder / "hosts.txt").write_text(host_list)
     arguments = argparse.Namespace(
         list=False,
         hosts=str(folder / "hosts.txt"),

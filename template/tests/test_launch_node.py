@@ -28,9 +28,9 @@ def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
 
 def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
     four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
-    assert (four.nodes, four.processes, four.rank, four.processes_per_node) == (2, 8, 1, 4)
+    assert (four.nodes, four.world_size, four.node_rank, four.processes_per_node) == (2, 8, 1, 4)
     assert "--gpu_ids=-1,-1,-1,-1" in four.flags
-    assert launch.line(four, "eth0").endswith(
+    assert launch.summary(four, "eth0").endswith(
         "eth0): ranks 4 to 7 of 8, main node 127.0.0.1:29500, precision no, run folder runs/tiny"
     )
     hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
@@ -47,22 +47,22 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--config_file", f"{WHERE}/cpu.yaml"], "name what to run"),
-        (["--config_file", f"{WHERE}/cpu.yaml", "-m"], "name what to run"),
+        (["--config_file", f"{WHERE}/cpu.yaml"], "there is no -m with a module"),
+        (["--config_file", f"{WHERE}/cpu.yaml", "-m"], "there is no -m with a module"),
         (["--config_file", "cpu.yaml", "-m", "trian"], "no module trian"),
         (
             ["--config_file", f"{WHERE}/cpu.yaml", "--num_machines", "0", *TRAIN],
             "--num_machines is 0, but must be at least 1",
         ),
         (list(TRAIN), "give --config_file"),
-        (["--config_file", "none.yaml", *TRAIN], "none.yaml is no file"),
+        (["--config_file", "none.yaml", *TRAIN], "none.yaml is not a file"),
         (
             ["--config_file", f"{WHERE}/multi_node.yaml", "--num_machines", "3", *TRAIN],
-            "--num_processes 16 over --num_machines 3 leaves 1 over",
+            "--num_processes is 16, but must be a multiple of --num_machines 3",
         ),
         (
             ["--config_file", f"{WHERE}/multi_node.yaml", "--machine_rank", "2", *TRAIN],
-            "--machine_rank is 2, but must lie between 0 and 1",
+            "--machine_rank is 2, but must be between 0 and 1",
         ),
     ],
 )
@@ -86,7 +86,7 @@ def test_the_run_folder_is_the_one_that_the_run_will_use(arguments, tmp_path, mo
     Path("tiny.yaml").write_text(CONFIG)
     Path("named.yaml").write_text("run_name: named\nruns_folder: there\n")
     arguments = ["--config", "tiny.yaml", *arguments]
-    assert launch.run_folder(tuple(arguments)) == config.parse(arguments).folder
+    assert config.run_folder_of(arguments) == config.parse(arguments).folder
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_a_scheduler_set_does_not_reach_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PET_NNODES", "PET_NODE_RANK"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("PET_MONITOR_INTERVAL", "1")
-    launch.prepare_environment(parsed("--num_machines=1", "--num_processes=2"))
+    launch.prepare_environment()
     left = {name for name in os.environ if re.match(r".*RANK|WORLD|MASTER|PET_N", name)}
     assert not left
     assert os.environ["PET_MONITOR_INTERVAL"] == "1", "what a user may want stays"
@@ -130,7 +130,7 @@ def test_what_a_scheduler_set_does_not_reach_torchrun(monkeypatch):
     ],
 )
 def test_what_the_installed_torch_cannot_do_is_said_in_one_line(version, missing):
-    said = launch.missing_in(version)
+    said = launch.torch_limitation(version)
     assert missing in said
     assert bool(said) == bool(missing)
     assert "\n" not in said
@@ -142,7 +142,7 @@ def test_launch_says_it_where_torchrun_starts_the_processes(
 ):
     class RunsNothing:
         def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.told = torchrun, None
+            self.torchrun, self.stop_signal_at = torchrun, None
 
         def run(self, command: list[str]) -> int:
             return 0
@@ -173,7 +173,7 @@ def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
 ):
     class LeavesRunning:
         def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.told = torchrun, None
+            self.torchrun, self.stop_signal_at = torchrun, None
 
         def run(self, command: list[str]) -> int:
             (tmp_path / "runs/tiny").mkdir(parents=True)
@@ -191,13 +191,13 @@ def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
     flags = ["--config_file", where, "-m", f"my_project.{module}"]
     assert launch.main([*flags, "--config", "tiny.yaml", *more]) == wanted
     said = capsys.readouterr().err
-    assert ("something in them called os._exit" in said) == (module == "train" and code == 0)
+    assert ("some code in them called os._exit" in said) == (module == "train" and code == 0)
     if code and error:
         assert said == f"error: {error}\n" * 2, "the process says it, and then the launcher"
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "code", "told", "wanted"),
+    ("before", "after", "code", "stopped", "wanted"),
     [
         ("", "", 0, None, 1),  # os._exit(0) before the run began
         ("preempted", "preempted", 0, None, 1),
@@ -207,7 +207,7 @@ def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
     ],
 )
 def test_only_a_run_that_says_so_has_ended_well(
-    before, after, code, told, wanted, tmp_path, monkeypatch
+    before, after, code, stopped, wanted, tmp_path, monkeypatch
 ):
     path = tmp_path / "runs/tiny/status.json"
 
@@ -218,10 +218,10 @@ def test_only_a_run_that_says_so_has_ended_well(
 
     class Says:
         def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.told = torchrun, None
+            self.torchrun, self.stop_signal_at = torchrun, None
 
         def run(self, command: list[str]) -> int:
-            self.told = told
+            self.stop_signal_at = stopped
             says(after)
             return code
 

@@ -117,12 +117,12 @@ import os, signal, sys
 from my_project import launch
 child = launch.Child(torchrun=True)
 child.run(["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"])
-end_with = launch._end_with
-def end_with_signalled(parent):  # in the child, before it heeds signals
+exit_with_parent = launch._exit_with_parent
+def signal_and_exit_with_parent(parent):  # in the child, while signals are blocked
     os.kill(parent, signal.SIGTERM)
-    end_with(parent)
-launch._end_with = end_with_signalled
-print(child.run(["sleep", "600"]), bool(child.told), flush=True)
+    exit_with_parent(parent)
+launch._exit_with_parent = signal_and_exit_with_parent
+print(child.run(["sleep", "600"]), bool(child.stop_signal_at), flush=True)
 """
 
 

@@ -11,9 +11,11 @@ import dataclasses
 import os
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -477,8 +479,8 @@ def parse(
             settings = parser.parse_object(arguments)
         else:
             settings = parser.parse_args(arguments)
-        if settings.config and settings.run_name == "run":
-            settings.run_name = Path(str(settings.config[-1])).stem
+        if settings.config:
+            settings.run_name = _run_name(settings.run_name, str(settings.config[-1]))
         values = vars(parser.instantiate(settings))
         values.pop("config")
         return Config(**values)
@@ -493,6 +495,30 @@ def parse(
         elif "required" in message and "--config" not in " ".join(arguments):
             message += "; give a config file: --config configs/<name>.yaml"
         raise ConfigError(message.removeprefix("Parser key ")) from error
+
+
+def _run_name(name: str, config_file: str) -> str:
+    """Return the run's name: the config file's where none was given ("run" is the default)."""
+    return Path(config_file).stem if name == "run" else name
+
+
+def run_folder_of(arguments: Iterable[str]) -> Path:
+    """Return the run folder that `parse` would find, without importing the recipe (and torch)."""
+    runs_folder = "runs"
+    name = "run"
+    config_file = "run"
+    words = [part for argument in arguments for part in argument.split("=", 1)]
+    for word, value in pairwise(words):
+        if word == "--config":
+            config_file = value
+            settings = read_yaml(Path(value)) if Path(value).is_file() else {}
+            runs_folder = str(settings.get("runs_folder", runs_folder))
+            name = str(settings.get("run_name", name))
+        elif word == "--runs_folder":
+            runs_folder = value
+        elif word == "--run_name":
+            name = value
+    return Path(runs_folder) / _run_name(name, config_file)
 
 
 def parse_command_line(description: str) -> Config:

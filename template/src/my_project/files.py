@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,6 +68,14 @@ def unused_name(path: Path, end: str = "old") -> Path:
     while os.path.lexists(aside := path.with_name(f"{path.name}.{end}-{number}")):
         number += 1
     return aside
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, poll_seconds: float = 0.2) -> bool:
+    """Wait until a condition is true; return False if it is not within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (is_true := condition()) and time.monotonic() < deadline:
+        time.sleep(poll_seconds)
+    return is_true
 
 
 @contextmanager

@@ -21,7 +21,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -30,7 +29,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .config import Config, ConfigError, TransientError, curve, read_yaml, saved_curve, to_yaml
-from .files import finite, move_aside, read_json, unused_name, write_atomically, writing
+from .files import (
+    finite,
+    move_aside,
+    read_json,
+    unused_name,
+    wait_until,
+    write_atomically,
+    writing,
+)
 from .safety.redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
 
 logger = logging.getLogger(__name__)
@@ -170,20 +177,15 @@ class Run:
             )  # fmt: skip
 
     def sees(self, token: str, seconds: float = 20) -> bool:
-        """Tell whether the run folder is the one that the main process wrote into.
+        """Return whether the run folder is the one that rank 0 wrote into.
 
         Args:
-            token: what the main process's run.json holds.
-            seconds: how long a network file system may take to show it.
+            token: of this launch, in the run.json that rank 0 wrote.
+            seconds: how long a network file system may take to show the file.
         """
         self.token = token
-        deadline = time.monotonic() + seconds
-        while True:
-            if read_json(self.folder / "run.json").get("launch") == token:
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.2)
+        path = self.folder / "run.json"
+        return wait_until(lambda: read_json(path).get("launch") == token, seconds)
 
     def __del__(self) -> None:
         """Let go of the lock, for a process that trains again."""
