@@ -64,7 +64,7 @@ class WrongData(Ragged):
         ("three", "returned a tuple of 3 (Samples, dict, dict); it must return (train,"),
         ("no dict", "returned a value of type Samples for validation; it must return (train,"),
         ("numbers as names", "returned a dict (1: Samples) for validation; it must return"),
-        ("empty", "returned an empty validation set held_out; return only sets that hold samples"),
+        ("empty", "returned an empty validation set held_out; return only non-empty sets"),
         ("no length", "as validation set held_out, which has no length; return a map-style"),
         ("no index", "as validation set held_out, which has no index; return a map-style"),
         ("iterator", "as the training set, which has no length; return a map-style"),
@@ -135,19 +135,22 @@ class WrongLoss(Ragged):
 @pytest.mark.parametrize(
     ("returned", "sentence"),
     [
-        ("one value", "returned a float32 tensor of shape (); it must return (total, weight)"),
-        ("dict", "returned a dict (loss: Tensor, count: Tensor); it must return (total,"),
-        ("per sample", "returned a float32 tensor of shape (4,) as the total; it must return"),
-        ("number", "returned a value of type float as the total; it must return"),
-        ("integers", "returned a int64 tensor of shape () as the total; it must return"),
-        ("detached", "returned a total that does not require a gradient; it must return"),
-        ("negative", "returned the weight -1.0, which must be finite and not negative"),
-        ("not finite", "returned the weight nan, which must be finite and not negative"),
-        ("weights", "returned a float32 tensor of shape (4,) as the weight; it must return"),
-        ("text", "returned a value of type str as the weight; it must return"),
+        (
+            "one value",
+            "returned a float32 tensor of shape (); it must return (loss_sum, num_items)",
+        ),
+        ("dict", "returned a dict (loss: Tensor, count: Tensor); it must return (loss_sum,"),
+        ("per sample", "returned a float32 tensor of shape (4,) as loss_sum; it must return"),
+        ("number", "returned a value of type float as loss_sum; it must return"),
+        ("integers", "returned a int64 tensor of shape () as loss_sum; it must return"),
+        ("detached", "returned a loss_sum that does not require a gradient; it must return"),
+        ("negative", "returned num_items -1.0, which must be finite and not negative"),
+        ("not finite", "returned num_items nan, which must be finite and not negative"),
+        ("weights", "returned a float32 tensor of shape (4,) as num_items; it must return"),
+        ("text", "returned a value of type str as num_items; it must return"),
     ],
 )
-def test_a_loss_that_is_no_sum_and_weight_is_refused_at_the_first_micro_batch(
+def test_a_loss_that_is_not_loss_sum_and_num_items_is_refused_at_the_first_micro_batch(
     tmp_path, returned, sentence
 ):
     config = make_config(tmp_path, WrongLoss(returned=returned))
@@ -217,8 +220,10 @@ def test_each_method_with_other_parameters_is_named_with_its_place(tmp_path):
     line = OtherArguments.loss.__code__.co_firstlineno
     found = problems(OtherArguments)
     assert [problem.split("(")[0] for problem in found] == [
-        "loss", "sample", "it has build_metrics, which needs update_metrics, which it has not",
-    ]  # fmt: skip
+        "loss",
+        "sample",
+        "it has build_metrics but lacks update_metrics, which build_metrics needs",
+    ]
     assert f"({__file__}, line {line}) must accept (self, model, batch, step)" in found[0]
     with pytest.raises(ConfigError, match=r"recipe OtherArguments: loss.* must accept .*; sample"):
         train(make_config(tmp_path, OtherArguments()))
@@ -323,7 +328,7 @@ class Nested(Ragged):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"one": Wide()}, r"Nested\.one is a Wide, which config\.yaml cannot be read back as"),
+        ({"one": Wide()}, r"Nested\.one is a Wide, which config\.yaml cannot restore"),
         ({"many": {"a": [Palette(), Wide()]}}, r"Nested\.many\['a'\] is a Wide"),
         ({"anything": Palette()}, r"Nested\.anything is a Palette"),
     ],
@@ -521,6 +526,6 @@ def test_what_a_network_has_caused_may_be_tried_again(cause, exit_code):
             raise ValueError("the data cannot be had") from error
 
     with pytest.raises(ConfigError, match="the data cannot be had") as told:
-        with contract.in_a_sentence(Ragged()):
+        with contract.one_line_errors(Ragged()):
             download()
     assert told.value.exit_code == exit_code

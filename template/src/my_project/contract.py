@@ -1,7 +1,7 @@
 """Call a recipe, and check what its methods return.
 
-A recipe that is slightly wrong must not train nothing in silence, nor fail after hours: each check
-here ends the run with one sentence that names the method, its file and its line (ConfigError).
+A slightly wrong recipe must neither silently fail to train nor end the run after hours. Each check
+raises a ConfigError: one sentence that names the method, its file and its line.
 """
 
 import dataclasses
@@ -29,20 +29,20 @@ from .stacks import progress_reported
 
 
 def check_recipe(config: Config) -> None:
-    """Refuse a recipe with wrong methods, or settings that config.yaml cannot hold."""
+    """Check the recipe's methods, and that config.yaml can hold its settings."""
     kind = type(config.recipe)
     if found := problems(kind):
         raise ConfigError(f"recipe {kind.__name__}: {'; '.join(found)} (see recipe.py).")
     to_yaml(config)
     for name, value in _undeclared(kind.__name__, config.recipe, [kind]):
         raise ConfigError(
-            f"{name} is a {type(value).__name__}, which config.yaml cannot be read back as: declare"
-            " the field with that class itself, not with one that it is derived from."
+            f"{name} is a {type(value).__name__}, which config.yaml cannot restore: annotate the"
+            " field with that class itself, not with a base class of it."
         )
 
 
 def _undeclared(name: str, value: Any, declared: list[Any]) -> Iterator[tuple[str, Any]]:
-    """List the dataclasses in a setting that are not of a class which its annotation names."""
+    """Yield the dataclasses in a setting whose class the annotation does not name."""
     if isinstance(value, (list, tuple, set, frozenset)):
         for part in value:
             yield from _undeclared(name, part, declared)
@@ -52,7 +52,7 @@ def _undeclared(name: str, value: Any, declared: list[Any]) -> Iterator[tuple[st
     elif dataclasses.is_dataclass(value):
         if type(value) not in declared:
             yield name, value
-        with suppress(NameError, TypeError):  # an annotation that cannot be read where it stands
+        with suppress(NameError, TypeError):  # an annotation that cannot be resolved here
             annotations = get_type_hints(type(value))
             for f in dataclasses.fields(value):
                 inner = getattr(value, f.name)
@@ -61,28 +61,28 @@ def _undeclared(name: str, value: Any, declared: list[Any]) -> Iterator[tuple[st
 
 
 def _named(annotation: Any) -> list[Any]:
-    """List the classes that an annotation names."""
+    """Return the classes that an annotation names."""
     inner = [kind for part in get_args(annotation) for kind in _named(part)]
     return [annotation, get_origin(annotation), *inner]
 
 
 # ---- data ----------------------------------------------------------------------------------------
 def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
-    """Let the recipe prepare its data: one process first, the others find it done.
+    """Call the recipe's prepare_data in one process first; the others find the work done.
 
-    No limit holds, since tokenizing takes hours: the process at work says where it stands.
+    There is no timeout, since tokenizing can take hours; the working process logs its progress.
 
     Returns:
         data_info, and the recipe that reads the data: with stage_to, this node's copies.
 
     Raises:
-        ConfigError: it cannot be prepared as the settings say, or data_info is no JSON.
-        TransientError: the process that was waited for is gone.
+        ConfigError: the data cannot be prepared, or data_info is not plain JSON.
+        TransientError: the process that this one waited for has ended.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with no_node_at_work(folder, config.run_name), in_a_sentence(recipe):
+    with no_node_at_work(folder, config.run_name), one_line_errors(recipe):
         with in_turn(folder, process_name()), progress_reported("prepare_data"):
             data_info = recipe.prepare_data()
         if not isinstance(data_info, dict):
@@ -95,21 +95,20 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
 
 
 def build_datasets(recipe: Recipe, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Let the recipe open its data.
+    """Call the recipe's build_datasets.
 
     Returns:
         The training set, and the validation sets by name.
 
     Raises:
-        ConfigError: the data is not as the recipe says, or it returned something else than
-            recipe.py asks for.
+        ConfigError: the data cannot be opened, or the returned value does not follow recipe.py.
     """
-    with in_a_sentence(recipe):
+    with one_line_errors(recipe):
         returned = recipe.build_datasets(data_info)
-    return _checked_data_sets(recipe, returned)
+    return _checked_datasets(recipe, returned)
 
 
-def _checked_data_sets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any]]:
+def _checked_datasets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any]]:
     wanted = "it must return (train, {name: validation}), with {} for no validation."
     if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
         _refuse(recipe, "build_datasets", f"returned {_kind(returned)}; {wanted}")
@@ -117,24 +116,20 @@ def _checked_data_sets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, An
     if not isinstance(validation_sets, Mapping) or not all(
         isinstance(name, str) for name in validation_sets
     ):
-        _refuse(
-            recipe, "build_datasets",
-            f"returned {_kind(validation_sets)} for validation; {wanted}",
-        )  # fmt: skip
+        problem = f"returned {_kind(validation_sets)} for validation; {wanted}"
+        _refuse(recipe, "build_datasets", problem)
     if not is_stream(train):
         _check_map_style(recipe, "the training set", train)
     for name, data in validation_sets.items():
         _check_map_style(recipe, f"validation set {name}", data)
         if len(data) == 0:
-            _refuse(
-                recipe, "build_datasets",
-                f"returned an empty validation set {name}; return only sets that hold samples.",
-            )  # fmt: skip
+            problem = f"returned an empty validation set {name}; return only non-empty sets."
+            _refuse(recipe, "build_datasets", problem)
     return train, dict(validation_sets)
 
 
 def _check_map_style(recipe: Recipe, what: str, data: Any) -> None:
-    """Refuse data without length or index; torch's IterableDataset inherits both and has none."""
+    """Check for length and index; torch's IterableDataset inherits both but supports neither."""
     has_length = True
     try:
         len(data)
@@ -142,57 +137,54 @@ def _check_map_style(recipe: Recipe, what: str, data: Any) -> None:
         has_length = False
     has_index = hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
     if not (has_length and has_index):
+        missing = "index" if has_length else "length"
         _refuse(
-            recipe, "build_datasets",
-            f"returned {_kind(data)} as {what}, which has no {'index' if has_length else 'length'};"
-            " return a map-style dataset (len(data) and data[index]), or for training a stream"
-            " (lanes and lane(i, epoch, start, seed)).",
-        )  # fmt: skip
+            recipe,
+            "build_datasets",
+            f"returned {_kind(data)} as {what}, which has no {missing}; return a map-style dataset"
+            " (len(data) and data[index]), or for training a stream (lanes and"
+            " lane(i, epoch, start, seed)).",
+        )
 
 
 # ---- model and loss ------------------------------------------------------------------------------
 def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
-    """Let the recipe build its model, with fresh weights or known ones.
+    """Call the recipe's build_model.
 
     Raises:
-        ConfigError: it cannot be built as the settings say, or is no module.
+        ConfigError: the model cannot be built from these settings, or is not a module.
     """
-    with in_a_sentence(config.recipe):
+    with one_line_errors(config.recipe):
         model = config.recipe.build_model(data_info)
     if not isinstance(model, nn.Module):
-        _refuse(
-            config.recipe, "build_model",
-            f"returned {_kind(model)}; it must return a torch.nn.Module.",
-        )  # fmt: skip
+        problem = f"returned {_kind(model)}; it must return a torch.nn.Module."
+        _refuse(config.recipe, "build_model", problem)
     return model
 
 
 def check_loss(recipe: Recipe, returned: Any, *, with_gradient: bool = True) -> None:
-    """Refuse what is no (total, weight) of a micro-batch; called for the first, before backward."""
+    """Check the (loss_sum, num_items) of the first micro-batch, before its backward pass."""
     wanted = (
-        "; it must return (total, weight): the sum of the losses, a scalar tensor with a gradient,"
-        " and how many items it sums, a number or scalar tensor."
+        "; it must return (loss_sum, num_items): the sum of the per-item losses, a scalar tensor"
+        " with a gradient, and the number of items in it, a number or scalar tensor."
     )
     if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
         _refuse(recipe, "loss", f"returned {_kind(returned)}{wanted}")
-    total, weight = returned
-    if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
-        _refuse(recipe, "loss", f"returned {_kind(total)} as the total{wanted}")
-    if with_gradient and not total.requires_grad:
-        _refuse(recipe, "loss", f"returned a total that does not require a gradient{wanted}")
-    is_number = isinstance(weight, Real) or (isinstance(weight, Tensor) and not weight.ndim)
-    if not is_number:
-        _refuse(recipe, "loss", f"returned {_kind(weight)} as the weight{wanted}")
-    if not (math.isfinite(weight) and float(weight) >= 0):
-        _refuse(
-            recipe, "loss",
-            f"returned the weight {float(weight)}, which must be finite and not negative.",
-        )  # fmt: skip
+    loss_sum, num_items = returned
+    if not isinstance(loss_sum, Tensor) or loss_sum.ndim or not loss_sum.is_floating_point():
+        _refuse(recipe, "loss", f"returned {_kind(loss_sum)} as loss_sum{wanted}")
+    if with_gradient and not loss_sum.requires_grad:
+        _refuse(recipe, "loss", f"returned a loss_sum that does not require a gradient{wanted}")
+    if not (isinstance(num_items, Real) or (isinstance(num_items, Tensor) and not num_items.ndim)):
+        _refuse(recipe, "loss", f"returned {_kind(num_items)} as num_items{wanted}")
+    if not (math.isfinite(num_items) and float(num_items) >= 0):
+        problem = f"returned num_items {float(num_items)}, which must be finite and not negative."
+        _refuse(recipe, "loss", problem)
 
 
 # ---- metrics -------------------------------------------------------------------------------------
 def build_metrics(recipe: Recipe) -> dict[str, Any]:
-    """Build the recipe's metrics, or the loss where it has none."""
+    """Return the recipe's metrics by name; by default the mean loss."""
     from torchmetrics import MeanMetric, Metric, MetricCollection
 
     build = optional(recipe, "build_metrics")
@@ -203,36 +195,36 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
         isinstance(name, str) and isinstance(metric, (Metric, MetricCollection))
         for name, metric in metrics.items()
     ):
-        _refuse(
-            recipe, "build_metrics",
-            f"returned {_kind(metrics)}; it must return a dict of torchmetrics.Metric by name.",
-        )  # fmt: skip
+        problem = (
+            f"returned {_kind(metrics)}; it must return a dict of torchmetrics.Metric by name."
+        )
+        _refuse(recipe, "build_metrics", problem)
     return dict(metrics.items())
 
 
 def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
-    """Return what a metric's compute() gave as numbers by name; a dict's with "name/key"."""
+    """Return the result of a metric's compute() as numbers by name; those of a dict by name/key."""
     values: dict[str, float] = {}
     for key, part in value.items() if isinstance(value, dict) else [("", value)]:
         try:
             values[f"{name}/{key}" if key else name] = float(part)
         except (TypeError, ValueError, RuntimeError):
-            _refuse(
-                recipe, "build_metrics",
+            problem = (
                 f"returned a metric {name} whose result is {_kind(part)}; it must be a number or a"
-                " dict of numbers (in torchmetrics such as average='macro').",
-            )  # fmt: skip
+                " dict of numbers (in torchmetrics such as average='macro')."
+            )
+            _refuse(recipe, "build_metrics", problem)
     return values
 
 
-# ---- sentences -----------------------------------------------------------------------------------
+# ---- error messages ------------------------------------------------------------------------------
 def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
     place = place_of(getattr(recipe, method))
     raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
 
 
 def _kind(value: Any) -> str:
-    """Describe a value by its type, with what tells values of the type apart."""
+    """Describe a value by its type, and by its shape, keys or the types of its elements."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
@@ -245,8 +237,8 @@ def _kind(value: Any) -> str:
 
 
 @contextmanager
-def in_a_sentence(recipe: Recipe) -> Iterator[None]:
-    """Say what a user can cause (a wrong path or name) without a traceback, and where."""
+def one_line_errors(recipe: Recipe) -> Iterator[None]:
+    """Turn errors that a user can cause (a wrong path or name) into one line with their source."""
     try:
         yield
     except ConfigError:
@@ -254,16 +246,16 @@ def in_a_sentence(recipe: Recipe) -> Iterator[None]:
     except (ValueError, FileNotFoundError, IsADirectoryError, ConnectionError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         at = [f for f in frames if f.filename == inspect.getsourcefile(type(recipe))] or frames
-        kind = TransientError if _is_of_network(error) else ConfigError
+        kind = TransientError if _is_network_error(error) else ConfigError
         raise kind(f"{error} ({at[-1].filename}, line {at[-1].lineno})") from error
 
 
-def _is_of_network(error: BaseException | None) -> bool:
-    """Return whether a network was the cause, which may be there again on the next try."""
+def _is_network_error(error: BaseException | None) -> bool:
+    """Return whether a network failure was the cause, so that another try may succeed."""
     names = set()
     while error:
         names |= {kind.__name__ for kind in type(error).__mro__}
         error = error.__cause__ or error.__context__
     libraries = {"ConnectError", "Timeout", "TimeoutException", "LocalEntryNotFoundError"}
-    is_of_network = names & (libraries | {"ConnectionError", "TimeoutError"})
-    return bool(is_of_network) and "OfflineModeIsEnabled" not in names
+    network_errors = names & (libraries | {"ConnectionError", "TimeoutError"})
+    return bool(network_errors) and "OfflineModeIsEnabled" not in names

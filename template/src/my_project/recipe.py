@@ -1,54 +1,57 @@
-"""The recipe: the contract between what is trained and how.
+"""The recipe: the contract between what is trained and the loop that trains it.
 
 A recipe is a frozen dataclass whose fields are its hyperparameters. It is matched by structure: it
-imports nothing from here, so one file can be copied anywhere. The loop calls, in this order:
+imports nothing from this package, so one file can be copied anywhere. The loop calls, in this
+order:
 
     prepare_data() -> dict
-        What the model must know of the data, as plain JSON (class names, vocabulary size).
-        Downloads and tokenises once per cache, before any process group: the first process of the
-        run alone, then the first of each node, then all others at once, which find it done.
+        Return what the model must know of the data, as plain JSON (class names, vocabulary size).
+        Downloads and tokenizes once per cache, before any process group: one process of the run
+        goes first, then one on each node, then all others at once, which find the work done.
     build_datasets(data_info) -> (train, {name: validation})
-        Map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset with
-        `__getitems__(indices)` is asked for a whole micro-batch at once where nothing is seeded
-        per sample (batches.seed_samples).
-        The train set may be a stream instead: `lanes: int` and `lane(i, epoch, start, seed) ->
-        iterator` of samples, the same ones each time it is asked. Lane i feeds fixed places of
-        every global batch; what it draws ahead of a sample must follow from (i, epoch, seed).
-        `start` samples are passed over. The number of lanes must divide the global batch and be a
-        multiple of the micro-batches in it; the first lane that ends, ends the epoch.
+        Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
+        with `__getitems__(indices)` is asked for a whole micro-batch at once, except when random
+        generators are seeded per sample (batches.seed_samples).
+        The training set may be a stream instead, which is divided into lanes. A lane is a logical
+        shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
+        fixed, whatever the world size, and so is the order of the samples. A stream has
+        `lanes: int` and `lane(i, epoch, start, seed) -> iterator`, which skips `start` samples and
+        yields the same samples whenever it is called. Lane i fills fixed positions of every global
+        batch; random numbers drawn ahead of a sample must depend on (i, epoch, seed) only. The
+        number of lanes must divide the global batch and be a multiple of its number of
+        micro-batches. The epoch ends with the first lane that ends.
     build_model(data_info) -> torch.nn.Module
         Needs no training data and no network, since predict.py calls it too.
-    loss(model, batch, step) -> (total, weight)
-        The SUM of the per-item losses, a scalar tensor, and how many items (examples, tokens) it
-        sums, a number or scalar tensor. Never a mean: only sums give the right gradient when the
-        number of items differs between micro-batches. `model` is the plain module; any of its
-        methods may be called. Called once per micro-batch on every process.
+    loss(model, batch, step) -> (loss_sum, num_items)
+        Return the SUM of the per-item losses, a scalar tensor, and the number of items (examples,
+        tokens) in it, a number or scalar tensor. Never a mean: only sums give the right gradient
+        when the number of items differs between micro-batches. `model` is the plain module; any of
+        its methods may be called. Called once per micro-batch on every rank.
 
 A recipe may also have:
 
-    collate(samples) -> batch                     torch's default_collate otherwise
+    collate(samples) -> batch                     default: torch's default_collate
     parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
-    build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; the loss otherwise
+    build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
     sample(model) -> str                          shown at each evaluation
-    per_sample(model) -> {"tokens": n, "operations": m}    of one sample, forward and backward; for
-                                                  throughput and utilisation
-    predict(model, data_info, argument) -> str    the answer of predict.py
+    per_sample(model) -> {"tokens": n, "operations": m}    of one sample; "operations" are the FLOPs
+                                                  of forward and backward, for throughput and MFU
+    predict(model, data_info, argument) -> str    the answer that predict.py prints
     example_inputs(data_info) -> tuple of tensors     batch first; for predict.py --onnx
-    export(model, data_info, folder) -> None      in place of model.safetensors; with
-    load(data_info, folder) -> torch.nn.Module    which loads that
+    export(model, data_info, folder) -> None      writes an export other than model.safetensors
+    load(data_info, folder) -> torch.nn.Module    loads what `export` has written
 
-And its fields may be declared with field(metadata={...}): "changes_curve": False for one that may
+Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
 change between two starts of a run (a path); "staged": True for the path of data that `stage_to`
-copies to each node's own disk.
+copies to a local disk of each node.
 
-Random numbers: the loop seeds torch's, Python's and NumPy's global generators for each sample, and
-for each micro-batch before `loss`, so that what is drawn from them is the same for any number of
-processes and after any resume. A generator of the recipe's own (torch.Generator,
-numpy.random.default_rng) is not seeded by the loop: one that is made once and drawn from again and
-again gives another curve on another number of processes. Make it where it is used, from the seed
-that `torch.initial_seed()` returns: in a dataset that of the sample (with batches.seed_samples), in
-`loss` that of the micro-batch.
+Random numbers: the loop seeds the global generators of torch, Python and NumPy for each sample, and
+again for each micro-batch before `loss`, so that random numbers are the same for any world size and
+after any resume. The loop does not seed a generator that the recipe makes for itself
+(torch.Generator, numpy.random.default_rng): if it is made once and kept, the training curve depends
+on the world size. Make it where it is used, from `torch.initial_seed()`, which is the seed of the
+sample in a dataset (with batches.seed_samples) and that of the micro-batch in `loss`.
 """
 
 import importlib
@@ -57,7 +60,7 @@ from typing import Any, Protocol
 
 
 class Recipe(Protocol):
-    """What every recipe has; unannotated and positional-only, so that any ordinary class fits."""
+    """The required methods; unannotated and positional-only, so that any ordinary class fits."""
 
     def prepare_data(self):  # noqa: D102
         raise NotImplementedError
@@ -92,7 +95,7 @@ PARAMETERS = {  # of every method that the loop calls
 
 
 def problems(kind: type) -> list[str]:
-    """List what is wrong with a recipe's methods: required ones missing, wrong parameters."""
+    """List the problems of a recipe's methods: required ones missing, wrong parameters."""
     found = []
     for name, parameters in PARAMETERS.items():
         method = getattr(kind, name, None)
@@ -104,7 +107,7 @@ def problems(kind: type) -> list[str]:
             bound = _needs_no_self(inspect.getattr_static(kind, name))
             try:
                 signature = inspect.signature(method)
-            except ValueError:  # of some that are written in C
+            except ValueError:  # some methods written in C have no signature
                 continue
             try:
                 signature.bind(*parameters, *([] if bound else ["self"]))
@@ -113,18 +116,18 @@ def problems(kind: type) -> list[str]:
                 found.append(f"{name}{signature} ({place_of(method)}) must accept ({wanted})")
     for one, other in (("build_metrics", "update_metrics"), ("update_metrics", "build_metrics")):
         if getattr(kind, one, None) is not None and getattr(kind, other, None) is None:
-            found.append(f"it has {one}, which needs {other}, which it has not")
+            found.append(f"it has {one} but lacks {other}, which {one} needs")
     return found
 
 
 def _needs_no_self(attribute: Any) -> bool:
-    """Return whether an attribute of a class is called without the object, as a collator is."""
+    """Return whether an attribute of a class is called without self, such as a staticmethod."""
     is_descriptor = hasattr(type(attribute), "__get__")
     return isinstance(attribute, (classmethod, staticmethod, type)) or not is_descriptor
 
 
 def problems_of(class_path: str) -> list[str]:
-    """Import a class and list what is wrong with it as a recipe."""
+    """Import a class and list its problems as a recipe."""
     module, _, name = class_path.rpartition(".")
     return problems(getattr(importlib.import_module(module), name))
 
@@ -136,5 +139,5 @@ def place_of(function: Any) -> str:
 
 
 def optional(recipe: Recipe, method: str) -> Any:
-    """Return a method that a recipe may have, or None."""
+    """Return an optional method of a recipe, or None."""
     return getattr(recipe, method, None)
