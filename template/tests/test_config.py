@@ -75,13 +75,16 @@ def test_an_optimizer_may_be_named_without_a_learning_rate(config_file):
         (["--recipe.init_args.width", "3"], "width"),
         (["--recipe.class_path", "ragged.Missing"], "Missing"),
         (["--recipe.class_path", "ragged.Samples"], "it has no method prepare_data"),
-        (["--epochs", "3"], "steps is 5 and epochs is 3.0: state exactly one"),
+        (["--epochs", "3"], "steps is 5 and epochs is 3.0: set exactly one"),
         (["--evaluation.patience", "2"], "evaluation.best_metric"),
         (["--run_name", "a/b"], "run_name 'a/b'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--optim.ema_decay", "1.5"], "between 0 and 1"),
         (["--stop_after", "soon"], "such as 3h55m"),
-        (["--checkpoints.keep_best", "true"], "keep_best needs evaluation.best_metric"),
+        (
+            ["--checkpoints.keep_best", "true"],
+            "keep_best is True, but needs evaluation.best_metric",
+        ),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(config_file, arguments, sentence):

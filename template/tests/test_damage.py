@@ -179,9 +179,9 @@ def test_a_damaged_config_is_one_sentence(copied, kind):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("aliases of aliases", "its aliases stand for more than 10000000 characters"),
-        ("aliases of a long text", "its aliases stand for more than 10000000 characters"),
-        ("alias of itself", r"the alias \*a stands inside of what it names"),
+        ("aliases of aliases", "its aliases expand to over 10000000 characters"),
+        ("aliases of a long text", "its aliases expand to over 10000000 characters"),
+        ("alias of itself", r"the alias \*a refers to a collection that contains it"),
         ("nested", "it is nested more than 100 levels deep"),
         ("not UTF-8", "can't decode byte 0xff"),
     ],
@@ -228,8 +228,8 @@ def nest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (rename, "its name is of step 6, its manifest.json of step 2"),
-        (exchange_state, "its state.json is of step 2, its manifest.json of step 6"),
+        (rename, "its name has step 6, its manifest.json has step 2"),
+        (exchange_state, "its state.json has step 2, its manifest.json has step 6"),
         (nest, "state.json is damaged"),
         (lambda folder: (folder / "manifest.json").write_bytes(DEEP), "manifest.json is damaged"),
         (lambda folder: write_manifest(folder, step=None), "manifest.json is damaged"),
@@ -355,7 +355,7 @@ def test_a_folder_that_fails_after_the_checks_is_one_sentence_on_every_process(t
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--config", "bomb.yaml"], "bomb.yaml cannot be read: its aliases stand for"),
+        (["--config", "bomb.yaml"], "bomb.yaml cannot be read: its aliases expand to"),
         (["--config", "good.yaml", "--runs_folder", "bomb.yaml/x"], "cannot be written to"),
     ],
 )

@@ -1,10 +1,10 @@
-"""How much: every setting of a run, with its unit and its default.
+"""The settings of a run, each with its unit and its default.
 
 One YAML file per experiment (`configs/`), typed dotted overrides on the command line, unknown keys
-fail. This module imports no torch, so `--help` and a wrong setting answer at once.
+fail. This module imports no torch, so `--help` and errors in settings appear at once.
 
-A field made with `free` may change between two starts of one run; any other field changes the
-training curve, so a run that exists is continued only with the same value (run_folder.py).
+A field declared with `may_change` can change between two starts of one run. Every other field
+changes the training curve, so an existing run continues only with the same value (run_folder.py).
 """
 
 import dataclasses
@@ -25,22 +25,22 @@ from .safety.redaction import mask, refuse_secrets
 
 
 class ConfigError(ValueError):
-    """Say what a user can mend: the value, the limit, the remedy. Shown without a traceback."""
+    """An error that the user can fix: value, limit and remedy. Shown without a traceback."""
 
-    exit_code = 2  # again would be no better
+    exit_code = 2  # a retry would fail in the same way
 
 
 class TransientError(ConfigError):
-    """Say what may get better by itself, so that a scheduler tries again."""
+    """An error that may go away without a change, so that a scheduler tries again."""
 
     exit_code = 1
 
 
-CONFIG_ERRORS = "LAUNCH_CONFIG_ERRORS"  # names the folder in which launch.py looks for them
+CONFIG_ERRORS = "LAUNCH_CONFIG_ERRORS"  # the folder in which launch.py looks for config errors
 
 
-def free(default: Any) -> Any:
-    """Declare a field that leaves the training curve as it is."""
+def may_change(default: Any) -> Any:
+    """Declare a field that may change between two starts of a run."""
     return field(default=default, metadata={"changes_curve": False})
 
 
@@ -49,161 +49,161 @@ class BatchesConfig:
     """Which samples a step sees, and how they are loaded."""
 
     global_batch_size: int
-    """Samples per optimizer step, over all processes."""
-    micro_batch_size: int = free(0)
-    """Samples per forward and process; 0: the global batch divided by the processes.
-    Accumulation follows: global = micro x processes x accumulation."""
-    workers: int | None = free(None)
-    """Loader processes per training process; null: the CPUs of this process less one, at most 8."""
+    """Samples per optimizer step, over all ranks."""
+    micro_batch_size: int = may_change(0)
+    """Samples per forward pass and rank; 0: the global batch divided by the world size.
+    Accumulation follows: global = micro x world size x accumulation."""
+    workers: int | None = may_change(None)
+    """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: bool = True
     """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
-    does not depend on which process draws it. Costs about 10 us a sample: switch it off where
-    the data set draws nothing."""
+    does not depend on the process that loads the sample. Costs about 10 us per sample: switch it
+    off for a dataset without randomness."""
     loader: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """More options of torch.utils.data.DataLoader, by its own names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer, the learning rate over time, clipping and averaging."""
+    """The optimizer, its learning rate schedule, gradient clipping and EMA."""
 
     class_path: str = "torch.optim.AdamW"
-    """Any optimizer class."""
+    """Any subclass of torch.optim.Optimizer."""
     init_args: dict[str, Any] = field(default_factory=dict)
-    """Its arguments besides the parameters, lr and weight_decay."""
+    """Arguments of the optimizer besides the parameters, lr and weight_decay."""
     lr: float = 1e-3
     """The highest learning rate of the schedule."""
     weight_decay: float = 0.0
-    """For matrices and kernels; biases and normalisation weights have none."""
+    """Of matrices and kernels; biases and normalization weights are not decayed."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warm-up. wsd: constant, then linear to the end over the last decay_steps."""
+    """After the warmup. wsd: constant, then a linear decay over the last decay_steps."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int = 0
-    """wsd only: the length of the decay at the end, in steps."""
+    """wsd only: the length of the final decay, in steps."""
     final_lr_fraction: float = 0.0
     """The learning rate at the end, as a fraction of lr."""
     clip_norm: float | None = 1.0
-    """Largest norm of the gradient over all parameters; null: no clipping."""
+    """Maximum gradient norm over all parameters; null: no clipping."""
     ema_decay: float | None = None
-    """Keep an exponential moving average of the weights, evaluated and exported in their place."""
-    max_nonfinite_steps: int = free(20)
-    """End the run when so many steps in a row teach nothing: a gradient that is not finite, or a
-    loss that counts no sample."""
+    """Decay of an EMA of the weights, evaluated and exported in their place; null: no EMA."""
+    max_nonfinite_steps: int = may_change(20)
+    """End the run after this many consecutive skipped steps. A step is skipped when its gradient
+    is not finite or its loss has no items."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """When to evaluate, and what counts as best. The end of a run is always evaluated."""
+    """When to evaluate, and which result is best. The end of a run is always evaluated."""
 
-    every_steps: int | None = free(None)
-    """Steps between evaluations; null: at the end only."""
-    batch_size: int = free(0)
-    """Samples per forward and process; 0: the micro-batch."""
-    sanity_check: bool = free(True)
-    """Before the first step of a new run, evaluate one micro-batch of each validation set and throw
-    the results away, so that a mistake in the metrics ends the run before it has trained."""
-    best_metric: str | None = free(None)
-    """Such as validation/accuracy: the best weights by it are exported to best/."""
-    best_mode: Literal["max", "min"] = free("max")
-    """Whether a greater or a smaller best_metric is better."""
-    patience: int | None = free(None)
-    """Stop early after so many evaluations without a better best_metric."""
+    every_steps: int | None = may_change(None)
+    """Steps between evaluations; null: only at the end."""
+    batch_size: int = may_change(0)
+    """Samples per forward pass and rank; 0: the micro-batch size."""
+    sanity_check: bool = may_change(True)
+    """Before the first step of a new run, evaluate one micro-batch of each validation set and
+    discard the results, so that an error in the metrics ends the run before it trains."""
+    best_metric: str | None = may_change(None)
+    """A result such as validation/accuracy; its best weights are exported to best/."""
+    best_mode: Literal["max", "min"] = may_change("max")
+    """Whether a higher or a lower best_metric is better."""
+    patience: int | None = may_change(None)
+    """Stop early after this many evaluations without a better best_metric; null: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointsConfig:
-    """When to save the whole state of the run, and what to keep."""
+    """When to save the full training state, and which checkpoints to keep."""
 
-    every_steps: int | None = free(None)
-    """Steps between checkpoints; null: at the end only."""
-    keep: int = free(2)
-    """The newest so many stay."""
-    keep_best: bool = free(False)
-    """The best by evaluation.best_metric stays too, of those saved at a step that is evaluated."""
-    keep_every_steps: int | None = free(None)
-    """Those of each so many steps stay for ever."""
-    background: bool = free(True)
-    """Write beside training: a step waits only for the copy into host memory, which stays in use
-    (the size of the state)."""
-    on_failure: Literal["continue", "end"] = free("continue")
-    """What a save that fails (a full disk) does: the run goes on and tries again at the next one,
-    or ends."""
+    every_steps: int | None = may_change(None)
+    """Steps between checkpoints; null: only at the end."""
+    keep: int = may_change(2)
+    """Number of newest checkpoints to keep."""
+    keep_best: bool = may_change(False)
+    """Also keep the best by evaluation.best_metric, of the checkpoints at evaluated steps."""
+    keep_every_steps: int | None = may_change(None)
+    """Also keep checkpoints at multiples of this step; null: none."""
+    background: bool = may_change(True)
+    """Write in a thread while training goes on: a step waits only for the copy into host memory,
+    whose buffers stay allocated (the size of the state)."""
+    on_failure: Literal["continue", "end"] = may_change("continue")
+    """After a failed save (a full disk): continue, and try again at the next save; or end the
+    run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """What accelerate's YAML files cannot say about the process group and DDP."""
+    """Settings of the process group and DDP that accelerate's YAML files lack."""
 
-    startup_timeout_seconds: int = free(1800)
-    """How long a process may stand still in start-up, an evaluation, a save, or the step after;
-    at least timeout_seconds."""
-    timeout_seconds: int = free(600)
-    """How long it may stand still in a step. Then every process writes where it stands into
-    errors/ and ends."""
+    startup_timeout_seconds: int = may_change(1800)
+    """Time without progress after which a rank is stalled in startup, an evaluation, a save, or the
+    step after one of these; timeout_seconds if that is longer."""
+    timeout_seconds: int = may_change(600)
+    """Time without progress after which a rank is stalled in a step. Every rank then writes its
+    stack trace into errors/ and ends."""
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """Options of accelerate's DistributedDataParallelKwargs, by their own names."""
     sync_batchnorm: bool = False
-    """BatchNorm over the micro-batches of all processes. On GPUs only."""
+    """Compute BatchNorm statistics over the micro-batches of all ranks. GPUs only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """What is recorded."""
+    """What is logged, how often, and where to."""
 
-    every_steps: int = free(10)
+    every_steps: int = may_change(10)
     """Steps between records in metrics.jsonl and the trackers."""
     trackers: list[str] = field(
         default_factory=lambda: ["tensorboard"], metadata={"changes_curve": False}
     )
     """Names of accelerate's trackers: tensorboard, wandb, mlflow, ..."""
-    peak_tflops: float | None = free(None)
-    """Of one device, by its data sheet for the run's precision; with a recipe that counts its
-    operations, the part of it that is used is recorded as utilisation."""
+    peak_tflops: float | None = may_change(None)
+    """Peak TFLOP/s of one device, from its data sheet for the run's precision. With a recipe that
+    states its FLOPs (per_sample), MFU is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole run."""
+    """All settings of a run."""
 
     recipe: Recipe
-    """What is trained: class_path and init_args (recipe.py)."""
+    """The recipe to train: class_path and init_args (recipe.py)."""
     batches: BatchesConfig
-    steps: int | None = free(None)
-    """Optimizer steps of the whole run. State this or epochs."""
-    epochs: float | None = free(None)
-    """Passes over the training set; a part of an epoch is allowed."""
+    steps: int | None = may_change(None)
+    """Optimizer steps of the whole run. Set either this or epochs."""
+    epochs: float | None = may_change(None)
+    """Passes over the training set; may be fractional."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    run_name: str = free("run")
-    """The run folder's name; on the command line it defaults to the config file's name."""
-    runs_folder: str = free("runs")
-    """Where run folders lie; on several nodes, storage that all of them share."""
-    stage_to: str | None = free(None)
-    """A folder on a disk of each node, such as $SLURM_TMPDIR, to copy the recipe's data to before
-    training; null: read the data where it lies (loading/staging.py)."""
-    resume: str = free("auto")
-    """auto: continue this run if it exists; never: move it aside and start anew; or the path of a
-    checkpoint to continue from."""
-    stop_after: str | None = free(None)
-    """Save and leave after this time, such as 3h55m, counted from the start of the process; the
-    same command continues."""
+    run_name: str = may_change("run")
+    """Name of the run folder; on the command line it defaults to the config file's name."""
+    runs_folder: str = may_change("runs")
+    """Parent of the run folders; on several nodes, shared storage."""
+    stage_to: str | None = may_change(None)
+    """A folder on a local disk of each node, such as $SLURM_TMPDIR, to copy the recipe's data to
+    before training; null: read the data in place (loading/staging.py)."""
+    resume: str = may_change("auto")
+    """auto: continue this run if it exists; never: move it aside and start again from step 0; or
+    the path of a checkpoint to continue from."""
+    stop_after: str | None = may_change(None)
+    """Save and exit after this time, such as 3h55m, counted from the start of the process; the
+    same command continues the run."""
     seed: int = 0
-    """Initial weights, data order, augmentation and dropout follow from it."""
-    precision: Literal["no", "bf16", "fp16"] | None = free(None)
-    """null: what the accelerate config says."""
-    tf32: bool = free(True)
-    """Let float32 matrix products use TF32 on GPUs that have it."""
-    channels_last: bool = free(False)
-    """Keep image models in the memory layout that is fastest for convolutions on GPUs."""
-    deterministic: bool = free(False)
-    """Only algorithms that give the same bits each time; slower on GPUs."""
+    """Seed of initial weights, data order, augmentation and dropout."""
+    precision: Literal["no", "bf16", "fp16"] | None = may_change(None)
+    """Mixed precision; null: the accelerate config's."""
+    tf32: bool = may_change(True)
+    """Allow TF32 for float32 matrix products on GPUs that support it."""
+    channels_last: bool = may_change(False)
+    """Use the channels_last memory format, the fastest for convolutions on GPUs."""
+    deterministic: bool = may_change(False)
+    """Use only deterministic algorithms; slower on GPUs."""
 
     def __post_init__(self) -> None:
-        """Refuse what no machine could run."""
+        """Check the settings that do not depend on the machine."""
         if not dataclasses.is_dataclass(self.recipe):
             raise ConfigError(
                 f"recipe {type(self.recipe).__name__} is not a dataclass, so its settings cannot be"
@@ -211,7 +211,7 @@ class Config:
             )
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(
-                f"steps is {self.steps} and epochs is {self.epochs}: state exactly one of them."
+                f"steps is {self.steps} and epochs is {self.epochs}: set exactly one of them."
             )
         if not self.run_name or self.run_name in {".", ".."} or "/" in self.run_name:
             raise ConfigError(f"run_name {self.run_name!r} must be a folder name without '/'.")
@@ -246,26 +246,25 @@ class Config:
             "optim.final_lr_fraction": self.optim.final_lr_fraction,
         }.items():
             if value is not None and not 0 <= value <= 1:
-                raise ConfigError(f"{name} is {value}, but must lie between 0 and 1.")
+                raise ConfigError(f"{name} is {value}, but must be between 0 and 1.")
         if self.stop_after is not None:
             seconds_of(self.stop_after)
-        if self.checkpoints.keep_best and not self.evaluation.best_metric:
-            raise ConfigError(
-                "checkpoints.keep_best needs evaluation.best_metric, the metric to be best by."
-            )
-        if self.evaluation.patience and not self.evaluation.best_metric:
-            raise ConfigError(
-                "evaluation.patience needs evaluation.best_metric, the metric to be patient about."
-            )
+        if not self.evaluation.best_metric:
+            for name, value in {
+                "checkpoints.keep_best": self.checkpoints.keep_best,
+                "evaluation.patience": self.evaluation.patience,
+            }.items():
+                if value:
+                    raise ConfigError(f"{name} is {value}, but needs evaluation.best_metric.")
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """Return the path of the run folder."""
         return Path(self.runs_folder) / self.run_name
 
 
 def seconds_of(duration: str) -> int:
-    """Read a duration such as 3h55m or 90s, in seconds."""
+    """Convert a duration such as 3h55m or 90s to seconds."""
     found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", duration)
     if not found or not duration:
         raise ConfigError(
@@ -276,7 +275,7 @@ def seconds_of(duration: str) -> int:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Turn a config into plain data, in the form that the YAML files have."""
+    """Return a config as plain data in the form of the YAML files."""
     plain: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
@@ -284,13 +283,13 @@ def to_dict(config: Any) -> dict[str, Any]:
             kind = type(value)
             class_path = f"{kind.__module__}.{kind.__qualname__}"
             plain[f.name] = {"class_path": class_path, "init_args": to_dict(value)}
-        elif f.init:  # what follows from other fields is not a setting
+        elif f.init:  # a derived field is not a setting
             plain[f.name] = _plain(value)
     return plain
 
 
 def _plain(value: Any) -> Any:
-    """Turn a value into what YAML has, in the form that `parse` reads back."""
+    """Convert a value to a YAML type that `parse` reads back."""
     match value:
         case Enum():
             plain: Any = value.name
@@ -299,7 +298,7 @@ def _plain(value: Any) -> Any:
         case dict():
             plain = {_plain(key): _plain(part) for key, part in value.items()}
         case set() | frozenset():
-            plain = sorted(map(_plain, value), key=repr)  # the same on every process
+            plain = sorted(map(_plain, value), key=repr)  # the same order on every rank
         case list() | tuple():
             plain = [_plain(part) for part in value]
         case _:
@@ -308,10 +307,10 @@ def _plain(value: Any) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """Write a config as YAML that `parse` reads back.
+    """Return a config as YAML that `parse` reads back.
 
     Raises:
-        ConfigError: a setting is of a type that YAML does not have, or holds a secret.
+        ConfigError: a setting has a type that YAML lacks, or holds a secret.
     """
     import yaml
 
@@ -330,15 +329,15 @@ def to_yaml(config: Config) -> str:
         ) from error
 
 
-def curve(config: Any, prefix: str = "") -> dict[str, Any]:
-    """List the settings which change the training curve, by dotted name."""
+def fixed_settings(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the settings that change the training curve, by dotted name."""
     settings: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if not f.init or not f.metadata.get("changes_curve", True):
             continue
         if dataclasses.is_dataclass(value):
-            settings |= curve(value, f"{prefix}{f.name}.")
+            settings |= fixed_settings(value, f"{prefix}{f.name}.")
         else:
             settings[prefix + f.name] = _plain(value)
         if f.name == "recipe":
@@ -346,13 +345,13 @@ def curve(config: Any, prefix: str = "") -> dict[str, Any]:
     return settings
 
 
-def saved_curve(saved: Any, config: Any, prefix: str = "") -> dict[str, Any]:
-    """List the same settings out of a config.yaml, without importing the classes it names.
+def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the fixed settings of a config.yaml, without importing the classes that it names.
 
     Args:
-        saved: what the file holds.
-        config: whose fields are looked for; their defaults stand for what the file lacks.
-        prefix: of the dotted names.
+        saved: the content of the file.
+        config: whose fields to look for; their defaults replace settings that the file lacks.
+        prefix: prepended to the dotted names.
     """
     known = {f.name for f in dataclasses.fields(config)}
     settings = {prefix + name: value for name, value in saved.items() if name not in known}
@@ -367,28 +366,28 @@ def saved_curve(saved: Any, config: Any, prefix: str = "") -> dict[str, Any]:
             settings["recipe"] = kind if class_path.endswith(f".{kind}") else class_path
             there = there.get("init_args") or {}
         if dataclasses.is_dataclass(value) and isinstance(there, dict):
-            settings |= saved_curve(there, value, f"{prefix}{f.name}.")
+            settings |= saved_fixed_settings(there, value, f"{prefix}{f.name}.")
         else:
             settings[prefix + f.name] = None if there is dataclasses.MISSING else there
     return settings
 
 
 # ---- YAML, checked -------------------------------------------------------------------------------
-MOST_YAML_CHARACTERS = 10_000_000  # what aliases stand for counted each time; a value is 100 more
+MOST_YAML_CHARACTERS = 10_000_000  # with aliases expanded, and 100 more for each value
 MOST_YAML_LEVELS = 100
 
 
 def check_yaml(text: str) -> None:
-    """Refuse YAML that would take all memory, or overflow the stack.
+    """Refuse YAML that would exhaust memory or the stack.
 
-    A few lines of aliases, each of ten others, stand for more values than memory holds.
+    A few lines of aliases, each of ten others, can expand to more values than memory holds.
 
     Raises:
-        yaml.YAMLError: it is such, or no YAML.
+        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
     """
     import yaml
 
-    collections: list[list[Any]] = [["", 0, 0]]  # those that are open: anchor, characters, levels
+    collections: list[list[Any]] = [["", 0, 0]]  # open collections: anchor, characters, levels
     anchored: dict[str | None, tuple[int, int]] = {}  # characters and levels
     has_aliases = False
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -405,23 +404,23 @@ def check_yaml(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             has_aliases = True
             if event.anchor in [anchor for anchor, *_ in collections]:
-                raise yaml.YAMLError(f"the alias *{event.anchor} stands inside of what it names")
+                raise yaml.YAMLError(
+                    f"the alias *{event.anchor} refers to a collection that contains it"
+                )
             characters, levels = anchored.get(event.anchor, (characters, levels))
         collections[-1][1] += characters
         collections[-1][2] = max(collections[-1][2], levels + 1)
         if has_aliases and collections[-1][1] > MOST_YAML_CHARACTERS:
-            raise yaml.YAMLError(
-                f"its aliases stand for more than {MOST_YAML_CHARACTERS} characters"
-            )
+            raise yaml.YAMLError(f"its aliases expand to over {MOST_YAML_CHARACTERS} characters")
         if collections[-1][2] > MOST_YAML_LEVELS:
             raise yaml.YAMLError(f"it is nested more than {MOST_YAML_LEVELS} levels deep")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file of settings, whatever they are.
+    """Read a YAML file of any settings.
 
     Raises:
-        ConfigError: it cannot be read, or holds no settings.
+        ConfigError: the file cannot be read, or is not a mapping.
     """
     import yaml
 
@@ -432,7 +431,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds a {type(settings).__name__} in place of named settings.")
+        raise ConfigError(f"{path} holds a {type(settings).__name__}, not named settings.")
     return settings
 
 
@@ -453,23 +452,25 @@ def _parser(description: str, prog: str | None):
     parser.add_argument("--config", action="config", help="A YAML file; configs/ holds examples.")
     parser.add_class_arguments(Config)
     for action in parser._actions:
-        if action.dest == "optim":  # its class_path is the optimizer's, not one of OptimConfig
-            setattr(action, "basetype", None)  # noqa: B010 - an attribute of jsonargparse's own
+        if (
+            action.dest == "optim"
+        ):  # its class_path names the optimizer, not a subclass of OptimConfig
+            setattr(action, "basetype", None)  # noqa: B010 - an attribute of jsonargparse
     return parser
 
 
 def parse(
     arguments: list[str] | dict[str, Any], description: str = "", prog: str | None = None
 ) -> Config:
-    """Read `--config file.yaml --dotted.key value ...`; the later argument wins.
+    """Parse `--config file.yaml --dotted.key value ...`; the last argument wins.
 
     Args:
-        arguments: these, or the settings as plain data.
+        arguments: command-line arguments, or the settings as plain data.
         description: for --help.
-        prog: the command's name there.
+        prog: the command's name in --help.
 
     Raises:
-        ConfigError: in one sentence, what is wrong.
+        ConfigError: a setting is unknown, missing or has a wrong value.
     """
     from argparse import ArgumentError
 
@@ -522,9 +523,9 @@ def run_folder_of(arguments: Iterable[str]) -> Path:
 
 
 def parse_command_line(description: str) -> Config:
-    """Read the command line of the train module; a mistake ends the process with 2.
+    """Parse the command line of the train module; an error ends the process with exit code 2.
 
-    Before anything else: from here on the process ends with the launcher that started it.
+    Call it first: from here on the process ends when the launcher that started it ends.
     """
     LAUNCHER.watch()
     try:
@@ -532,17 +533,19 @@ def parse_command_line(description: str) -> Config:
     except ConfigError as error:
         exit_with_sentence(error)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if restarted and config.resume == "never":  # the run that began anew is the one to continue
+    if (
+        restarted and config.resume == "never"
+    ):  # the moved-aside run has been replaced: continue the new one
         return dataclasses.replace(config, resume="auto")
     return config
 
 
 def exit_with_sentence(error: ConfigError) -> NoReturn:
-    """Print one sentence and exit with the error's code.
+    """Print the error and exit with its code.
 
-    Every process of a launch meets the same mistake. The first of each node says it; the others
-    wait a little, since the launcher ends them once one is gone, and speak only if it did not.
-    Launchers return 1 whatever their processes returned, so launch.py finds both in a file.
+    All processes of a launch meet the same error. Local rank 0 prints it at once; the others print
+    it only if the launcher has not ended them within 5 s. Launchers return 1 for any exit code of
+    their processes, so launch.py reads code and message from a file.
     """
     if folder := os.environ.get(CONFIG_ERRORS):
         with suppress(OSError):

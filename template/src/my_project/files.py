@@ -1,7 +1,7 @@
-"""Files and folders that appear whole: atomic writes, JSON, manifests. The ground floor.
+"""Atomic writes of files and folders, JSON, manifests. Imports no other module but config.
 
 A folder is written under a temporary name, flushed to disk, given a manifest with the size and hash
-of each file, and renamed: what has its name is complete, and damage to it is noticed.
+of each file, and renamed: a folder under its final name is complete, and damage is detected.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader sees the old text or the new, never a part."""
+    """Replace a file atomically: a reader sees either the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # else a power cut can leave an empty file under the name
+            os.fsync(file.fileno())  # else a power failure can leave an empty file
         os.replace(temporary, path)
     except OSError:
         with suppress(OSError):
@@ -38,7 +38,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty when there is none, or it is damaged."""
+    """Read a JSON object; return {} for a missing or damaged file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -47,25 +47,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replace by None the numbers that JSON does not have: NaN and the infinities."""
+    """Replace NaN and infinities, which JSON lacks, by None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
     }
 
 
-def move_aside(path: Path, end: str = "damaged") -> Path:
-    """Rename what is in the way; it is never deleted."""
-    aside = unused_name(path, end)
+def move_aside(path: Path, suffix: str = "damaged") -> Path:
+    """Rename a damaged or misplaced file or folder, and return its new path."""
+    aside = unused_name(path, suffix)
     path.rename(aside)
-    logger.warning("%s is in the way, or damaged: moved aside to %s", path, aside.name)
+    logger.warning("%s is damaged or misplaced: moved aside to %s", path, aside.name)
     return aside
 
 
-def unused_name(path: Path, end: str = "old") -> Path:
-    """Find a name beside a file or folder that nothing has."""
+def unused_name(path: Path, suffix: str = "old") -> Path:
+    """Return an unused path beside a file or folder, with this suffix and a number."""
     number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.{end}-{number}")):
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{suffix}-{number}")):
         number += 1
     return aside
 
@@ -80,12 +80,12 @@ def wait_until(condition: Callable[[], bool], seconds: float, poll_seconds: floa
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Say in a sentence why a folder cannot be written to: read-only, full, not a folder."""
+    """Turn an OSError of a write (read-only, full, not a folder) into a ConfigError."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written to ({error}): make room there or get permission to write,"
+            f"{folder} cannot be written to ({error}): free disk space there, get write permission,"
             " or choose another --runs_folder."
         ) from error
 
@@ -94,9 +94,9 @@ FORMAT = 1
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
-# ---- folders that appear whole -------------------------------------------------------------------
+# ---- atomic folders ------------------------------------------------------------------------------
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
+    """Call fsync on a file, or on a folder for its entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -105,7 +105,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Return size in bytes and SHA-256 of a file."""
+    """Return the size in bytes and the SHA-256 of a file."""
     with path.open("rb") as file:
         return {
             "size": path.stat().st_size,
@@ -114,7 +114,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def manifest_text(content: dict[str, Any]) -> str:
-    """Write a manifest, with a hash of itself, in the one form that is valid."""
+    """Return the text of a manifest, with a hash of its own content."""
     plain = json.dumps(content, sort_keys=True)
     return json.dumps(
         {"manifest": content, "sha256": hashlib.sha256(plain.encode()).hexdigest()},
@@ -124,7 +124,7 @@ def manifest_text(content: dict[str, Any]) -> str:
 
 
 def discard(path: Path) -> None:
-    """Remove what has a temporary name of ours, whatever it is; of a link only the link."""
+    """Remove a file or folder with one of our temporary names; of a symlink only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -133,7 +133,7 @@ def discard(path: Path) -> None:
 
 
 def step_of(folder: Path) -> int:
-    """Read the step off a checkpoint's name; -1 where it names none."""
+    """Return the step in a checkpoint's name; -1 for another name."""
     match = STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else -1
 
@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a manifest.
 
     Raises:
-        ValueError: it is missing or damaged; says which.
+        ValueError: the manifest is missing, damaged, or of another format.
     """
     path = folder / "manifest.json"
     if not path.is_file():
@@ -162,11 +162,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path, *, hashes: bool = True) -> str:
-    """Say what is wrong with a checkpoint; nothing if it is whole.
+    """Return what is wrong with a checkpoint; "" if it is intact.
 
     Args:
-        folder: of the checkpoint.
-        hashes: read every file, which takes about a second per GB, or look at the sizes only.
+        folder: the checkpoint.
+        hashes: read every file, which takes about a second per GB; otherwise compare sizes only.
     """
     try:
         manifest = read_manifest(folder)
@@ -175,29 +175,29 @@ def damage(folder: Path, *, hashes: bool = True) -> str:
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != wanted["size"]:
-                return f"{name} has {path.stat().st_size} bytes in place of {wanted['size']}"
+                return f"{name} has {path.stat().st_size} bytes, not {wanted['size']}"
             if hashes and fingerprint(path) != wanted:
                 return f"{name} is damaged: its hash is not the one in manifest.json"
         return _other_step(folder, manifest["step"])
     except (ValueError, OSError) as error:
         return str(error)
     except (KeyError, TypeError, AttributeError) as error:
-        return f"its manifest.json is not one of ours ({error!r})"
+        return f"its manifest.json has an unknown structure ({error!r})"
 
 
 def _other_step(folder: Path, step: int) -> str:
-    """Say which part of a checkpoint is of another step than its manifest; nothing if none is."""
+    """Return which part of a checkpoint has another step than its manifest; "" if none has."""
     saved = read_json(folder / "state.json").get("step")
     if saved is None:
         return "state.json is damaged"
     for part, its_step in (("name", step_of(folder)), ("state.json", saved)):
         if its_step not in (-1, step):
-            return f"its {part} is of step {its_step}, its manifest.json of step {step}"
+            return f"its {part} has step {its_step}, its manifest.json has step {step}"
     return ""
 
 
 def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a folder whose files are on the disk, and give it its name."""
+    """Write the manifest of a folder whose files are on disk, and rename it to its final name."""
     write_atomically(temporary / "manifest.json", manifest_text(manifest))
     flush_to_disk(temporary)
     os.replace(temporary, folder)
@@ -205,8 +205,9 @@ def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder appear whole, in place of the one before."""
-    temporary, before = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "before"))
+    """Fill a temporary folder and put it in place of the previous one."""
+    temporary = folder.with_name(f".{folder.name}.partial")
+    before = folder.with_name(f".{folder.name}.before")
     discard(temporary)
     temporary.mkdir(parents=True)
     try:

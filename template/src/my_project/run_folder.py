@@ -1,14 +1,14 @@
-"""The run folder: one for any number of processes, the same after every restart.
+"""The run folder: shared by all ranks, and the same after every restart.
 
 runs/<run_name>/
   config.yaml      the resolved config
   run.json         the command, versions, git commit, numerics, chosen environment variables
   status.json      running, finished, preempted or failed; step; reason
-  logs/            what each process printed, by node (launch.py)
-  errors/          a file for each process that failed: rank, host, step, traceback
-  metrics.jsonl    one record per interval, per evaluation, and where the numerics changed
+  logs/            the output of each process, by node (launch.py)
+  errors/          a file per failed rank: rank, host, step, traceback
+  metrics.jsonl    one record per interval, per evaluation and per change of numerics
   checkpoints/     step_00000100/ ...
-  export/  best/   the weights for use: model.safetensors, config.yaml, data_info.json
+  export/  best/   weights for inference: model.safetensors, config.yaml, data_info.json
 """
 
 import errno
@@ -28,7 +28,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from .config import Config, ConfigError, TransientError, curve, read_yaml, saved_curve, to_yaml
+from .config import (
+    Config,
+    ConfigError,
+    TransientError,
+    fixed_settings,
+    read_yaml,
+    saved_fixed_settings,
+    to_yaml,
+)
 from .files import (
     finite,
     move_aside,
@@ -49,43 +57,47 @@ RECORDED_PACKAGES = (
     "safetensors",
     "torchmetrics",
 )
-# What write_atomically leaves where it is killed, by the names that it is called with.
+# Temporary files that write_atomically leaves behind when it is killed.
 TEMPORARY = re.compile(
     r"\.((config\.yaml|(status|run|manifest)\.json|metrics\.jsonl)"
     r"|\d{8}T\d{6}_rank_\d+_step_\d+\.txt)\.\d+"
 )
-START_BYTES = 1 << 16  # more than the start of a run writes
+START_BYTES = 1 << 16  # the start of a run writes less
 
 
 class Run:
-    """One run folder, checked before any process group starts."""
+    """A run folder, checked before any process group starts."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        """Refuse a run that is under way elsewhere, or that differs from the one in the folder.
+        """Refuse a run that is active elsewhere or differs from the run in the folder.
 
-        Every process checks and none writes, so all decide alike.
+        Every rank checks and none writes, so all ranks reach the same decision.
         """
-        self.folder, self.config, self.rank = config.folder, config, rank
+        self.folder = config.folder
+        self.config = config
+        self.rank = rank
         self.total_steps = 0  # until the data is known
-        self.step = 0  # steps done, for whoever reports a failure
-        self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; the first launch's
-        self.token = ""  # of this launch, once it has begun
+        self.step = 0  # steps done, for failure reports
+        self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
+        self.token = ""  # of this launch, set by begin() or sees()
         self.hosts: list[str] = []  # by rank
         self.numerics: dict[str, Any] = {}  # of this start, see devices.numerics
-        self.changed: dict[str, list[Any]] = {}  # of them, then and now, since the checkpoint
+        self.changed: dict[
+            str, list[Any]
+        ] = {}  # numerics that differ from the checkpoint's: [old, new]
         self.lock: TextIO | None = None
-        self.resumed_from: str | None = None  # the path given by hand that this run began at
+        self.resumed_from: str | None = None  # the --resume path at which this run began
         with writing(self.folder):
             self._lock()
             self._check_room()
         self._refuse_other_config()
 
     def status(self) -> dict[str, Any]:
-        """Read the last status."""
+        """Return the content of status.json."""
         return read_status(self.folder)
 
     def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
-        """Record the outcome; the main process's word, or that of one that fails."""
+        """Record the outcome; written by rank 0, or by a failing rank."""
         record = {
             "outcome": outcome,
             "step": self.step,
@@ -97,21 +109,21 @@ class Run:
         record |= more
         try:
             write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
-        except OSError as error:  # a full disk must not end a run
+        except OSError as error:  # a full disk must not end the run
             logger.error("%s/status.json cannot be written: %s", self.folder, error)
 
     @property
     def who(self) -> str:
-        """Name this process."""
+        """Return rank, host and step of this process."""
         return f"rank {self.rank} on {socket.gethostname()}, step {self.step}"
 
     def fail(self, reason: str, **more: Any) -> None:
-        """Record the first failure of any process; what it causes elsewhere is not the reason."""
+        """Record the first failure of any rank: later failures are usually its consequences."""
         if self.token and self.status().get("outcome") != "failed":
             self.write_status("failed", f"{self.who}: {reason}", **more)
 
     def record_error(self, reason: str, details: str) -> None:
-        """Write a file about this process into errors/; their names sort by time."""
+        """Write an error file of this rank into errors/; the names sort by time."""
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         path = self.folder / "errors" / f"{now}_rank_{self.rank:05d}_step_{self.step:08d}.txt"
         try:
@@ -122,7 +134,7 @@ class Run:
             logger.error("%s cannot be written: %s", path, error)
 
     def errors(self) -> dict[int, str]:
-        """Read what the processes of this launch have written into errors/: a reason by rank."""
+        """Return the reasons in the error files of this launch, by rank."""
         reasons = {}
         for path in (self.folder / "errors").glob("*_rank_*.txt"):
             with suppress(OSError):
@@ -133,7 +145,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run is at its end; more steps or a greater patience extend it."""
+        """Return whether the run has finished; more steps or a greater patience extend it."""
         status, patience = self.status(), self.config.evaluation.patience
         if status.get("outcome") != "finished" or "result" not in status:
             return False
@@ -143,7 +155,7 @@ class Run:
         return self.config.resume == "auto" and is_exported and (all_done or stopped_early)
 
     def begin(self) -> None:
-        """Make the folder and record what the run is made of. Main process only."""
+        """Create the folder and record config, versions and launch. Called by rank 0 only."""
         logs = self.folder / "logs"  # this launch is already writing there
         if self.config.resume == "never" and set(self.folder.glob("*")) - {logs}:
             aside = unused_name(self.folder)
@@ -152,7 +164,7 @@ class Run:
                 self.folder.mkdir()
                 (aside / "logs").rename(logs)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._tidy()
+        self._clean_up()
         self.token = uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         self.write_status("running")
@@ -162,8 +174,8 @@ class Run:
         write_atomically(about, json.dumps(record, indent=1) + "\n")
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
-        """Note what of the numerics is not as when a checkpoint was saved, and warn of it."""
-        before = before if isinstance(before, dict) else {}  # an old one has none
+        """Find the numerics that changed since a checkpoint was saved, and log a warning."""
+        before = before if isinstance(before, dict) else {}  # older checkpoints have none
         self.changed = {
             name: [before[name], now]
             for name, now in self.numerics.items()
@@ -173,28 +185,29 @@ class Run:
             differing = [f"{name} {old} (now {new})" for name, (old, new) in self.changed.items()]
             logger.warning(
                 "%s was trained with %s: the curve may differ from here on",
-                folder, ", ".join(differing),
-            )  # fmt: skip
+                folder,
+                ", ".join(differing),
+            )
 
     def sees(self, token: str, seconds: float = 20) -> bool:
-        """Return whether the run folder is the one that rank 0 wrote into.
+        """Return whether this rank sees the run folder that rank 0 wrote to.
 
         Args:
-            token: of this launch, in the run.json that rank 0 wrote.
-            seconds: how long a network file system may take to show the file.
+            token: the launch token that rank 0 wrote into run.json.
+            seconds: how long to wait for a network file system to show the file.
         """
         self.token = token
         path = self.folder / "run.json"
         return wait_until(lambda: read_json(path).get("launch") == token, seconds)
 
     def __del__(self) -> None:
-        """Let go of the lock, for a process that trains again."""
+        """Release the lock, for a process that trains again."""
         if lock := getattr(self, "lock", None):
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # on a full disk
                 lock.close()
 
     def _lock(self) -> None:
-        """Let one launch at a time use the folder; the lock ends with the process."""
+        """Lock the folder for this launch; the lock is released when the process ends."""
         if self.rank != 0:
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +228,7 @@ class Run:
         self.lock.flush()
 
     def _check_room(self) -> None:
-        """Write as much as a start does, and remove it: on a full disk no launch is to begin."""
+        """Write and remove as much as a start writes, so that no launch begins on a full disk."""
         if self.rank != 0:
             return
         if self.folder.exists() and not self.folder.is_dir():
@@ -230,10 +243,10 @@ class Run:
         finally:
             path.unlink(missing_ok=True)
 
-    def _tidy(self) -> None:
-        """Remove the temporary files of a launch that was killed; move damaged files aside.
+    def _clean_up(self) -> None:
+        """Remove the temporary files of a killed launch; move damaged files aside.
 
-        Other processes of this launch may be writing: theirs are newer than the lock.
+        Temporary files newer than the lock are kept: other ranks of this launch may be writing.
         """
         for name in ("status.json", "run.json"):
             path = self.folder / name
@@ -256,13 +269,14 @@ class Run:
         try:
             saved = read_yaml(path)
             if not all(isinstance(saved.get(name), dict) for name in ("recipe", "batches")):
-                raise ConfigError("it names no recipe and batches")
-            before, now = saved_curve(saved, self.config), curve(self.config)
+                raise ConfigError("it lacks recipe or batches")
+            before = saved_fixed_settings(saved, self.config)
+            now = fixed_settings(self.config)
         except ConfigError as error:
             raise ConfigError(
-                f"{path} cannot be read ({str(error).rstrip('.')}): put this run's there again, or"
-                " remove it where the settings are those given here; or choose another --run_name,"
-                " or --resume never, which moves that folder aside."
+                f"{path} cannot be read ({str(error).rstrip('.')}): restore it, or remove it if the"
+                " settings have not changed; or choose another --run_name, or --resume never,"
+                " which moves the run folder aside."
             ) from error
         differing = [
             f"{name} ({_masked(name, before)} there, {_masked(name, now)} here)"
@@ -272,14 +286,14 @@ class Run:
         if differing:
             raise ConfigError(
                 f"{self.folder} was trained with other settings: {'; '.join(differing)}. Choose"
-                " another --run_name, or --resume never, which moves that folder aside."
+                " another --run_name, or --resume never, which moves the run folder aside."
             )
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Read status.json; empty when there is none, or it is damaged: it only reports."""
+    """Read status.json; return {} for a missing or damaged file."""
     try:
-        os.listdir(folder)  # makes a network file system look whether the file is still the same
+        os.listdir(folder)  # makes a network file system refresh its cache
     except OSError:
         return {}
     status = read_json(folder / "status.json")
@@ -299,7 +313,7 @@ def _masked(name: str, settings: dict[str, Any]) -> str:
 
 
 def installed() -> dict[str, str]:
-    """List the versions of the libraries that a run depends on, of those that are there."""
+    """Return the versions of the installed packages that a run depends on."""
     found = {}
     for package in RECORDED_PACKAGES:
         try:
@@ -310,7 +324,7 @@ def installed() -> dict[str, str]:
 
 
 def provenance() -> dict[str, Any]:
-    """Collect what a reader needs to run this again, and no secret."""
+    """Return what is needed to reproduce the run, without secrets."""
     return {
         "command": mask_command(sys.orig_argv),
         "folder": os.getcwd(),
