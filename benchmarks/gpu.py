@@ -1,9 +1,9 @@
-"""Run what only GPUs can show, and print it as a table for benchmarks/README.md.
+"""Run the GPU tests and the benchmark on GPUs, and print a table for benchmarks/README.md.
 
     make test-gpu
 
-Runs the tests with the marker `gpu` (those for 2, 4 and 8 GPUs where there are so many) and then
-the loop against hand-written PyTorch over NCCL.
+Runs the tests marked `gpu` (tests for 2, 4 and 8 GPUs are skipped on machines with fewer), then
+the benchmark of the loop against hand-written PyTorch over NCCL.
 """
 
 import argparse
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def hardware() -> str:
-    """Name the GPUs and the versions that matter, and the date."""
+    """Return the GPUs, the versions of the libraries, and the date."""
     import torch
     from torch.cuda import nccl
 
@@ -34,7 +34,7 @@ def hardware() -> str:
 
 
 def table(report: Path) -> str:
-    """Turn pytest's JUnit report into a Markdown table: test, outcome, seconds."""
+    """Return pytest's JUnit report as a Markdown table: test, outcome, seconds."""
     lines = ["| test | outcome | seconds |", "|---|---|---|"]
     for case in ElementTree.parse(report).iter("testcase"):
         name = case.attrib["name"].removeprefix("test_").replace("_", " ")
@@ -49,7 +49,7 @@ def table(report: Path) -> str:
 
 
 def main() -> int:
-    """Run tests and benchmark; return 1 where a test fails, 2 where there is no GPU."""
+    """Run tests and benchmark; return 1 if one fails, 2 without a GPU."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
@@ -62,14 +62,18 @@ def main() -> int:
         report = Path(folder) / "report.xml"
         tests = subprocess.run(
             [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}"],
-            cwd=ROOT / "template", stdout=sys.stderr, check=False,
-        )  # fmt: skip
-        found = table(report)
+            cwd=ROOT / "template",
+            stdout=sys.stderr,
+            check=False,
+        )
+        results = table(report)
     loop = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/loop.py"), "--device", "cuda"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    print(f"\n{hardware()}\n\n{found}\n\n```\n{(loop.stdout or loop.stderr).rstrip()}\n```")
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(f"\n{hardware()}\n\n{results}\n\n```\n{(loop.stdout or loop.stderr).rstrip()}\n```")
     return int(tests.returncode != 0 or loop.returncode != 0)
 
 

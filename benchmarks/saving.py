@@ -1,10 +1,10 @@
-"""Time how long a training step waits for a checkpoint, written beside training or not.
+"""Time how long a training step waits for a checkpoint, saved in the background or not.
 
     python benchmarks/saving.py                        100 M parameters with AdamW: 1.2 GB
     python benchmarks/saving.py --device cuda --folder /shared/storage
 
-Each save is asked for after a step; what is timed is the call, as the loop makes it. The first
-save in the background also allocates the host memory that the others use again.
+After each step the loop's call that saves is timed. The first save in the background also
+allocates the host memory that later saves reuse.
 """
 
 import argparse
@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """Run both kinds of save, five times each."""
+    """Time saves in the foreground and in the background, after a first one of each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parameters", type=int, default=100, help="in millions")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--folder", help="where to write; a temporary folder otherwise")
+    parser.add_argument("--folder", help="folder for the checkpoints; default: a temporary folder")
     arguments = parser.parse_args()
     sys.path[:0] = [str(ROOT / "template" / "src"), str(ROOT / "benchmarks")]
     import tasks
@@ -59,30 +59,32 @@ def main() -> None:
                 run_name=f"background_{background}",
             )
             saver = saving.Checkpoints(Run(config, 0), model, optimizer, None, None)
-            waited, whole, beside, alone = [], [], [], []
+            blocked, saved, step_during_save, step_alone = [], [], [], []
             for number in range(6):
                 start = time.perf_counter()
                 saver.save(TrainState(step=number, weight_per_micro_batch=1.0))
-                waited.append(time.perf_counter() - start)
+                blocked.append(time.perf_counter() - start)
                 while saver._thread and saver._thread.is_alive():
                     begin = time.perf_counter()
                     step()
-                    beside.append(time.perf_counter() - begin)
+                    step_during_save.append(time.perf_counter() - begin)
                 saver.wait()
-                whole.append(time.perf_counter() - start)
+                saved.append(time.perf_counter() - start)
                 begin = time.perf_counter()
                 step()
-                alone.append(time.perf_counter() - begin)
+                step_alone.append(time.perf_counter() - begin)
             if saver.failure:
                 raise saver.failure
             files = next((Path(folder) / config.run_name / "checkpoints").iterdir()).iterdir()
             size = sum(path.stat().st_size for path in files)
-            line = f"{'beside training' if background else 'in the step':16} {size / 1e9:.1f} GB:"
-            line += f" the step waits {statistics.median(waited[1:]):.2f} s (at first"
-            line += f" {waited[0]:.2f}), on the disk after {statistics.median(whole[1:]):.2f} s;"
-            line += f" a step alone {statistics.median(alone):.2f} s"
-            if beside:
-                line += f", beside a save {statistics.median(beside):.2f} s"
+            line = (
+                f"{'in the background' if background else 'in the foreground'} {size / 1e9:.1f} GB:"
+            )
+            line += f" the step waits {statistics.median(blocked[1:]):.2f} s (first save"
+            line += f" {blocked[0]:.2f} s), saved after {statistics.median(saved[1:]):.2f} s;"
+            line += f" a step alone {statistics.median(step_alone):.2f} s"
+            if step_during_save:
+                line += f", during a save {statistics.median(step_during_save):.2f} s"
             print(line, flush=True)
 
 
