@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 from pathlib import Path
@@ -91,3 +92,25 @@ def test_every_recipe_has_a_paragraph_on_your_own_data_which_a_test_runs():
         assert f"\n### {recipe}\n" in text.split("\n## Your own data\n")[1]
         (tests,) = (REPOSITORY / "template/tests").rglob(f"test_{recipe}.py")
         assert f'train_on_own_data("{recipe}"' in tests.read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "recipes").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_the_comment_at_the_head_of_a_config_launches_that_config(path: Path):
+    head = re.match(r"(#.*\n)+", path.read_text())
+    assert head, "a config opens with a card"
+    assert max(map(len, head[0].splitlines())) <= 100
+    card = re.sub(r"(?m)^# ?", "", head[0])
+    commands = re.findall(r"(?m)^  ((?:.*\\\n)*.*)$", card)
+    launch, predict = (shlex.split(command.replace("\\\n", " ")) for command in commands)
+    accelerate_config = "accelerate_configs/cpu_2_processes.yaml"
+    assert (REPOSITORY / accelerate_config).is_file()
+    module = ["-m", "my_project.train", "--config", f"configs/{path.name}"]
+    assert launch == ["accelerate", "launch", "--config_file", accelerate_config, *module]
+    assert predict[:4] == ["python", "-m", "my_project", "predict"]
+    assert predict[4] == f"runs/{path.stem}/export"
+    assert len(predict) == 6
+    for label in ("Hardware and time: ", "Expected: "):
+        assert f"\n{label}" in card
+    assert re.search(r"measured\s+\d{4}-\d\d-\d\d", card)
