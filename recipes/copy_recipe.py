@@ -1,17 +1,15 @@
-"""Copy a recipe, and the loop, into a repository that exists. Needs Python 3.11 and nothing else.
+"""Copy a recipe and the loop into an existing repository. Needs Python 3.11 and no packages.
 
     python recipes/copy_recipe.py --list
     python recipes/copy_recipe.py causal_lm ../their-repo/their_package
 
 Copies the loop to <package>/training, the recipe to <package>/<recipe>.py, its config to configs/
-and the accelerate configs to accelerate_configs/ of the repository, and puts the package's name
-where they name the template's. What only a cluster needs (<package>/training/cluster: several nodes
-through `launch`, the preflight, the planner) is copied with --cluster.
-
-Nothing of yours is overwritten; in a git repository that does not ignore runs/ yet, the line /runs/
-is added to .gitignore. Called again, it brings up to date what is as it left it, by the hashes in
-<package>/training/.copied.json. A project that was generated from the template has the loop
-already, and gets recipe and config (and .copied.json in its package).
+and the accelerate configs to accelerate_configs/ of the repository, and replaces the template's
+package name with yours. It overwrites none of your files. In a git repository that does not ignore
+runs/ yet, it adds the line /runs/ to .gitignore. Run again, it updates the files that you have not
+changed, by the hashes in <package>/training/.copied.json. A project generated from the template
+has the loop already, and gets the recipe and its config (and .copied.json in its package). What
+only several nodes need (<package>/training/cluster) is copied with --cluster.
 """
 
 import argparse
@@ -37,14 +35,14 @@ MODULES = [module for module in MODULES if module.parts[0] != "recipes"]
 CLUSTER = Path("cluster")  # the subpackage that the rest of the loop does without
 RECIPES = {path.stem: path for path in sorted((HERE / "recipes").glob("*.py"))}
 del RECIPES["copy_recipe"]
-MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # of a repository's own folder
-SOURCE_FOLDERS = ("src", "lib", "python")  # packages lie in them; their own name is not imported
+MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # in the root of a repository
+SOURCE_FOLDERS = ("src", "lib", "python")  # they contain packages and are not imported themselves
 NO_PACKAGES = ("test", "tests", "__pycache__")
 BY_HAND = "image_classification"  # the recipe that the commands of recipes/README.md copy
 
 
 class Refused(Exception):
-    """What the user can fix, in one sentence."""
+    """An error that the user can fix, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +51,22 @@ class Package:
 
     folder: Path
     root: Path
-    """What it is imported from."""
+    """The folder that import paths begin in."""
     repository: Path
 
     @property
     def dotted(self) -> str:
-        """Its name in an import."""
+        """Return its import name."""
         return ".".join(self.folder.relative_to(self.root).parts)
 
     @property
     def is_project(self) -> bool:
-        """Whether it holds the loop itself, as in a generated project."""
+        """Return whether it contains the loop itself, as a generated project does."""
         return holds_loop(self.folder)
 
     @property
     def loop(self) -> Path:
-        """Where it has the loop."""
+        """Return the folder of the loop."""
         return self.folder if self.is_project else self.folder / "training"
 
     @property
@@ -79,7 +77,7 @@ class Package:
 
     @property
     def record(self) -> Path:
-        """What was copied, by hash."""
+        """Return the file with the hashes of what was copied."""
         return self.loop / ".copied.json"
 
     def is_in_copied_loop(self, path: Path) -> bool:
@@ -92,33 +90,33 @@ class Package:
         return any(place.is_symlink() for place in (path, *folders))
 
     def name(self, path: Path) -> str:
-        """Name a file as its owner does."""
+        """Return a file's path in the repository."""
         return path.relative_to(self.repository).as_posix()
 
 
 @dataclass
 class Changes:
-    """What a copy has done, or found."""
+    """The files of a copy, by what happened to them."""
 
     new: list[Path] = field(default_factory=list)
     updated: list[Path] = field(default_factory=list)
     kept: list[Path] = field(default_factory=list)
-    """They differ, and are the user's to change."""
+    """Differ from ours, and belong to the user."""
     differ: list[Path] = field(default_factory=list)
-    """They stand in the way."""
+    """Differ from ours, and prevent the copy."""
     dropped: list[Path] = field(default_factory=list)
-    """They were copied once, and are no part of the loop now."""
+    """Were copied earlier, and are no longer part of the loop."""
 
 
 def holds_loop(folder: Path) -> bool:
-    """Tell the loop by its description of a recipe."""
+    """Return whether a folder contains the loop: its recipe.py defines the recipe protocol."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return "class Recipe(Protocol)" in (folder / "recipe.py").read_text(encoding="utf-8")
     return False
 
 
 def is_marked(folder: Path) -> bool:
-    """Return whether a folder is a repository's own."""
+    """Return whether a folder is the root of a repository."""
     return any((folder / mark).exists() for mark in MARKS)
 
 
@@ -128,7 +126,7 @@ def is_importable(name: str) -> bool:
 
 
 def packages_in(folder: Path) -> list[Path]:
-    """List the packages in a folder, and in its src, lib and python; tests do not count."""
+    """List the packages in a folder and in its src, lib and python, without tests."""
     patterns = ("*/__init__.py", *(f"{name}/*/__init__.py" for name in SOURCE_FOLDERS))
     found = [init.parent for pattern in patterns for init in sorted(folder.glob(pattern))]
     if folder.name == "src" and not found:
@@ -137,10 +135,10 @@ def packages_in(folder: Path) -> list[Path]:
 
 
 def refuse_source_folder(package: Package) -> None:
-    """Refuse a folder without an __init__.py that packages are, or may be, imported from.
+    """Refuse a folder without an __init__.py that contains packages rather than being one.
 
-    A namespace package has no __init__.py either. A folder in a repository's src is one, and so is
-    a folder that has the loop; elsewhere the packages in a folder leave it open.
+    A namespace package has no __init__.py either. A folder in a repository's src is taken for one,
+    and so is a folder with the loop; elsewhere a folder that contains packages is refused.
     """
     folder = package.folder
     if holds_loop(folder) or holds_loop(folder / "training"):
@@ -162,7 +160,7 @@ def refuse_source_folder(package: Package) -> None:
 
 
 def find_package(folder: Path) -> Package:
-    """Find out how a folder is imported, and which repository it lies in.
+    """Return how a folder is imported, and the repository that contains it.
 
     Raises:
         Refused: it cannot be a package.
@@ -186,7 +184,7 @@ def find_package(folder: Path) -> Package:
     is_subpackage = root != folder.parent
     marked = (place for place in (root, *root.parents) if is_marked(place))
     repository = next(marked, root.parent if root.name == "src" else root)
-    for place in (root, *root.parents):  # above it, packages without __init__.py
+    for place in (root, *root.parents):  # there may be namespace packages between it and src
         if place.name == "src" and place != repository and place.is_relative_to(repository):
             root = place
             break
@@ -200,7 +198,7 @@ def find_package(folder: Path) -> Package:
 
 
 def dependencies(recipe: Path) -> list[str]:
-    """Read what a recipe needs from its head (PEP 723)."""
+    """Return the dependencies of a recipe, from the comment at its top (PEP 723)."""
     text = recipe.read_text(encoding="utf-8")
     found = re.search(r"(?m)^# /// script$\s(?P<head>(^#(| .*)$\s)+)^# ///$", text)
     if not found:
@@ -210,13 +208,13 @@ def dependencies(recipe: Path) -> list[str]:
 
 
 def loop_dependencies() -> list[str]:
-    """Read what the loop needs."""
+    """Return the dependencies of the loop."""
     project = tomllib.loads((HERE / "template/pyproject.toml").read_text(encoding="utf-8"))
     return list(project["project"]["dependencies"])
 
 
 def named_for(package: Package, text: str, recipe: str) -> str:
-    """Put the package's name, and that of the recipe, where the template's own stand."""
+    """Replace the names of the template's package and recipe in a text."""
     loop = package.dotted if package.is_project else f"{package.dotted}.training"
     recipes = f"{package.dotted}.recipes" if package.is_project else package.dotted
     names = re.compile(rf"\b{LOOP.name}(\.recipes(?=\.))?\b")
@@ -227,17 +225,17 @@ def named_for(package: Package, text: str, recipe: str) -> str:
 def plan(
     name: str, first: str, package: Package, with_cluster: bool
 ) -> Iterator[tuple[Path, bytes, set[str]]]:
-    """List what belongs into the repository.
+    """Yield the files to copy into the repository.
 
     Args:
-        name: the recipe that is copied.
-        first: the recipe that the loop's docstrings and the accelerate configs name.
-        package: where to.
-        with_cluster: whether with what only a cluster needs.
+        name: the recipe to copy.
+        first: the recipe that was copied first; the loop and the accelerate configs mention it.
+        package: the destination.
+        with_cluster: whether to copy what only several nodes need.
 
     Yields:
-        A path, its content, and the hashes that it has where it was copied by hand: with the names
-        of the package, or (by cp alone) as in the template.
+        A path, its content, and the hashes it has if it was copied by hand: with the names
+        replaced, or (by cp alone) as in the template.
     """
 
     def from_source(source: Path, recipe: str) -> tuple[bytes, set[str]]:
@@ -259,14 +257,14 @@ def plan(
 
 
 def digest(content: bytes) -> str:
-    """Hash a text, whatever its line ends."""
+    """Return the hash of a text, the same for LF and CRLF line ends."""
     return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()
 
 
 def compare(
     package: Package, wanted: dict[Path, tuple[bytes, set[str]]], record: dict[str, str], keep: bool
 ) -> Changes:
-    """Say of each file whether it is new, to be updated, the user's to keep, or in the way."""
+    """Sort the files into new, to update, to keep for the user, and preventing the copy."""
     changes = Changes()
     for path, (content, by_hand) in wanted.items():
         if not os.path.lexists(path):
@@ -284,7 +282,7 @@ def compare(
         elif copied and (keep or not in_loop or copied == digest(content)):
             changes.kept.append(path)
         elif "accelerate_configs" in path.parts and b"distributed_type:" in there:
-            changes.kept.append(path)  # of another package, or copied by hand
+            changes.kept.append(path)  # written for another package, or copied by hand
         else:
             changes.differ.append(path)
     changes.differ += dict.fromkeys(in_the_way(package, changes.new, record))
@@ -297,15 +295,6 @@ def compare(
     return changes
 
 
-def in_the_way(package: Package, new: Iterable[Path], record: dict[str, str]) -> Iterator[Path]:
-    """Find modules of the same import name, of which one would be hidden, and links to elsewhere.
-
-    Args:
-        package: where to.
-        new: what is to be written there for the first time.
-        record: what was copied, by hash: a module that is as it was copied is no longer imported.
-    """
-    folders = {path.parent for path in new if package.is_in_copied_loop(path)} - {package.loop}
     for path in new:
         if path.suffix == ".py" and any(path.with_suffix("").glob("*.py")):
             yield path.with_suffix("")
@@ -324,7 +313,7 @@ def in_the_way(package: Package, new: Iterable[Path], record: dict[str, str]) ->
 
 
 def check_writable(paths: Iterable[Path]) -> None:
-    """Refuse what cannot be written, before anything is."""
+    """Refuse files that cannot be written, before any is written."""
     for path in paths:
         there = next(place for place in (path, *path.parents) if os.path.lexists(place))
         if there != path and not there.is_dir():
@@ -333,8 +322,6 @@ def check_writable(paths: Iterable[Path]) -> None:
             raise Refused(f"{path} cannot be written: you may not write to {there}.")
 
 
-def copy(name: str, package: Package, keep: bool = False, cluster: bool = False) -> Changes:
-    """Copy what is not there yet, and update what is as it was copied.
 
     Args:
         name: of the recipe.
@@ -343,7 +330,7 @@ def copy(name: str, package: Package, keep: bool = False, cluster: bool = False)
         cluster: copy what only a cluster needs too; it is brought up to date where it is there.
 
     Raises:
-        Refused: files are in the way, or cannot be written; nothing has been written then.
+        Refused: files exist and differ, or cannot be written; nothing has been written then.
     """
     if name not in RECIPES:
         raise Refused(f"there is no recipe {name}; there are {', '.join(RECIPES)}.")
@@ -408,12 +395,12 @@ def git_ignores(repository: Path, folder: str) -> bool:
 
 
 def ignore_outputs(repository: Path) -> Iterator[str]:
-    """Let git ignore the run folders, by a line at the end of .gitignore.
+    """Make git ignore the run folders, by a line at the end of .gitignore.
 
-    data/, where recipes put downloads and caches, may hold files of the user's: it is named only.
+    data/ holds downloads and caches, but maybe the user's files too, so it is only mentioned.
 
     Yields:
-        What to report.
+        Lines for the report.
     """
     if not any(os.path.lexists(place / ".git") for place in (repository, *repository.parents)):
         return
@@ -439,7 +426,7 @@ def ignore_outputs(repository: Path) -> Iterator[str]:
 
 
 def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) -> None:
-    """Say what was done, and how to go on."""
+    """Print what was done, and the launch command."""
     count = len(changes.new) + len(changes.updated)
     print(f"{count} file(s) written to {package.repository}")
     for title, paths in {
@@ -469,15 +456,15 @@ def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) 
 
 
 def main(arguments: list[str]) -> None:
-    """Copy, or list the recipes."""
+    """Copy a recipe, or list all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("package", nargs="?", type=Path, help="the folder of your package")
-    parser.add_argument("--list", action="store_true", help="the recipes, a line each")
+    parser.add_argument("--list", action="store_true", help="list the recipes, one per line")
     parser.add_argument(
-        "--keep", action="store_true", help="leave files of the loop that you have changed"
+        "--keep", action="store_true", help="keep files of the loop that you have changed"
     )
     parser.add_argument(
         "--cluster", action="store_true", help="copy what only runs on several nodes need too"
