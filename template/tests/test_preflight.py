@@ -14,7 +14,6 @@ import torch
 from runs import make_config
 from world import run_world
 
-from my_project import run_folder
 from my_project.cluster import preflight
 
 
@@ -35,11 +34,11 @@ def check(folder, fault: str = "") -> tuple[int, str, str]:
         sys.stderr = (folder / f"said_{os.environ['RANK']}").open("w")
         if os.environ["RANK"] == "1":
             preflight.code_digest = lambda config: time.sleep(60)
-        preflight.SECONDS["what each node is"] = (2.0, 1.0)
+        preflight.SECONDS["node properties"] = (2.0, 1.0)
         return preflight.main(make_config(folder)), "", ""
     if fault == "version":
         other = os.environ["RANK"] == "1"
-        run_folder.installed = lambda: {"torch": "1", "torchmetrics": "0.0.1" if other else "1"}
+        preflight.installed = lambda: {"torch": "1", "torchmetrics": "0.0.1" if other else "1"}
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = preflight.main(make_config(folder))
@@ -80,12 +79,12 @@ def test_unequal_versions_are_named_with_their_hosts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_check_that_stands_still_ends_with_its_name(tmp_path):
+def test_a_stalled_check_ends_with_its_name(tmp_path):
     with pytest.raises(RuntimeError, match="the process died"):
         run_world(2, check, tmp_path, "hang", seconds=30)
     for rank in (0, 1):
         said = (tmp_path / f"said_{rank}").read_text()
-        assert f"stood still for 3 s at 'what each node is', on rank {rank} of 2" in said
+        assert f"stalled for 3 s at 'node properties', on rank {rank} of 2" in said
         assert "launch/network.sh" in said
 
 
@@ -119,7 +118,7 @@ def test_a_slow_pair_is_named():
     hosts = ["a", "b", "c", "d"]
     assert preflight.slow_pairs(speeds, hosts) == []
     (said,) = preflight.slow_pairs(speeds | {(1, 3): 4e9}, hosts)
-    assert said.startswith("b and d exchange 4.00 GB/s, others 10.00")
+    assert said.startswith("b and d exchange 4.00 GB/s, the median is 10.00")
 
 
 @pytest.mark.parametrize(

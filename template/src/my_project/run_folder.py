@@ -312,6 +312,20 @@ def _masked(name: str, settings: dict[str, Any]) -> str:
     return MASK if is_secret(name) else mask(repr(settings.get(name)))
 
 
+def not_shared(folder: Path, hosts: str, writer: str) -> str:
+    """Return the message about hosts that do not see the folder into which rank 0 wrote.
+
+    Args:
+        folder: as every process names it.
+        hosts: without the files of rank 0.
+        writer: the host of rank 0.
+    """
+    return (
+        f"{folder.absolute()} on {hosts} is not the folder that rank 0 on {writer} wrote to: set"
+        " --runs_folder to storage that all nodes share."
+    )
+
+
 def installed() -> dict[str, str]:
     """Return the versions of the installed packages that a run depends on."""
     found = {}

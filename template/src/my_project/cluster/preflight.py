@@ -1,18 +1,18 @@
-"""Check the machines before an hour of them is spent: in a minute, with the arguments of training.
+"""Check the nodes, storage and network of a cluster before training.
 
     accelerate launch --config_file accelerate_configs/multi_node.yaml ... \
         -m my_project.cluster.preflight --config configs/image_classification.yaml
 
-Every process takes part. A table shows what each node is; then comes what was measured between
-them. Ends with 0, or with 1 and a sentence for each thing that would go wrong in training, and what
-to do. The launchers run it first when they are given --preflight; before it they hold the roll call
-(rendezvous.py), which names a node that never comes. What was measured is kept for planner.py, in
-<runs_folder>/preflight.json.
+It takes about a minute, the arguments of training, and all processes. It prints a table of the
+nodes, then the bandwidths measured between them. It exits with 0, or with 1 and, for each problem
+that would stop or slow training, a message with the remedy. The launchers run it before training if
+--preflight is given, after the rendezvous check (rendezvous.py), which names missing nodes. The
+measurements are saved for planner.py in <runs_folder>/preflight.json.
 """
 
 from ..config import Config, parse_command_line
 
-# Before torch is imported, so that --help and a wrong config answer at once.
+# read before torch is imported, so that --help and errors in the config appear at once
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 import hashlib
@@ -44,49 +44,49 @@ from torch.cuda import nccl
 
 from .. import cli, devices, launcher
 from ..config import to_yaml
-from ..files import write_atomically
+from ..files import wait_until, write_atomically
 from ..loading import layout, workers
-from ..run_folder import installed
+from ..run_folder import installed, not_shared
 
 logger = logging.getLogger(__name__)
 MB = 1_000_000
-# Until a check that does not return counts as failed: at least, and for each node. Each node writes
-# WRITTEN_BYTES, which one storage takes at 64 MB/s; it sends 256 MB to each other, two times at
-# 100 MB/s.
+# The time limit of each check: a constant, and an addition per node. The additions assume that
+# shared storage takes WRITTEN_BYTES of each node at 64 MB/s, and that each node sends 256 MB to
+# each other node twice at 100 MB/s.
 SECONDS = {
-    "the processes meet": (60.0, 1.0),
-    "what each node is": (30.0, 0.1),
+    "starting the process group": (60.0, 1.0),
+    "node properties": (30.0, 0.1),
     "the run folder": (60.0, 1.0),
     "all-reduce": (60.0, 1.0),
     "pairs of nodes": (60.0, 5.0),
 }
 MUST_AGREE = ("python", "packages", "nccl", "driver", "code", "config", "gpu", "gpus")
-LARGEST_SKEW_SECONDS = 5.0
-SLOW = 0.5  # of the median
+MAX_CLOCK_SKEW_SECONDS = 5.0
+SLOW_FRACTION = 0.5  # of the median bandwidth; a slower pair of nodes is reported
 WRITTEN_BYTES = 64 * MB
 
 
-# ---- no check hangs ------------------------------------------------------------------------------
-def seconds_for(what: str) -> float:
-    """Say how long a check may take: at least + for each node x nodes."""
-    at_least, per_node = SECONDS[what]
-    processes, _ = launcher.world()
-    nodes = processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return at_least + per_node * nodes
+# ---- time limits ---------------------------------------------------------------------------------
+def seconds_for(check_name: str) -> float:
+    """Return the time limit of a check for this number of nodes."""
+    constant, per_node = SECONDS[check_name]
+    world_size, _ = launcher.world()
+    nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return constant + per_node * nodes
 
 
 @contextmanager
-def checking(what: str) -> Iterator[None]:
-    """End this process with a sentence when a check takes too long."""
-    size, rank = launcher.world()
-    seconds = seconds_for(what)
+def checking(check_name: str) -> Iterator[None]:
+    """Exit this process with a message if a check exceeds its time limit."""
+    world_size, rank = launcher.world()
+    seconds = seconds_for(check_name)
 
     def give_up() -> None:
         print(
-            f"error: preflight stood still for {seconds:.0f} s at '{what}', on rank {rank} of"
-            f" {size} on {socket.gethostname()} (interface {chosen_interface()}): the processes do"
-            " not reach each other by that interface, or one is gone; name the right one in"
-            " GLOO_SOCKET_IFNAME (launch/network.sh), or look at what the others printed.",
+            f"error: preflight stalled for {seconds:.0f} s at '{check_name}', on rank {rank} of"
+            f" {world_size} on {socket.gethostname()} (interface {chosen_interface()}): a rank"
+            " exited, or the ranks do not reach each other through that interface. Read the output"
+            " of the other ranks, or set GLOO_SOCKET_IFNAME (launch/network.sh).",
             file=sys.stderr,
             flush=True,
         )
@@ -102,7 +102,7 @@ def checking(what: str) -> Iterator[None]:
 
 
 def chosen_interface() -> str:
-    """Name the interfaces that NCCL and gloo were told to use."""
+    """Return the names of the interfaces that NCCL and gloo are set to use."""
     names = {
         os.environ[name]
         for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -111,16 +111,16 @@ def chosen_interface() -> str:
     return ", ".join(sorted(names)) or "chosen by gloo and NCCL"
 
 
-# ---- what a node is ------------------------------------------------------------------------------
-def facts(config: Config, device: torch.device) -> dict[str, Any]:
-    """Describe the machine, as this process sees it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    about: dict[str, Any] = {
+# ---- node properties -----------------------------------------------------------------------------
+def node_properties(config: Config, device: torch.device) -> dict[str, Any]:
+    """Return hardware, limits and versions of this node, as this process sees them."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    properties: dict[str, Any] = {
         "host": socket.gethostname(),
         "rank": launcher.world()[1],
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         "python": platform.python_version(),
-        "packages": ", ".join(f"{name} {found}" for name, found in installed().items()),
+        "packages": ", ".join(f"{name} {version}" for name, version in installed().items()),
         "nccl": "",
         "driver": "",
         "code": code_digest(config),
@@ -131,12 +131,12 @@ def facts(config: Config, device: torch.device) -> dict[str, Any]:
         "gpu_bytes": 0,
         "memory_bytes": memory_bytes(),
         "shm_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0,
-        "open_files": soft,
+        "open_files": soft_limit,
         "cpus": round(workers.cpus_per_process() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
     }
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        about |= {
+        properties |= {
             "nccl": ".".join(map(str, nccl.version())),
             "driver": driver(),
             "gpu": torch.cuda.get_device_name(device),
@@ -144,12 +144,12 @@ def facts(config: Config, device: torch.device) -> dict[str, Any]:
             "gpu_free_bytes": free,
             "gpu_bytes": total,
         }
-    return about
+    return properties
 
 
 def code_digest(config: Config) -> str:
-    """Hash the project's own modules, the recipe's too."""
-    folder = Path(__file__).parent.parent  # of the package
+    """Return a hash of the project's modules and the recipe's."""
+    folder = Path(__file__).parent.parent  # the package
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
     if recipe := inspect.getsourcefile(type(config.recipe)):
         files["the recipe"] = Path(recipe)
@@ -163,14 +163,14 @@ def driver() -> str:
     """Return the version of the GPU driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return shown.stdout.split()[0]
+    return done.stdout.split()[0]
 
 
 def memory_bytes() -> int:
-    """Return the memory that is free for this process: the machine's, and its cgroup's limit."""
+    """Return the memory that is available to this process: of the machine, within its cgroup."""
     free = psutil.virtual_memory().available
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
@@ -180,8 +180,8 @@ def memory_bytes() -> int:
         return free
 
 
-def disagreements(everywhere: list[dict[str, Any]]) -> list[str]:
-    """Say in what nodes differ that must be alike."""
+def disagreements(all_properties: list[dict[str, Any]]) -> list[str]:
+    """Return a message for each property that must be the same on all nodes and is not."""
     remedies = {
         "code": "use one copy on shared storage, or the same commit",
         "config": "start every node with the same arguments",
@@ -189,102 +189,103 @@ def disagreements(everywhere: list[dict[str, Any]]) -> list[str]:
         "gpu": "choose nodes of one kind",
         "driver": "update the driver",
     }
-    said = []
+    messages = []
     for name in MUST_AGREE:
         values: dict[Any, list[str]] = {}
-        for one in everywhere:
-            hosts = values.setdefault(one[name], [])
-            if one["host"] not in hosts:
-                hosts.append(one["host"])
+        for properties in all_properties:
+            hosts = values.setdefault(properties[name], [])
+            if properties["host"] not in hosts:
+                hosts.append(properties["host"])
         if len(values) > 1:
-            differ = "; ".join(f"{_only_what_differs(v, values)} on {', '.join(hosts)}"
-                               for v, hosts in values.items())  # fmt: skip
-            said.append(
-                f"{name} differs: {differ}:"
-                f" {remedies.get(name, 'use one environment on all nodes')}."
+            differing = "; ".join(
+                f"{_differing_part(value, values)} on {', '.join(hosts)}"
+                for value, hosts in values.items()
             )
-    return said
+            remedy = remedies.get(name, "use one environment on all nodes")
+            messages.append(f"{name} differs: {differing}: {remedy}.")
+    return messages
 
 
-def _only_what_differs(value: Any, values: dict[Any, Any]) -> str:
-    """Leave out what all have, of a list with commas."""
+def _differing_part(value: Any, values: dict[Any, Any]) -> str:
+    """Return a comma-separated list without the items that all the values have."""
     common = set.intersection(*(set(str(v).split(", ")) for v in values))
     return ", ".join(part for part in str(value).split(", ") if part not in common) or "none"
 
 
-def shortages(one: dict[str, Any], processes: int) -> tuple[list[str], list[str]]:
-    """Say what a node has too little of: what would fail, and what would be slow."""
-    fails, slow = [], []
-    host = one["host"]
-    if one["gpu"] and one["shm_bytes"] < 1_000 * MB:
-        fails.append(
-            f"{host} has {one['shm_bytes'] / MB:.0f} MB of /dev/shm: NCCL and data loaders need"
-            " more than 1 GB (docker --ipc=host, a memory-backed volume in Kubernetes)."
+def shortages(properties: dict[str, Any], processes: int) -> tuple[list[str], list[str]]:
+    """Return messages about scarce resources of a node: those that fail a run, and that slow it."""
+    errors: list[str] = []
+    warnings: list[str] = []
+    host = properties["host"]
+    if properties["gpu"] and properties["shm_bytes"] < 1_000 * MB:
+        errors.append(
+            f"{host} has {properties['shm_bytes'] / MB:.0f} MB of /dev/shm, but NCCL and data"
+            " loaders need more than 1 GB: use docker --ipc=host, or a memory-backed volume in"
+            " Kubernetes."
         )
-    if one["open_files"] < 1024:
-        fails.append(
-            f"{host} allows {one['open_files']} open files: each connection and worker is one;"
-            " raise it with ulimit -n 65536."
+    if properties["open_files"] < 1024:
+        errors.append(
+            f"{host} allows {properties['open_files']} open files, but at least 1024 are needed for"
+            " connections and workers: raise the limit with ulimit -n 65536."
         )
-    if one["gpu"] and one["gpu_free_bytes"] < 0.9 * one["gpu_bytes"]:
-        slow.append(
-            f"a GPU of {host} has {one['gpu_free_bytes'] / 1e9:.1f} GB free of"
-            f" {one['gpu_bytes'] / 1e9:.1f}: another process uses it (nvidia-smi)."
+    if properties["gpu"] and properties["gpu_free_bytes"] < 0.9 * properties["gpu_bytes"]:
+        warnings.append(
+            f"a GPU of {host} has {properties['gpu_free_bytes'] / 1e9:.1f} GB free of"
+            f" {properties['gpu_bytes'] / 1e9:.1f}: find the process that uses it with nvidia-smi."
         )
-    if one["cpus"] < processes:
-        slow.append(
-            f"{host} has {one['cpus']:g} CPUs for {processes} processes: give more"
-            " (--cpus-per-task, resources), at least one each and one per loader worker."
+    if properties["cpus"] < processes:
+        warnings.append(
+            f"{host} has {properties['cpus']:g} CPUs for {processes} processes: request one per"
+            " process and one per loader worker (--cpus-per-task, resources)."
         )
-    return fails, slow
+    return errors, warnings
 
 
 # ---- the run folder ------------------------------------------------------------------------------
 def check_folder(accelerator: Accelerator, config: Config, host: str) -> tuple[list[str], float]:
-    """See whether every node sees what the main process writes, and how fast each writes.
+    """Check that every node sees the file that rank 0 writes, and measure each node's write speed.
 
     Returns:
-        What is wrong, on the main process; the speed of this node in bytes per second, 0 for
-        processes other than its first.
+        The problems, the same on all ranks; the write speed in bytes per second, 0 for ranks other
+        than the first of each node.
     """
     folder = Path(config.runs_folder)
-    word: list[Any] = [None, None]
+    message: list[Any] = [None, None, host]  # name of the file, error, host of rank 0
     if accelerator.is_main_process:
-        name = f".preflight-{os.getpid()}-{time.time_ns()}"
-        word = [name, None]
+        message[0] = f".preflight-{os.getpid()}-{time.time_ns()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(host)
+            (folder / message[0]).write_text(host)
         except OSError as error:
-            word[1] = f"{folder.absolute()} cannot be written on {host}: {error.strerror}."
+            message[1] = f"{folder.absolute()} cannot be written on {host}: {error.strerror}."
     if accelerator.num_processes > 1:
-        broadcast_object_list(word)
-    if word[1]:
-        return [word[1]], 0.0
-    mark = folder / word[0]
-    deadline = time.monotonic() + 20
-    while not (seen := mark.exists()) and time.monotonic() < deadline:
-        os.listdir(folder.parent)
-        time.sleep(0.2)
-    speed, problem = 0.0, ""
-    if not seen:
-        problem = (
-            f"{folder.absolute()} on {host} is not the folder that rank 0 wrote to: set"
-            " --runs_folder to storage that all nodes share."
-        )
+        broadcast_object_list(message)
+    name, error_on_main, main_host = message
+    if error_on_main:
+        return [error_on_main], 0.0
+    path = folder / name
+
+    def is_visible() -> bool:
+        os.listdir(folder.parent)  # refreshes the directory cache of a network file system
+        return path.exists()
+
+    speed = 0.0
+    problem = ""
+    if not wait_until(is_visible, 20):
+        problem = not_shared(folder, host, main_host)
     elif accelerator.is_local_main_process:
         try:
-            speed = write_speed(mark.with_name(f"{mark.name}-{accelerator.process_index}"))
+            speed = write_speed(path.with_name(f"{name}-{accelerator.process_index}"))
         except OSError as error:
             problem = f"{folder.absolute()} cannot be written on {host}: {error.strerror}."
     problems = {problem for problem in gather_object([problem]) if problem}
     if accelerator.is_main_process:
-        mark.unlink()
+        path.unlink()
     return sorted(problems), speed
 
 
 def write_speed(path: Path) -> float:
-    """Write and flush a file; return bytes per second."""
+    """Write and flush a file; return its speed in bytes per second."""
     block = os.urandom(8 * MB)
     started = time.perf_counter()
     try:
@@ -300,32 +301,31 @@ def write_speed(path: Path) -> float:
 
 # ---- the network ---------------------------------------------------------------------------------
 def seconds_per_call(accelerator: Accelerator, call: Callable[[], None]) -> float:
-    """Time something that all processes do together; the slowest counts."""
+    """Return the time of a collective call, on the slowest rank."""
 
-    def once(repeat: int) -> float:
+    def mean_seconds(repeats: int) -> float:
         accelerator.wait_for_everyone()
         started = time.perf_counter()
-        for _ in range(repeat):
+        for _ in range(repeats):
             call()
         if accelerator.device.type == "cuda":
             torch.cuda.synchronize()
-        taken = torch.tensor((time.perf_counter() - started) / repeat, dtype=torch.float64)
-        taken = taken.to(accelerator.device)
-        torch.distributed.all_reduce(taken, torch.distributed.ReduceOp.MAX)
-        return float(taken)
+        seconds = torch.tensor((time.perf_counter() - started) / repeats, dtype=torch.float64)
+        seconds = seconds.to(accelerator.device)
+        torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
+        return float(seconds)
 
-    once(1)  # connections are made
-    return once(min(20, max(1, int(0.3 / once(1)))))
+    mean_seconds(1)  # warm-up: the first call opens connections
+    return mean_seconds(min(20, max(1, int(0.3 / mean_seconds(1)))))
 
 
-def bus_bandwidth(size_bytes: int, processes: int, seconds: float) -> float:
-    """Turn the time of an all-reduce into the speed of the slowest link that it needs.
+def bus_bandwidth(size_bytes: int, world_size: int, seconds: float) -> float:
+    """Return the bus bandwidth of an all-reduce in bytes per second.
 
-    In bytes per second, as nccl-tests defines it, which makes it comparable to what the hardware
-    promises: 2 (n-1)/n x size / time
-    (github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    2 (n-1)/n x size / time, as nccl-tests defines it: comparable to the bandwidth of the slowest
+    link (github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
-    return 2 * (processes - 1) / processes * size_bytes / seconds
+    return 2 * (world_size - 1) / world_size * size_bytes / seconds
 
 
 def all_reduce_bandwidth(
@@ -333,10 +333,17 @@ def all_reduce_bandwidth(
 ) -> tuple[dict[int, float], str]:
     """Measure all-reduces that run in all groups at once, and check their sums.
 
+    Args:
+        accelerator: of this process.
+        sizes: in bytes.
+        groups: the ranks of each group; every rank is in one.
+
     Returns:
-        Bus bandwidth by size in bytes, of the slowest group; what was wrong, if anything.
+        Bus bandwidth by size, of the slowest group; a message about a wrong sum, or an empty one.
     """
-    rank, measured, wrong = accelerator.process_index, {}, ""
+    rank = accelerator.process_index
+    measured: dict[int, float] = {}
+    problem = ""
     group, _ = torch.distributed.new_subgroups_by_enumeration(groups)
     assert isinstance(group, torch.distributed.ProcessGroup)
     ranks = next(ranks for ranks in groups if rank in ranks)
@@ -344,12 +351,12 @@ def all_reduce_bandwidth(
         values = torch.full((size // 4,), float(rank + 1), device=accelerator.device)
         torch.distributed.all_reduce(values, group=group)
         expected = float(sum(r + 1 for r in ranks))
-        off = int((values != expected).sum())
-        if off and not wrong:
-            wrong = (
-                f"an all-reduce of {size / MB:g} MB over ranks {ranks} gave {off} wrong"
-                f" values on rank {rank} ({socket.gethostname()}): a fault of memory, link or"
-                " driver; take that node out."
+        wrong_values = int((values != expected).sum())
+        if wrong_values and not problem:
+            problem = (
+                f"an all-reduce of {size / MB:g} MB over ranks {ranks} gave {wrong_values} wrong"
+                f" values on rank {rank} ({socket.gethostname()}), so its memory, network link or"
+                " driver is faulty: remove that node."
             )
         values.zero_()
 
@@ -359,150 +366,161 @@ def all_reduce_bandwidth(
         seconds = seconds_per_call(accelerator, call)
         measured[size] = bus_bandwidth(size, len(ranks), seconds)
     torch.distributed.destroy_process_group(group)
-    said = [text for text in gather_object([wrong]) if text]
-    return measured, said[0] if said else ""
+    problems = [text for text in gather_object([problem]) if text]
+    return measured, problems[0] if problems else ""
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Let each meet each, all at once: the circle method of round-robin tournaments."""
-    places: list[int | None] = [*range(count)] + ([None] if count % 2 else [])
-    plan = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        pairs = zip(places[:half], reversed(places[half:]), strict=True)
-        plan.append([(a, b) for a, b in pairs if a is not None and b is not None])
-        places = [places[0], places[-1], *places[1:-1]]
-    return plan
+    """Return rounds of disjoint pairs that contain each pair once (round robin, circle method)."""
+    circle: list[int | None] = [*range(count)] + ([None] if count % 2 else [])
+    schedule = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        schedule.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return schedule
 
 
 def pair_bandwidth(
     accelerator: Accelerator, firsts: list[int], size: int
 ) -> dict[tuple[int, int], float]:
-    """Let the first processes of each two nodes exchange a tensor; bytes per second each way."""
+    """Measure each pair of nodes exchanging a tensor, in bytes per second and direction.
+
+    Args:
+        accelerator: of this process.
+        firsts: the first rank of each node, which sends and receives.
+        size: of the tensor, in bytes.
+    """
     measured: dict[tuple[int, int], float] = {}
-    rank, device = accelerator.process_index, accelerator.device
-    ours, theirs = (torch.zeros(size // 4, device=device) for _ in range(2))
+    rank = accelerator.process_index
+    device = accelerator.device
+    sent, received = (torch.zeros(size // 4, device=device) for _ in range(2))
     for pairs in rounds(len(firsts)):
         partner = None
         for a, b in pairs:
             if rank in (firsts[a], firsts[b]):
                 partner = firsts[b] if rank == firsts[a] else firsts[a]
         seconds = 0.0
-        for _ in range(2):  # the first makes the connection
+        for _ in range(2):  # the first is a warm-up that opens the connection
             accelerator.wait_for_everyone()
             started = time.perf_counter()
             if partner is not None:
                 exchange = [
-                    torch.distributed.P2POp(torch.distributed.isend, ours, partner),
-                    torch.distributed.P2POp(torch.distributed.irecv, theirs, partner),
+                    torch.distributed.P2POp(torch.distributed.isend, sent, partner),
+                    torch.distributed.P2POp(torch.distributed.irecv, received, partner),
                 ]
                 for work in torch.distributed.batch_isend_irecv(exchange):
                     work.wait()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
             seconds = time.perf_counter() - started
-        everyones = gather_object([seconds])
+        all_seconds = gather_object([seconds])
         for a, b in pairs:
-            measured[a, b] = size / max(everyones[firsts[a]], everyones[firsts[b]])
+            measured[a, b] = size / max(all_seconds[firsts[a]], all_seconds[firsts[b]])
     return measured
 
 
 def slow_pairs(measured: dict[tuple[int, int], float], hosts: list[str]) -> list[str]:
-    """Name pairs that are far slower than the others."""
+    """Return a message for each pair of nodes that is far slower than the median."""
     if len(measured) < 3:
         return []
-    usual = statistics.median(measured.values())
+    median = statistics.median(measured.values())
     return [
-        f"{hosts[a]} and {hosts[b]} exchange {speed / 1e9:.2f} GB/s, others {usual / 1e9:.2f}: look"
-        " at the cable, adapter and switch of whichever is in several such pairs, or take it out."
+        f"{hosts[a]} and {hosts[b]} exchange {speed / 1e9:.2f} GB/s, the median is"
+        f" {median / 1e9:.2f}: check cable, adapter and switch of a node that is in several such"
+        " pairs, or remove it."
         for (a, b), speed in sorted(measured.items(), key=lambda item: item[1])
-        if speed < SLOW * usual
+        if speed < SLOW_FRACTION * median
     ]
 
 
-# ---- all of it -----------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 def main(config: Config) -> int:
-    """Check, show, and return the exit code."""
+    """Run all checks, print the results, and return the exit code."""
     started = time.monotonic()
     layout.batch_layout(config.batches, launcher.world()[0])
     devices.check_launch(config)
-    longest = round(max(map(seconds_for, SECONDS)))  # checking strikes before the process group
-    patient = replace(
+    longest = round(max(map(seconds_for, SECONDS)))  # `checking` acts before the process group does
+    distributed = replace(
         config.distributed, timeout_seconds=longest, startup_timeout_seconds=longest, ddp={}
     )
-    with checking("the processes meet"):
-        started_processes = ExitStack()
-        accelerator = started_processes.enter_context(
-            devices.start(replace(config, distributed=patient))
+    process_group = ExitStack()
+    with checking("starting the process group"):
+        accelerator = process_group.enter_context(
+            devices.start(replace(config, distributed=distributed))
         )
-    with started_processes:
+    with process_group:
         return check(accelerator, config, started)
 
 
 def check(accelerator: Accelerator, config: Config, started: float) -> int:
-    """Make all checks that need the processes to be connected."""
-    rank, device = accelerator.process_index, accelerator.device
+    """Run the checks that need a process group; return the exit code."""
+    rank = accelerator.process_index
+    device = accelerator.device
     problems: list[str] = []
     warnings: list[str] = []
-    with checking("what each node is"):
-        mine = facts(config, device)
+    with checking("node properties"):
+        own = node_properties(config, device)
         accelerator.wait_for_everyone()
-        mine["clock"] = time.time()
-        everywhere: list[dict[str, Any]] = gather_object([mine])
-        problems += disagreements(everywhere)
-        firsts = [one["rank"] for one in everywhere if one["local_rank"] == 0]
-        nodes = [
-            [one["rank"] for one in everywhere[first:after]]
-            for first, after in zip(firsts, [*firsts[1:], len(everywhere)], strict=True)
+        own["clock"] = time.time()
+        by_rank: list[dict[str, Any]] = gather_object([own])
+        problems += disagreements(by_rank)
+        firsts = [one["rank"] for one in by_rank if one["local_rank"] == 0]
+        nodes = [  # the ranks of each
+            [one["rank"] for one in by_rank[first:after]]
+            for first, after in zip(firsts, [*firsts[1:], len(by_rank)], strict=True)
         ]
-        hosts = [everywhere[first]["host"] for first in firsts]
+        hosts = [by_rank[first]["host"] for first in firsts]
         for first, ranks in zip(firsts, nodes, strict=True):
-            fails, slow = shortages(everywhere[first], len(ranks))
-            problems += fails
-            warnings += slow
+            node_errors, node_warnings = shortages(by_rank[first], len(ranks))
+            problems += node_errors
+            warnings += node_warnings
             if len(ranks) != len(nodes[0]):
                 problems.append(
-                    f"{everywhere[first]['host']} runs {len(ranks)} processes, {hosts[0]}"
+                    f"{by_rank[first]['host']} runs {len(ranks)} processes, {hosts[0]}"
                     f" {len(nodes[0])}: give every node the same number."
                 )
-        clocks = [everywhere[first]["clock"] for first in firsts]
-        if max(clocks) - min(clocks) > LARGEST_SKEW_SECONDS:
+        clocks = [by_rank[first]["clock"] for first in firsts]
+        skew = max(clocks) - min(clocks)
+        if skew > MAX_CLOCK_SKEW_SECONDS:
             late = hosts[clocks.index(min(clocks))]
             problems.append(
-                f"the clocks differ by {max(clocks) - min(clocks):.1f} s, that of {late} is behind:"
-                " logs would mislead; start a time service (chrony) on every node."
+                f"the clocks differ by {skew:.1f} s, that of {late} is behind; the limit is"
+                f" {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every node."
             )
     with checking("the run folder"):
-        wrong, speed = check_folder(accelerator, config, mine["host"])
-        problems += wrong
+        folder_problems, speed = check_folder(accelerator, config, own["host"])
+        problems += folder_problems
         speeds = gather_object([speed])
-    inside: dict[int, float] = {}
-    over_all: dict[int, float] = {}
+    in_node: dict[int, float] = {}
+    over_nodes: dict[int, float] = {}
     pairs: dict[tuple[int, int], float] = {}
     sizes = [MB, 16 * MB] + ([256 * MB] if device.type == "cuda" else [])
     if accelerator.num_processes > 1:
         with checking("all-reduce"):
             if len(nodes[0]) > 1:
-                inside, wrong_sum = all_reduce_bandwidth(accelerator, sizes, nodes)
+                in_node, wrong_sum = all_reduce_bandwidth(accelerator, sizes, nodes)
                 problems += [wrong_sum] if wrong_sum else []
             if len(nodes) > 1:
-                everyone = [rank for ranks in nodes for rank in ranks]
-                over_all, wrong_sum = all_reduce_bandwidth(accelerator, sizes, [everyone])
+                all_ranks = [rank for ranks in nodes for rank in ranks]
+                over_nodes, wrong_sum = all_reduce_bandwidth(accelerator, sizes, [all_ranks])
                 problems += [wrong_sum] if wrong_sum else []
         if len(nodes) > 1:
             with checking("pairs of nodes"):
                 pairs = pair_bandwidth(accelerator, firsts, sizes[-1])
                 problems += slow_pairs(pairs, hosts)
     if rank == 0:
-        show([everywhere[first] for first in firsts], nodes, [speeds[first] for first in firsts])
-        for name, measured in {"in each node": inside, "over all nodes": over_all}.items():
+        show([by_rank[first] for first in firsts], nodes, [speeds[first] for first in firsts])
+        for name, measured in {"in each node": in_node, "over all nodes": over_nodes}.items():
             for size, bandwidth in measured.items():
                 print(f"all-reduce of {size / MB:g} MB {name}: {bandwidth / 1e9:.3g} GB/s")
         if pairs:
             (a, b), slowest = min(pairs.items(), key=lambda item: item[1])
             print(
-                f"{len(pairs)} pair(s) of nodes: {statistics.median(pairs.values()) / 1e9:.3g} GB/s"
-                f" each way; the slowest {slowest / 1e9:.3g}, {hosts[a]} and {hosts[b]}"
+                f"{len(pairs)} pair(s) of nodes: median"
+                f" {statistics.median(pairs.values()) / 1e9:.3g} GB/s each way; the slowest,"
+                f" {hosts[a]} and {hosts[b]}, {slowest / 1e9:.3g}"
             )
         for warning in warnings:
             print(f"warning: {warning}")
@@ -513,21 +531,38 @@ def check(accelerator: Accelerator, config: Config, started: float) -> int:
             flush=True,
         )
         if not problems:
-            keep(config, inside, over_all, len(nodes), accelerator.num_processes)
+            save_bandwidths(config, in_node, over_nodes, len(nodes), accelerator.num_processes)
     failed = torch.tensor(float(bool(problems)), device=device)
     if accelerator.num_processes > 1:
         torch.distributed.all_reduce(failed)
     return 1 if failed else 0
 
 
-def show(heads: list[dict[str, Any]], nodes: list[list[int]], speeds: list[float]) -> None:
-    """Print a row for each node."""
+def show(properties: list[dict[str, Any]], nodes: list[list[int]], speeds: list[float]) -> None:
+    """Print a table with a row per node.
+
+    Args:
+        properties: of each node.
+        nodes: the ranks of each.
+        speeds: bytes per second that each writes.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("node", "ranks", "GPUs", "CPUs", "memory", "/dev/shm", "open files", "clock",
-                  "writes", title="Nodes", title_justify="left")  # fmt: skip
-    for one, ranks, speed in zip(heads, nodes, speeds, strict=True):
+    table = Table(
+        "node",
+        "ranks",
+        "GPUs",
+        "CPUs",
+        "memory",
+        "/dev/shm",
+        "open files",
+        "clock",
+        "writes",
+        title="Nodes",
+        title_justify="left",
+    )
+    for one, ranks, speed in zip(properties, nodes, speeds, strict=True):
         table.add_row(
             one["host"],
             f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
@@ -536,10 +571,10 @@ def show(heads: list[dict[str, Any]], nodes: list[list[int]], speeds: list[float
             f"{one['memory_bytes'] / 1e9:.0f} GB",
             f"{one['shm_bytes'] / 1e9:.1f} GB",
             str(one["open_files"]),
-            f"{one['clock'] - heads[0]['clock']:+.2f} s",
+            f"{one['clock'] - properties[0]['clock']:+.2f} s",
             f"{speed / MB:.0f} MB/s",
         )
-    first = heads[0]
+    first = properties[0]
     table.caption = (
         f"Python {first['python']}, {first['packages']}"
         + (f", NCCL {first['nccl']}, driver {first['driver']}" if first["gpu"] else "")
@@ -548,19 +583,19 @@ def show(heads: list[dict[str, Any]], nodes: list[list[int]], speeds: list[float
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def keep(
+def save_bandwidths(
     config: Config,
-    inside: dict[int, float],
-    over_all: dict[int, float],
+    in_node: dict[int, float],
+    over_nodes: dict[int, float],
     nodes: int,
-    processes: int,
+    world_size: int,
 ) -> None:
-    """Write what was measured where planner.py reads it."""
+    """Write the bandwidths to preflight.json, for planner.py."""
     record = {
         "nodes": nodes,
-        "processes": processes,
-        "in_node_bytes_per_second": max(inside.values(), default=None),
-        "over_nodes_bytes_per_second": max(over_all.values(), default=None),
+        "processes": world_size,
+        "in_node_bytes_per_second": max(in_node.values(), default=None),
+        "over_nodes_bytes_per_second": max(over_nodes.values(), default=None),
     }
     write_atomically(Path(config.runs_folder) / "preflight.json", json.dumps(record) + "\n")
 
