@@ -134,7 +134,7 @@ def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(hosts):
     launch(hosts, "--steps", "60", disks=disks)
     assert all(code != 0 for code in hosts.wait(90))
     for host in (0, 1):
-        assert "on host1 is not the folder that host0 wrote to" in hosts.output(host)
+        assert "on host1 is not the folder that rank 0 on host0 wrote to" in hosts.output(host)
         assert "--runs_folder" in hosts.output(host)
         assert "step 1 of" not in hosts.output(host)
 

@@ -31,7 +31,7 @@ from .files import writing
 from .launcher import world
 from .loading.seeding import seed_of
 from .optim import optimizer_class
-from .run_folder import Run
+from .run_folder import Run, not_shared
 from .stopping import turn_on_flight_recorder
 
 # The variables in which each launcher gives world size and rank.
@@ -312,11 +312,7 @@ def open_run(
     token = on_main_then_broadcast(accelerator, begin)
     seen = gather_object([run.sees(token)])
     if blind := sorted({host for host, sees in zip(run.hosts, seen, strict=True) if not sees}):
-        raise ConfigError(
-            f"{run.folder.absolute()} on {', '.join(blind)} is not the folder that {run.hosts[0]}"
-            " wrote to, so nothing could be resumed or read there: set --runs_folder to storage"
-            " that all nodes share."
-        )
+        raise ConfigError(not_shared(run.folder, ", ".join(blind), run.hosts[0]))
 
 
 def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
