@@ -24,8 +24,8 @@ CLUSTER = planner.Cluster(
 )  # fmt: skip
 MODEL = cost.Model(
     parameters=1_000_000_000, trained=1_000_000_000, block=50_000_000, blocks=19, root=0,
-    buffer_bytes=0, optimizer_bytes=8.0, kept_bytes=0, kept_bytes_per_sample=1_000_000_000,
-    operations_per_sample=6_000_000_000,
+    buffer_bytes=0, optimizer_bytes=8.0, saved_bytes=0, saved_bytes_per_sample=1_000_000_000,
+    flops_per_sample=6_000_000_000,
 )  # fmt: skip
 
 
@@ -188,24 +188,24 @@ def test_sharded_state_is_what_fully_shard_holds(tmp_path):
     model = cost.inspect_recipe(make_config(tmp_path, Blocks()), "no")
     two = replace(CLUSTER, nodes=1, gpus_per_node=2)
     gathered = 2 * (model.root + 2 * model.block)
-    model = replace(model, kept_bytes=0, kept_bytes_per_sample=0)
+    model = replace(model, saved_bytes=0, saved_bytes_per_sample=0)
     predicted = planner.memory_bytes("FSDP2", model, two, 1) - gathered
     held = run_world(2, sharded_state_bytes, str(tmp_path))
     assert predicted == pytest.approx(held[0], rel=0.01)
 
 
-def test_what_is_kept_is_less_in_bf16_and_weights_are_kept_once(tmp_path):
+def test_saved_activations_are_less_in_bf16_and_cast_weights_are_saved_once(tmp_path):
     config = make_config(tmp_path, Blocks())
     full, half = (cost.inspect_recipe(config, precision) for precision in ("no", "bf16"))
-    assert half.kept_bytes_per_sample < 0.8 * full.kept_bytes_per_sample
-    assert half.kept_bytes >= 2 * 0.9 * half.parameters, "their copies in bf16"
-    assert full.kept_bytes < 0.1 * full.parameters
+    assert half.saved_bytes_per_sample < 0.8 * full.saved_bytes_per_sample
+    assert half.saved_bytes >= 2 * 0.9 * half.parameters, "their copies in bf16"
+    assert full.saved_bytes < 0.1 * full.parameters
 
 
-def test_operations_are_six_per_parameter_and_place(tmp_path):
+def test_flops_are_six_per_parameter_and_position(tmp_path):
     model = cost.inspect_recipe(make_config(tmp_path, Blocks()), "no")
     # the first layer's input needs no gradient, else it were 6 exactly
-    assert model.operations_per_sample == pytest.approx(6 * model.parameters * 64, rel=0.1)
+    assert model.flops_per_sample == pytest.approx(6 * model.parameters * 64, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_more_nodes_are_faster_and_less_efficient():
 
 
 def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(ConfigError, match="60 is no multiple of 4 nodes x 8 GPUs = 32"):
+    with pytest.raises(ConfigError, match="60 is not a multiple of 4 nodes x 8 GPUs = 32"):
         planner.scaling(MODEL, CLUSTER, 60)
 
 

@@ -1,4 +1,4 @@
-"""What one step of a recipe takes: memory and work, measured on fake tensors, without a GPU."""
+"""Measure memory and FLOPs of one step of a recipe, on fake tensors and without a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,32 +8,32 @@ from typing import Any
 
 from .config import Config
 
-LEAST_BLOCK = 1_000_000  # fsdp_min_num_params of the accelerate configs
+MIN_BLOCK_PARAMETERS = 1_000_000  # fsdp_min_num_params of the accelerate configs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the arithmetic needs to know of a recipe."""
+    """The sizes of a recipe's model, for the planner's formulas."""
 
     parameters: int
-    trained: int  # those with gradients
+    trained: int  # parameters with gradients
     block: int  # parameters of the largest block that sharding gathers at once
     blocks: int
-    root: int  # parameters in no block, which stay gathered
+    root: int  # parameters outside of all blocks, which stay gathered
     buffer_bytes: int
-    optimizer_bytes: float  # per trained parameter; an average of the weights included
-    kept_bytes: int  # for the backward, whatever the micro-batch: weights in lower precision
-    kept_bytes_per_sample: int
-    operations_per_sample: int  # floating-point, forward and backward
-    finds_unused: bool = False  # DDP looks for parameters that a step does not use
+    optimizer_bytes: float  # per trained parameter; includes the EMA
+    saved_bytes: int  # for the backward, independent of the micro-batch: weights cast by autocast
+    saved_bytes_per_sample: int  # activations
+    flops_per_sample: int  # forward and backward
+    finds_unused: bool = False  # DDP's find_unused_parameters
 
 
 # ---- the model -----------------------------------------------------------------------------------
 def inspect_recipe(config: Config, precision: str, device: str = "cpu") -> Model:
-    """Build the recipe's model and take a step, to see its size and what it keeps.
+    """Build the recipe's model, take a step with it, and return its sizes.
 
-    With fake tensors, so that a model larger than this machine can be planned; recipes whose
-    forward looks at values (`.item()`) take a real step.
+    The step uses fake tensors, so the model may be larger than this machine's memory; a recipe
+    whose forward reads values (`.item()`) takes a real step.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -42,24 +42,24 @@ def inspect_recipe(config: Config, precision: str, device: str = "cpu") -> Model
     data_info, reader = prepare_data(replace(config, stage_to=None))
     train_set, _ = build_datasets(reader, data_info)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _no_initial_values():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _uninitialized_weights():
             return _inspect(config, data_info, train_set, precision, device, mode.from_tensor)
-    except Exception:  # whatever fake tensors cannot do, real ones can, or say why not
+    except Exception:  # fake tensors do not support everything; a real step works or says why not
         return _inspect(config, data_info, train_set, precision, device, lambda tensor: tensor)
 
 
 @contextmanager
-def _no_initial_values() -> Iterator[None]:
-    """Leave new parameters as they are; to draw some distributions, torch looks at values."""
+def _uninitialized_weights() -> Iterator[None]:
+    """Turn torch.nn.init's functions off: some of them read values, which fake tensors lack."""
     from torch.nn import init
 
-    real = {name: f for name, f in vars(init).items() if name[-1] == "_" and callable(f)}
+    originals = {name: f for name, f in vars(init).items() if name[-1] == "_" and callable(f)}
     try:
-        for name in real:
+        for name in originals:
             setattr(init, name, lambda tensor, *_, **__: tensor)
         yield
     finally:
-        for name, function in real.items():
+        for name, function in originals.items():
             setattr(init, name, function)
 
 
@@ -76,21 +76,22 @@ def _inspect(
     from .sharding import sharded_blocks
 
     model = config.recipe.build_model(data_info)
-    _, blocks, root = sharded_blocks(model, LEAST_BLOCK)
+    _, blocks, root = sharded_blocks(model, MIN_BLOCK_PARAMETERS)
     if device != "cpu":
         model = model.to(device)
     parameters = list(model.parameters())
-    kept, operations = {}, {}
-    for micro in (1, 2, 4):
-        batch = _batch(config, train_set, micro, make, device)
+    saved: dict[int, int] = {}
+    flops: dict[int, int] = {}
+    for micro_batch in (1, 2, 4):
+        batch = _batch(config, train_set, micro_batch, make, device)
         counter = FlopCounterMode(display=False)
         with counter:
-            kept[micro] = _kept_bytes(config, model, batch, precision, device)
-        operations[micro] = counter.get_total_flops()
+            saved[micro_batch] = _saved_bytes(config, model, batch, precision, device)
+        flops[micro_batch] = counter.get_total_flops()
         for parameter in parameters:
             parameter.grad = None
-    # By the difference, since some of what is kept does not grow with the micro-batch.
-    per_sample = max(0, (kept[4] - kept[2]) // 2)
+    # from the difference, since some saved tensors do not grow with the micro-batch
+    saved_per_sample = max(0, (saved[4] - saved[2]) // 2)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return Model(
         parameters=sum(p.numel() for p in parameters),
@@ -100,15 +101,15 @@ def _inspect(
         root=root,
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer_bytes=optimizer_bytes(config),
-        kept_bytes=max(0, kept[2] - 2 * per_sample),
-        kept_bytes_per_sample=per_sample,
-        operations_per_sample=max(0, operations[4] - operations[2]) // 2,
+        saved_bytes=max(0, saved[2] - 2 * saved_per_sample),
+        saved_bytes_per_sample=saved_per_sample,
+        flops_per_sample=max(0, flops[4] - flops[2]) // 2,
         finds_unused=bool(config.distributed.ddp.get("find_unused_parameters")),
     )
 
 
-def _batch(config: Config, train_set: Any, micro: int, make: Callable, device: str) -> Any:
-    """Fetch a micro-batch as training does, of real samples."""
+def _batch(config: Config, train_set: Any, micro_batch: int, make: Callable, device: str) -> Any:
+    """Return a micro-batch of real samples, fetched as in training, with its tensors converted."""
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._pytree import tree_map_only
@@ -119,38 +120,38 @@ def _batch(config: Config, train_set: Any, micro: int, make: Callable, device: s
     with unset_fake_temporarily():
         collate = getattr(config.recipe, "collate", None)
         if is_stream(train_set):
-            train_set = list(islice(train_set.lane(0, 0, 0, config.seed), micro))
-        keys = [(0, index % len(train_set)) for index in range(micro)]
+            train_set = list(islice(train_set.lane(0, 0, 0, config.seed), micro_batch))
+        keys = [(0, index % len(train_set)) for index in range(micro_batch)]
         fetch = Fetch(train_set, collate, config.seed, config.batches.seed_samples)
         batch = fetch.__getitems__(keys)
         batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     return tree_map_only(torch.Tensor, make, batch)
 
 
-def _kept_bytes(config: Config, model: Any, batch: Any, precision: str, device: str) -> int:
-    """Count the bytes that autograd keeps for the backward, each storage once."""
+def _saved_bytes(config: Config, model: Any, batch: Any, precision: str, device: str) -> int:
+    """Take a step; return the bytes that autograd saves for the backward, each storage once."""
     import torch
 
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    seen: dict[int, Any] = {}
+    of_model = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, Any] = {}
 
-    def keep(tensor: Any) -> Any:
+    def note(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            seen[storage._cdata] = storage
+        if storage._cdata not in of_model:
+            saved[storage._cdata] = storage
         return tensor
 
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    autocast = torch.autocast(device, half) if half else nullcontext()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
-        total, _ = config.recipe.loss(model, batch, 0)
-    bytes_kept = sum(storage.nbytes() for storage in seen.values())
-    total.backward()
-    return bytes_kept
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    autocast = torch.autocast(device, dtype) if dtype else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), autocast:
+        loss_sum, _ = config.recipe.loss(model, batch, 0)
+    saved_bytes = sum(storage.nbytes() for storage in saved.values())
+    loss_sum.backward()
+    return saved_bytes
 
 
 def optimizer_bytes(config: Config) -> float:
-    """Count the bytes per parameter that the optimizer keeps, by asking one with a small tensor."""
+    """Return the optimizer state in bytes per parameter, measured on a small tensor."""
     import torch
 
     from .optim import optimizer_class
@@ -160,5 +161,5 @@ def optimizer_bytes(config: Config) -> float:
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = optimizer.state[parameter].values()
-    held = sum(s.numel() * s.element_size() for s in state if torch.is_tensor(s))
-    return held / parameter.numel() + (4 if config.optim.ema_decay else 0)
+    state_bytes = sum(s.numel() * s.element_size() for s in state if torch.is_tensor(s))
+    return state_bytes / parameter.numel() + (4 if config.optim.ema_decay else 0)
