@@ -1,4 +1,4 @@
-"""Evaluate a run: exact metrics for any dataset size and world size.
+"""Evaluate a run, an export or a checkpoint with exact metrics.
 
 python -m my_project.evaluate runs/image_classification
 python -m my_project.evaluate runs/image_classification/checkpoints/step_00000100

@@ -1,8 +1,8 @@
-"""Write and read what a run is for: weights that load without accelerate. Also a command.
+"""Write the weights of a checkpoint, sharded or not, into one file.
 
     python -m my_project export runs/my_run/checkpoints/step_00000100 weights.safetensors
 
-writes the weights of a checkpoint, sharded or not, into one file.
+The module also writes and reads the exports of runs, which load without accelerate.
 """
 
 import argparse

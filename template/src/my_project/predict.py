@@ -1,4 +1,4 @@
-"""From an export to an answer, without accelerate, the network or the training data.
+"""Predict with an export, without accelerate or the training data.
 
 python -m my_project.predict runs/image_classification/export digit.png
 python -m my_project.predict runs/image_classification/export --onnx

@@ -1,4 +1,4 @@
-"""Follow what all processes of a run print, on every node, until the run ends.
+"""Follow the output of all processes of a run until it ends.
 
     python -m my_project logs runs/image_classification
 
