@@ -295,6 +295,15 @@ def compare(
     return changes
 
 
+def in_the_way(package: Package, new: Iterable[Path], record: dict[str, str]) -> Iterator[Path]:
+    """Yield modules with the same import name as ours, which would shadow each other, and links.
+
+    Args:
+        package: the destination.
+        new: the files that are written there for the first time.
+        record: the hashes of what was copied; an unchanged module is no longer imported.
+    """
+    folders = {path.parent for path in new if package.is_in_copied_loop(path)} - {package.loop}
     for path in new:
         if path.suffix == ".py" and any(path.with_suffix("").glob("*.py")):
             yield path.with_suffix("")
@@ -322,6 +331,8 @@ def check_writable(paths: Iterable[Path]) -> None:
             raise Refused(f"{path} cannot be written: you may not write to {there}.")
 
 
+def copy(name: str, package: Package, keep: bool = False, cluster: bool = False) -> Changes:
+    """Copy missing files, and update files that the user has not changed.
 
     Args:
         name: of the recipe.
