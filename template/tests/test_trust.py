@@ -117,7 +117,7 @@ DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
 )
 def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, marker, settings):
     path = write(tmp_path / "export", settings)
-    with pytest.raises(ConfigError, match=r"export/config\.yaml names .*; if you trust it, add"):
+    with pytest.raises(ConfigError, match=r"export/config\.yaml names .*\. If you trust it, add"):
         trust.read_config(path, MINE)
     assert not marker.exists()
 
@@ -126,24 +126,24 @@ def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, ma
     ("text", "sentence"),
     [
         ("recipe: {class_path: test_trust.Typed}\nconfig: other.yaml", "global_batch_size"),
-        ("recipe.class_path: hostile.Evil", "names None, which is no path of a class"),
-        ("recipe: hostile.Evil", "recipe is no group"),
-        ("recipe: {class_path: my_project.config.Config}", "is no recipe: it"),
+        ("recipe.class_path: hostile.Evil", "names None, which is not the path of a class"),
+        ("recipe: hostile.Evil", "recipe is not a group"),
+        ("recipe: {class_path: my_project.config.Config}", "is not a recipe: it"),
         ("recipe: {class_path: my_project.config.parse}", "parse, which"),
-        ("recipe: {class_path: test_trust.write}", "test_trust.write, which is no class"),
-        ("recipe: {class_path: test_trust.Typed}\nbatches: other.yaml", "batches is no group"),
+        ("recipe: {class_path: test_trust.write}", "test_trust.write, which is not a class"),
+        ("recipe: {class_path: test_trust.Typed}\nbatches: other.yaml", "batches is not a group"),
         (
             "recipe: {class_path: test_trust.Typed}\nbatches: {global_batch_size: [1]}",
-            "batches.global_batch_size is no number",
+            "batches.global_batch_size is not a number",
         ),
         (
             "recipe: {class_path: test_trust.Typed, init_args: {group: other.yaml}}",
-            "where a group of settings or a class belongs",
+            "in place of a group of settings or a class",
         ),
         (
             "recipe: {class_path: test_trust.Typed, init_args: {groups: ['{anything: other.yaml}',"
             " other.yaml]}}",
-            "where a group of settings or a class belongs",
+            "in place of a group of settings or a class",
         ),
         (
             "recipe: {class_path: test_trust.Typed, init_args: {x.class_path: hostile.Evil}}",
@@ -151,11 +151,11 @@ def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, ma
         ),
         (
             "recipe: {class_path: test_trust.Typed, init_args: {anything: {x.class_path: a}}}",
-            "write it as a group",
+            "write it as a group of settings",
         ),
         ("recipe: !!python/name:hostile.Evil", "tag"),
         ("recipe: " + "[" * 100_000, "levels deep"),
-        ("recipe: {class_path: 'a.B; echo'}", "no path of a class"),
+        ("recipe: {class_path: 'a.B; echo'}", "not the path of a class"),
         ("- recipe", "holds a list"),
         ("\x00", "cannot be read"),
     ],
@@ -240,7 +240,7 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
         monkeypatch.chdir(run if name == "hostile.Evil" else tmp_path)
         monkeypatch.syspath_prepend("")
         path = write(export, settings_of() | {"recipe": {"class_path": name}})
-        with pytest.raises(ConfigError, match=r"lies in .*given/theirs: code that comes with"):
+        with pytest.raises(ConfigError, match=r"is in .*given/theirs: code beside weights"):
             trust.read_config(path, [name])
     assert not marker.exists()
 
@@ -248,7 +248,7 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
     search_path.leave_out_weights([str(export), "--onnx"])
     assert set(path_before) - set(sys.path) == {""}
     path = write(export, settings_of(function="hostile.function"))
-    with pytest.raises(ConfigError, match=r"if you trust it, add --trust hostile\.function"):
+    with pytest.raises(ConfigError, match=r"If you trust it, add --trust hostile\.function"):
         trust.read_config(path, MINE)  # the one elsewhere; configs/ of the run is not the project's
 
 

@@ -1,17 +1,18 @@
-"""What of a stranger's config.yaml is used, and which classes it may name without --trust.
+"""Read the config.yaml beside untrusted weights without importing classes that are not trusted.
 
-Weights are data, but the config.yaml beside them names classes, and importing one runs code. So
-predict.py and evaluate.py use the recipe and the few numbers that they need, and nothing else of
-the file. A class is imported only if it is this project's own:
+Weights are data, but the config.yaml beside them names classes, and importing a class runs code. So
+predict.py and evaluate.py read only the recipe and a few numbers from the file. A class is imported
+only if --trust names it or if it belongs to this project:
 
-- a class that is defined in the package that the loop lies in (its top-level package), for the
-  recipe and where a field's type is a base class of it;
-- what a YAML file in this project's `configs/` names. The project is the folder with the package's
-  `src`, or with pyproject.toml beside the package; or the current folder, if the package is in it.
+- a class that is defined in the top-level package of the loop, as the recipe, or as the value of a
+  field whose type is a base class of it;
+- a class that a YAML file in this project's `configs/` names. The project is the folder with the
+  package's `src`, or with pyproject.toml beside the package; or the current folder, if the package
+  is in it.
 
-What lies in the folder that was given is not this project's, and never imported. Nothing is
-imported before it is checked, and a string where a field takes settings, which jsonargparse would
-read as the name of a file, is refused. train.py imports what its user's config names.
+Files in the folder of the weights do not belong to this project and are never imported. Every class
+is checked before its import. A string for a field that takes settings is refused, since
+jsonargparse would read the file of that name. train.py imports all that its user's config names.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from ..recipe import problems
 from .search_path import is_inside, run_folder
 
 PACKAGE = __name__.partition(".")[0]
-NUMBERS = {  # what is used besides the recipe; numbers, booleans and null
+NUMBERS = {  # the settings that are read besides the recipe: numbers, booleans or null
     "": ("seed", "tf32", "channels_last", "deterministic"),
     "batches": ("global_batch_size", "micro_batch_size", "workers", "seed_samples"),
     "evaluation": ("batch_size",),
@@ -53,20 +54,20 @@ PLAIN = (str, int, float, complex, bytes, NoneType, PurePath, Enum)
 
 
 def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
-    """Read what prediction and evaluation need of the config.yaml of a run, whoever made it.
+    """Read the settings that prediction and evaluation need from an untrusted config.yaml.
 
     Args:
         path: of the file.
-        trusted: class paths that may be imported besides this project's own.
-        given: the folder on the command line; the file's own if left out.
+        trusted: class paths that may be imported besides this project's own classes.
+        given: the folder on the command line; the default is the folder of the file.
 
     Raises:
-        ConfigError: it names what may not be imported, or is no config.
+        ConfigError: the file names a class that is not trusted, or is not a config.
     """
     saved = read_yaml(path)
     for name in ("recipe", "batches", "evaluation"):
         if not isinstance(saved.setdefault(name, {}), dict):
-            raise ConfigError(f"{path}: {name} is no group of settings.")
+            raise ConfigError(f"{path}: {name} is not a group of settings.")
     settings: dict[str, Any] = {"steps": 1}
     for group, names in NUMBERS.items():
         source, target = (
@@ -74,7 +75,7 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
         )
         for name in names:
             if not isinstance(value := source.get(name), (int, float, NoneType)):
-                raise ConfigError(f"{path}: {f'{group}.{name}'.lstrip('.')} is no number.")
+                raise ConfigError(f"{path}: {f'{group}.{name}'.lstrip('.')} is not a number.")
             if name in source:
                 target[name] = value
     if (precision := saved.get("precision")) not in ("no", "bf16", "fp16", None):
@@ -92,12 +93,12 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CLASS_PATH",
-        help="import this class, which config.yaml names and which is not this project's own",
+        help="import this class, which config.yaml names and which is not part of this project",
     )
 
 
 class _Check:
-    """Check the recipe of a config.yaml before anything that it names is imported."""
+    """The check of a config.yaml's recipe, before any class that it names is imported."""
 
     def __init__(self, path: Path, weights: str, trusted: Iterable[str]) -> None:
         self.path = path
@@ -107,50 +108,59 @@ class _Check:
     def recipe(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the recipe's class and arguments."""
         kind = self._class_of(settings.get("class_path"), is_base=True)
-        found = problems(kind) + ([] if is_dataclass(kind) else ["it is no dataclass"])
+        found = problems(kind) + ([] if is_dataclass(kind) else ["it is not a dataclass"])
         if found:
-            raise ConfigError(f"{self.path}: {settings['class_path']} is no recipe: {found[0]}.")
+            raise ConfigError(f"{self.path}: {settings['class_path']} is not a recipe: {found[0]}.")
         self._arguments(settings.get("init_args"), kind)
         return {name: settings[name] for name in ("class_path", "init_args") if name in settings}
 
     def _class_of(self, name: Any, is_base: bool) -> type:
-        """Import a class that is trusted; this project's own ones only as what a field takes."""
+        """Import and return a trusted class.
+
+        Args:
+            name: its path.
+            is_base: whether a class of this project is enough here without being named.
+        """
         if not (isinstance(name, str) and _is_dotted(name)):
             raise ConfigError(
-                f"{self.path} names {name!r}, which is no path of a class (module.Class)."
+                f"{self.path} names {name!r}, which is not the path of a class (module.Class)."
             )
         self._refuse_unless_trusted(name, is_base)
         try:
             kind = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{self.path} names {name}, which is not there: {error}.") from error
+            raise ConfigError(
+                f"{self.path} names {name}, which cannot be imported: {error}."
+            ) from error
         if not isinstance(kind, type):
-            raise ConfigError(f"{self.path} names {name}, which is no class.")
+            raise ConfigError(f"{self.path} names {name}, which is not a class.")
         return kind
 
     def _refuse_unless_trusted(self, name: str, own_is_enough: bool) -> None:
         if any(is_inside(str(Path(entry, *name.split("."))), self.weights) for entry in sys.path):
             raise ConfigError(
-                f"{self.path} names {name}, which lies in {self.weights}: code that comes with"
-                " weights is never imported; copy what you have read and trust into your project."
+                f"{self.path} names {name}, which is in {self.weights}: code beside weights is"
+                " never imported. If you trust the code, copy it into your project."
             )
         if name not in self.named and not (own_is_enough and _own_class(name)):
             raise ConfigError(
-                f"{self.path} names {name}, which is neither a class of the package {PACKAGE} that"
-                " belongs there nor named by a file in configs/, so it may run anything; if you"
-                f" trust it, add --trust {name}."
+                f"{self.path} names {name}, which may run any code: it is not a class of the"
+                f" package {PACKAGE} for this field, and no file in configs/ names it. If you trust"
+                f" it, add --trust {name}."
             )
 
     def _arguments(self, arguments: Any, kind: type) -> None:
-        """Check what a class is called with."""
+        """Check the arguments of a class."""
         if not isinstance(arguments, (dict, NoneType)):
-            raise ConfigError(f"{self.path}: the init_args of {kind.__qualname__} are no group.")
+            raise ConfigError(
+                f"{self.path}: the init_args of {kind.__qualname__} are not a group of settings."
+            )
         hints = _hints(kind)
         for name, value in (arguments or {}).items():
             self._value(value, hints.get(name, object))
 
     def _value(self, value: Any, hint: Any) -> None:
-        """Check a value, with what it holds, for a field of this type."""
+        """Check a value and its parts for a field of this type."""
         kinds = list(_kinds(hint))
         if isinstance(value, str):
             self._string(value, hint, kinds)
@@ -167,25 +177,27 @@ class _Check:
         is_import = _may_run_code(value) or (_is_dotted(value) and not takes_strings)
         if is_import and not only_plain:
             self._refuse_unless_trusted(value, not any(_is_function(kind) for kind in kinds))
-        elif not takes_strings:  # jsonargparse would read a file, or look for a class, of this name
+        elif not takes_strings:  # jsonargparse would read the file, or find the class, of this name
             raise ConfigError(
-                f"{self.path} holds {value[:100]!r} where a group of settings or a class belongs."
+                f"{self.path} has {value[:100]!r} in place of a group of settings or a class."
             )
         inner = None
-        try:  # jsonargparse reads strings as YAML, by rules that are not PyYAML's
+        try:  # jsonargparse reads strings as YAML, by rules that differ from PyYAML's
             check_yaml(value)
             inner = get_loader("yaml")(value)
         except yaml.YAMLError:
             pass
         except ValueError as error:
-            raise ConfigError(f"{self.path} holds {value[:100]!r}: {error}.") from error
+            raise ConfigError(f"{self.path} has {value[:100]!r}: {error}.") from error
         if isinstance(inner, (dict, list, set)):
             self._value(inner, hint)
 
     def _mapping(self, value: dict[Any, Any], kinds: list[Any]) -> None:
         for key in value:
             if str(key) != "class_path" and str(key).rstrip("+").endswith(".class_path"):
-                raise ConfigError(f"{self.path} has the setting {key}; write it as a group.")
+                raise ConfigError(
+                    f"{self.path} has the dotted setting {key}; write it as a group of settings."
+                )
         if "class_path" in value:
             name = value["class_path"]
             own = _own_class(name) if isinstance(name, str) else None
@@ -198,7 +210,7 @@ class _Check:
 
 
 def _kinds(hint: Any) -> Iterator[Any]:
-    """List the types that a field takes, of a union each."""
+    """Yield the types that a field takes: each member of a union."""
     if get_origin(hint) in (Union, UnionType):
         for part in get_args(hint):
             yield from _kinds(part)
@@ -209,7 +221,7 @@ def _kinds(hint: Any) -> Iterator[Any]:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether a string for this type is only a string, or a number or a name in it."""
+    """Return whether a field of this type reads a string as a plain value, not as settings."""
     is_plain_class = isinstance(kind, type) and issubclass(kind, PLAIN)
     return kind is Any or get_origin(kind) is Literal or is_plain_class
 
@@ -219,7 +231,7 @@ def _is_function(kind: Any) -> bool:
 
 
 def _hint_of(key: Any, kind: Any) -> Any:
-    """Return the type of a value in a group, such as a dictionary or the fields of a dataclass."""
+    """Return the type of one value of a group: a dictionary or a class with typed fields."""
     if isinstance(origin := get_origin(kind) or kind, type) and issubclass(origin, Mapping):
         if is_typeddict(kind):
             return _hints(kind).get(key, object)
@@ -228,18 +240,18 @@ def _hint_of(key: Any, kind: Any) -> Any:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """Return the types of what a list, tuple or set holds."""
+    """Return the types of the items of a list, tuple or set."""
     if _is_plain(kind) or _is_function(kind):
         return []
     return [part for part in get_args(kind) if part is not Ellipsis]
 
 
 def _hints(kind: type) -> dict[str, Any]:
-    """Return the types that a class is called with."""
+    """Return the types of the arguments of a class."""
     has_fields = is_dataclass(kind) or is_typeddict(kind)
     try:
         return get_type_hints(kind if has_fields else kind.__init__, include_extras=True)
-    except Exception as error:  # an annotation may hold any expression
+    except Exception as error:  # an annotation may be any expression
         raise ConfigError(
             f"the types of {kind.__module__}.{kind.__qualname__} cannot be read: {error}."
         ) from error
@@ -251,26 +263,26 @@ def _is_dotted(name: str) -> bool:
 
 
 def _may_run_code(name: str) -> bool:
-    """Return whether to import a string would run a module; jsonargparse does so for some fields.
+    """Return whether a string may name a module or a part of one, which jsonargparse might import.
 
-    A file's name such as data.csv is none, unless a module data is there.
+    A file name such as data.csv does not, unless a module `data` exists.
     """
     if not _is_dotted(name):
         return False
     parts = name.split(".")
     try:
-        spec = importlib.util.find_spec(parts[0])  # imports nothing, since it is no submodule
+        spec = importlib.util.find_spec(parts[0])  # imports nothing, since it is a top-level name
     except (ImportError, ValueError):
         return True
     for part in parts[1:]:
-        if spec is None or spec.origin is not None:  # none there, or more than a plain folder
+        if spec is None or spec.origin is not None:  # not found, or not a namespace package
             break
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
     return spec is not None and spec.origin is not None
 
 
 def _own_class(name: str) -> type | None:
-    """Return a class that the package defines; what its modules have imported is not its own."""
+    """Return a class that the package defines, but not one that its modules only import."""
     if not (_is_dotted(name) and name.startswith(f"{PACKAGE}.")):
         return None
     try:
@@ -282,7 +294,7 @@ def _own_class(name: str) -> type | None:
 
 
 def _projects() -> Iterator[Path]:
-    """List where this project's configs/ may lie."""
+    """Yield the folders that may have this project's configs/."""
     file = Path(__file__).resolve()
     source = file.parents[(__package__ or "").count(".") + 1]
     if source.name == "src":
@@ -294,7 +306,7 @@ def _projects() -> Iterator[Path]:
 
 
 def _named_in_configs(weights: str) -> Iterator[str]:
-    """List what the configs/ of this project name; not those of a stranger's folder."""
+    """Yield the strings in the configs/ of this project, unless that is the folder of weights."""
     for folder in [project / "configs" for project in _projects()]:
         for file in folder.glob("*.yaml") if not is_inside(str(folder), weights) else ():
             with suppress(ConfigError):
