@@ -46,4 +46,4 @@ def test_a_wheel_has_all_modules_and_runs_from_anywhere(template: Path, tmp_path
     assert "usage: " in desk.succeed(script, "predict", "--help", cwd=elsewhere)
     misspelled: subprocess.CompletedProcess = desk.run(script, "planer", cwd=elsewhere)
     assert misspelled.returncode == 2
-    assert misspelled.stderr == "error: there is no command planer; is planner meant?\n"
+    assert misspelled.stderr == "error: there is no command planer; did you mean planner?\n"

@@ -83,8 +83,6 @@ def run_as_typed(
         typed: what comes from the keyboard.
         environment: more variables.
     """
-    if not (PROJECT / "src/my_project/__main__.py").exists():  # python -m my_project is yet to come
-        command = command.replace("-m my_project ", "-m my_project.")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,

@@ -59,7 +59,7 @@ def test_a_command_runs(call, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("typed", "remedy"), [("evalute", "is evaluate meant"), ("xyz", "choose one of launch, ")]
+    ("typed", "remedy"), [("evalute", "did you mean evaluate?"), ("xyz", "use one of launch, ")]
 )
 def test_a_misspelled_command_ends_with_one_sentence_and_exit_code_2(call, typed, remedy):
     done = call(typed)
