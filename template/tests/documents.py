@@ -46,7 +46,7 @@ def commands(text: str) -> list[str]:
 
 
 def train_as_typed(command: str, more: str = "") -> Any:
-    """Run `python -m my_project.train ...` in this process, which is faster, and return its config.
+    """Run `python -m my_project.train ...` here, which is faster, and return its config.
 
     Args:
         command: as a document has it; its paths lie in the current folder.

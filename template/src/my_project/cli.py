@@ -1,7 +1,7 @@
 """List and run the commands: `python -m my_project`.
 
-Each command is a module that can also be run directly (`python -m my_project.evaluate`), as the
-launchers do for commands that run on several processes.
+Each command is a module that can also be run directly (`python -m my_project.evaluate`).
+Launchers do so for commands that run on several processes.
 The console script `my-project` does the same, from any folder, which it does not import from.
 """
 
