@@ -1,15 +1,15 @@
-"""Keep secrets out of what a run writes down and prints.
+"""Keep secrets out of the files and the output of a run.
 
-A secret is known by the end of its name: token, password, passwd, passphrase, secret or api key
-(also access, secret or private key), as in hub_token, --api-key, hftoken, secrets or token_1. No
-other name counts (token_count, secretary). `tokens` counts only after a word such as access
-(access_tokens, not max_tokens). A tokenizer's special tokens are none: eos_token and its like by
-their names, and what any field ending in token holds in brackets (<image>, [INST]) or in fewer than
-6 characters.
+A setting is a secret if its name ends in token, password, passwd, passphrase, secret or api key
+(also access, secret or private key), as in hub_token, --api-key, hftoken, secrets or token_1; other
+names do not count (token_count, secretary). `tokens` counts only after a word such as access
+(access_tokens, not max_tokens). Special tokens of a tokenizer are not secrets: names such as
+eos_token, and values of a field ending in token that are in brackets (<image>, [INST]) or have
+fewer than 6 characters.
 
-What is masked only: what is named credentials, pwd or authorization, and a bearer's token. What has
-no name, or another one, is not found, unless it is the value of such an environment variable or
-option and has at least 8 characters.
+Settings that hold secrets are refused. In text, secrets are masked; so are values named
+credentials, pwd or authorization, and bearer tokens. A secret without such a name is found only if
+it is the value of a secret environment variable or option and has at least 8 characters.
 """
 
 import dataclasses
@@ -25,16 +25,15 @@ SECRET_END = re.compile(
     "(password|passwd|passphrase|secret|(api|access|secret|private)_?key)s?$|tokens?$"
 )
 MASKED_END = re.compile("(credentials?|pwd|authorization)$")
-ACCESS_TOKENS = {
-    "access", "api", "auth", "bearer", "git", "github", "gitlab", "hf", "hub", "huggingface",
-    "private", "refresh", "secret", "session", "user", "wandb",
-}  # fmt: skip
-SPECIAL_TOKENS = {
-    "answer", "bos", "cls", "end", "eos", "image", "initializer", "lang", "language", "mask", "max",
-    "min", "next", "pad", "padding", "placeholder", "sep", "soft", "start", "stop", "trigger",
-    "unk",
-}  # fmt: skip
-# What explains a run, name by name: the environment also holds tokens and passwords.
+ACCESS_TOKENS = """
+access api auth bearer git github gitlab hf hub huggingface private refresh secret session user
+wandb
+"""
+SPECIAL_TOKENS = """
+answer bos cls end eos image initializer lang language mask max min next pad padding placeholder
+sep soft start stop trigger unk
+"""
+# The environment variables that run.json records; others may be tokens and passwords.
 RECORDED_VARIABLES = """
 CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUBLAS_WORKSPACE_CONFIG OMP_NUM_THREADS
 PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF SLURM_JOB_ID SLURM_JOB_NUM_NODES SLURM_RESTART_COUNT
@@ -70,17 +69,19 @@ NAMED = re.compile(  # name=value, 'name': 'value', --name value
 )
 NAME = re.compile(r"""(?<![\w.-])[\w.-]+(?=["']?\s*[=:])""")
 BEARER = re.compile(r"(?<=\bbearer )(?=\S*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
-# Up to the last @ where a password may hold any character; host:port/ is none.
+# Credentials in a URL, up to the last @, since a password may have any character; not host:port/.
 IN_URL = re.compile(r"(?<=://)(?!git@)(?:[^/\s?#:@]*:(?!:|\d{1,5}[/?#])\S{0,300}|[^/\s?#:]+)(?=@)")
 
 
 def is_secret(name: str) -> bool:
-    """Return whether what has this name is a secret."""
+    """Return whether a setting, option or variable of this name is a secret."""
     name = _words(name)
     found = SECRET_END.search(name)
     if found and found[0].startswith("token"):
         *_, before = ["", *name[: found.start()].rstrip("_").split("_")]
-        return before in ACCESS_TOKENS if found[0] == "tokens" else before not in SPECIAL_TOKENS
+        if found[0] == "tokens":
+            return before in ACCESS_TOKENS.split()
+        return before not in SPECIAL_TOKENS.split()
     return bool(found)
 
 
@@ -89,13 +90,13 @@ def _is_masked(name: str) -> bool:
 
 
 def _words(name: str) -> str:
-    """Return a name's words, joined by "_", without a number at the end."""
+    """Return a name in snake_case, without a number at the end."""
     words = re.findall("[a-z0-9]+", re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower())
     return "_".join(words).rstrip("_0123456789")
 
 
 def mask(text: str) -> str:
-    """Mask secrets in a text: where their names stand before them, in URLs, and known ones."""
+    """Mask secrets in a text: values after their names, credentials in URLs, and known values."""
     return NAMED.sub(_mask_value, _mask_unnamed(text))
 
 
@@ -108,10 +109,11 @@ def _mask_unnamed(text: str) -> str:
 def mask_command(arguments: Iterable[str]) -> list[str]:
     """Mask secrets in the arguments of a command.
 
-    Of a secret option the next argument, whatever it looks like; an argument with a secret's name
-    in it, such as YAML, as a whole.
+    The argument after a secret option is always masked; an argument that contains a secret's name,
+    such as YAML, is masked as a whole.
     """
-    masked, is_next = [], False
+    masked = []
+    is_next = False
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if is_next:
@@ -131,7 +133,7 @@ def _mask_value(found: re.Match[str]) -> str:
 
 
 def _known() -> Iterator[str]:
-    """List the secrets in the environment and on the command line."""
+    """Yield the secrets in the environment and on the command line."""
     for name, value in os.environ.items():
         if is_secret(name) and len(value) >= 8:
             yield value
@@ -144,24 +146,25 @@ def _known() -> Iterator[str]:
 
 
 class MaskedFormatter(logging.Formatter):
-    """Mask secrets in log lines, tracebacks included."""
+    """A log formatter that masks secrets in messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record."""
+        """Return a record as masked text."""
         return mask(super().format(record))
 
 
 def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
-    """List the dotted names of the settings that hold a secret.
+    """Yield the dotted names of the settings that hold a secret.
 
-    What stands under a secret's name: strings and bytes, numbers unless it ends in token, also in
-    lists, sets, groups and dictionaries; and any string with credentials in a URL, or one that is
-    known from the environment. Other text may name secrets, as a prompt does ("Password: ...").
+    Secrets are the strings and bytes under a secret's name, and numbers unless the name ends in
+    token, also in lists, sets, groups and dictionaries; and any string with credentials in a URL or
+    with a value that is known from the environment. Other text may contain names of secrets, as a
+    prompt does ("Password: ...").
 
     Args:
         settings: a dataclass, or the value of a setting.
-        name: its dotted name.
-        of: the last secret's name that it stands under.
+        name: the dotted name of the setting.
+        of: the innermost secret's name above the setting.
     """
     of = name if is_secret(name) else of
     is_token = _words(of).endswith(("token", "tokens", "secrets"))
@@ -184,18 +187,18 @@ def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
 
 
 def refuse_secrets(settings: Any) -> str:
-    """Say why settings that hold a secret are refused; nothing where none does."""
+    """Return the message that refuses settings with a secret; empty if there is none."""
     for name in secrets_in(settings):
         return (
             f"{name} holds a secret, which config.yaml and the list of processes would show: leave"
-            f" it empty and set the environment variable {variable_for(name)}, or give a file that"
-            f" holds it in a field such as {name.rpartition('.')[2]}_file."
+            f" it empty and set the environment variable {variable_for(name)}, or give the path of"
+            f" a file with the secret in a field such as {name.rpartition('.')[2]}_file."
         )
     return ""
 
 
 def variable_for(name: str) -> str:
-    """Name the environment variable that a secret belongs into."""
+    """Return the name of the environment variable for a secret."""
     words = set(re.findall("[a-z]+", name.lower()))
     if words & {"hf", "hub", "huggingface"}:
         return "HF_TOKEN"
