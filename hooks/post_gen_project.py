@@ -1,9 +1,9 @@
-"""Make the template's own project, which cookiecutter has just copied, the user's.
+"""Turn the copy of the template's project into the user's project.
 
-The template holds no template syntax: it is a project that runs, with the default answers as its
-text. Here its files get their place, and the answers replace the defaults. Only TEMPLATE_FILES are
-ever touched, since with -f the folder may hold anything. Cookiecutter renders this file with Jinja;
-the last line is the only template syntax in it.
+The template has no template syntax: it is a working project that has the default answers as text.
+This hook moves its files and replaces the defaults by the answers. It changes only TEMPLATE_FILES,
+since with -f the folder may have any files. Cookiecutter renders this file with Jinja; only the
+last line has template syntax.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# What git tracks in template/, one path per line, sorted. A new file of the template goes here.
+# The files that git tracks in template/, sorted; a test compares the two.
 TEMPLATE_FILES = (
     ".dockerignore",
     ".github/workflows/ci.yaml",
@@ -156,9 +156,9 @@ TEMPLATE_FILES = (
     "tests/world.py",
     "tests/world_imports.py",
 )
-# The first is the one that README.md and Makefile name. Each has the files of recipe_files.
+# The first is the one that README.md and Makefile name; recipe_files lists the files of each.
 RECIPES = ("image_classification", "causal_lm", "embedding", "finetune", "segmentation")
-# The answers that the template carries.
+# The answers that the template contains as text.
 DEFAULTS = {
     "project_name": "My Project",
     "project_slug": "my-project",
@@ -170,7 +170,7 @@ PACKAGE = DEFAULTS["package_name"]
 
 
 def recipe_files(recipe: str) -> tuple[str, ...]:
-    """Name the template's files that belong to one recipe and go with it."""
+    """Return the template's files that belong to one recipe."""
     return (
         f"configs/{recipe}.yaml",
         f"src/{PACKAGE}/recipes/{recipe}.py",
@@ -179,7 +179,7 @@ def recipe_files(recipe: str) -> tuple[str, ...]:
 
 
 def destination(file: str, answers: dict[str, Any]) -> str | None:
-    """Say where a file of the template goes; None if the answers do not choose it."""
+    """Return the path of a template file in the project; None if the answers exclude it."""
     if file.startswith("LICENSE."):
         return "LICENSE" if file == f"LICENSE.{answers['license']}" else None
     if answers["recipe"] != "all":
@@ -192,15 +192,15 @@ def destination(file: str, answers: dict[str, Any]) -> str | None:
 
 
 def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
-    """Map the template's words in a file to the user's.
+    """Map the words to replace in a file to the answers.
 
-    Free text has no place in code, where it would need the quoting of each language.
+    Answers that are free text are not written into code, where each language quotes differently.
     """
     free_text = file in ("README.md", "LICENSE", "pyproject.toml")
     questions = DEFAULTS if free_text else ("project_slug", "package_name")
     words = {DEFAULTS[question]: answers[question] for question in questions}
     if file.endswith(".toml"):
-        # What JSON escapes within a string, and how, TOML's basic strings understand.
+        # TOML's basic strings have the escapes of JSON's strings
         words = {
             default: json.dumps(answer, ensure_ascii=False)[1:-1]
             for default, answer in words.items()
@@ -221,8 +221,8 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
 def extra(recipe: str) -> str:
     """Return the name of a recipe's extra as pip's metadata has it, with hyphens.
 
-    Up to 23.2 pip compares it with what is typed letter by letter, and only warns of an extra that
-    it does not find.
+    pip before 23.3 does not normalize the name on its command line, and only warns about an unknown
+    extra.
     """
     return recipe.replace("_", "-")
 
@@ -234,9 +234,9 @@ def chosen_extras(answers: dict[str, Any]) -> str:
 
 
 def replace(text: str, words: dict[str, str]) -> str:
-    """Replace whole words in one pass, so that no answer is taken for a default of another."""
+    """Replace whole words in one pass, so that no replacement is replaced again."""
     pattern = "|".join(
-        # A hyphen is part of a name, `my-project-2`, and a dot or a slash is not.
+        # a hyphen is part of a name (my-project-2); a dot or a slash is not
         (r"(?<![\w-])" if word[0].isalnum() else "")
         + re.escape(word)
         + (r"(?![\w-])" if word[-1].isalnum() else "")
@@ -246,7 +246,7 @@ def replace(text: str, words: dict[str, str]) -> str:
 
 
 def without_other_extras(text: str, answers: dict[str, Any]) -> str:
-    """Drop from pyproject.toml what recipes need that were not chosen."""
+    """Remove the extras of the recipes that were not chosen from pyproject.toml."""
     for recipe in RECIPES:
         if answers["recipe"] not in (recipe, "all"):
             text = re.sub(rf"(?m)^{recipe} = \[.*\]\n", "", text)
@@ -254,7 +254,7 @@ def without_other_extras(text: str, answers: dict[str, Any]) -> str:
 
 
 def next_commands(answers: dict[str, Any], folder: Path) -> str:
-    """Spell out how to go on in the project."""
+    """Return the commands that install and train the project."""
     started_here = Path(os.environ.get("PWD", "")) == folder.parent
     return (
         f"cd {shlex.quote(folder.name if started_here else str(folder))}\n"
@@ -264,41 +264,42 @@ def next_commands(answers: dict[str, Any], folder: Path) -> str:
 
 
 def main(answers: dict[str, Any], project: Path) -> None:
-    """Move, remove and fill in what cookiecutter has written into the project's folder."""
+    """Move, remove and fill in the files that cookiecutter has written."""
     for file in TEMPLATE_FILES:
-        source, place = project / file, destination(file, answers)
-        if place is None:
+        source = project / file
+        path = destination(file, answers)
+        if path is None:
             source.unlink()
             continue
-        # One by one: a folder cannot be moved onto one that exists.
-        (project / place).parent.mkdir(parents=True, exist_ok=True)
-        source.replace(project / place)
-        # In bytes, so that line ends stay as they are.
-        content = (project / place).read_bytes()
+        # file by file, since a folder cannot replace an existing one
+        (project / path).parent.mkdir(parents=True, exist_ok=True)
+        source.replace(project / path)
+        # as bytes, to keep the line endings
+        content = (project / path).read_bytes()
         with contextlib.suppress(UnicodeDecodeError):  # not text
             text = content.decode()
-            if place == "pyproject.toml":
+            if path == "pyproject.toml":
                 text = without_other_extras(text, answers)
-            filled = replace(text, replacements(place, answers)).encode()
+            filled = replace(text, replacements(path, answers)).encode()
             if filled != content:
-                (project / place).write_bytes(filled)
-            if place.endswith(".sh") and content.startswith(b"#!"):
-                (project / place).chmod(0o755)  # zip archives do not keep it
+                (project / path).write_bytes(filled)
+            if path.endswith(".sh") and content.startswith(b"#!"):
+                (project / path).chmod(0o755)  # zip archives do not keep the mode
 
     folders = {parent for file in TEMPLATE_FILES for parent in (project / file).parents}
-    for folder in sorted(folders, reverse=True):  # the inner ones first
+    for folder in sorted(folders, reverse=True):  # inner folders first
         if folder.is_relative_to(project / "src" / PACKAGE):
-            with contextlib.suppress(OSError):  # not empty: it holds files of the user's
+            with contextlib.suppress(OSError):  # not empty: it has files of the user
                 folder.rmdir()
 
-    # cruft update and diff generate in temporary folders, where nobody goes on.
-    temporary = project.is_relative_to(Path(tempfile.gettempdir()).resolve())
-    if "_output_dir" in answers or not temporary:
-        # Not on standard output: that of cruft diff is a patch.
+    # cruft update and cruft diff generate in temporary folders, where the commands are of no use
+    is_temporary = project.is_relative_to(Path(tempfile.gettempdir()).resolve())
+    if "_output_dir" in answers or not is_temporary:
+        # not on standard output, on which cruft diff writes its patch
         print(next_commands(answers, project), file=sys.stderr)
 
 
 if __name__ == "__main__":
-    # Whatever was typed: tojson writes ' and all that is not ASCII as \u escapes, and the string is
-    # raw, so that nothing can end it or be read twice.
+    # tojson writes ' and non-ASCII characters as \u escapes, and the string is raw, so no answer
+    # can end the string or be unescaped twice.
     main(json.loads(r'''{{ cookiecutter | tojson }}'''), Path.cwd().resolve())  # fmt: skip

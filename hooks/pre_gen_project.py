@@ -1,7 +1,7 @@
-"""Refuse, in one sentence, answers that would make a project which cannot work.
+"""Refuse answers that would generate a broken project, with a one-line message.
 
-Cookiecutter renders this file with Jinja and runs it in the project's folder before it writes
-there. The last line is the only template syntax in it.
+Cookiecutter renders this file with Jinja and runs it in the project's folder before it writes any
+file there. Only the last line has template syntax.
 """
 
 import json
@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGE = "my_project"  # as the template calls it
+PACKAGE = "my_project"  # in the template
 LICENSES = ("MIT", "Apache-2.0", "BSD-3-Clause")
 RECIPES = ("image_classification", "causal_lm", "embedding", "finetune", "segmentation")
 
-# By name of distribution and of import, - and . written as _. A package of that name hides the
-# library; a distribution of that name is one that depends on itself.
+# Distributions and import names, with - and . written as _. A package with such a name would hide
+# the library; a distribution with such a name would depend on itself. The list cannot be derived
+# here: pyproject.toml has neither import names (sklearn, PIL) nor transitive dependencies, which
+# are most of it, and none of the libraries is installed when this hook runs. A test checks that it
+# contains the requirements of pyproject.toml.
 LIBRARIES = frozenset(
     """
     absl accelerate anyio certifi click cloudpickle cuda datasets dateutil deepspeed dill filelock
@@ -45,7 +48,7 @@ COMMANDS = frozenset(
     time timeout torchfrtrace torchrun true which
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
-# What the project calls so itself: its folders, those it makes and git ignores, its test modules.
+# Names in use by the project: its folders, ignored folders that it creates, and its test modules.
 OWN_NAMES = frozenset(
     """
     accelerate_configs benchmarks build configs conftest data dist docs documents launch ragged
@@ -55,21 +58,25 @@ OWN_NAMES = frozenset(
 
 
 def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Say what is wrong with the answers, and with generating into the folder as it is."""
-    slug, package = answers["project_slug"], answers["package_name"]
+    """Yield a message for each answer, or existing file in the folder, that is a problem."""
+    slug = answers["project_slug"]
+    package = answers["package_name"]
 
     for question in ("project_name", "description", "author"):
         answer = answers[question]
         if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in answer):
-            yield f"{question} {answer!r} is not one line of text: leave out control characters."
-        # Cruft renders the answers again at each update.
+            yield f"{question} {answer!r} is not one line of text: remove control characters."
+        # cruft renders the answers again at each update
         if found := re.search(r"[{][#%{]", answer):
-            yield f"{question} {answer!r} holds {found[0]!r}, which Jinja reads: put a space in."
+            yield (
+                f"{question} {answer!r} contains {found[0]!r}, which is Jinja syntax: insert a"
+                " space."
+            )
 
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", slug) or ".." in slug:
         yield (
-            f"project_slug {slug!r} is no name for a folder and a distribution: use the letters "
-            "a-z, digits and single '.', '_', '-', with a letter or digit first and last."
+            f"project_slug {slug!r} is not a valid name of a folder and a distribution: use the "
+            "letters a-z, digits and single '.', '_', '-', with a letter or digit first and last."
         )
     if plain(slug) in LIBRARIES:
         yield (
@@ -85,12 +92,12 @@ def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
     another = f"choose another, such as '{package}_project'."
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package):
         yield (
-            f"package_name {package!r} is no name for a Python package: use the letters a-z, "
-            "digits and '_', with a letter first."
+            f"package_name {package!r} is not a valid name of a Python package: use the letters "
+            "a-z, digits and '_', with a letter first."
         )
     if keyword.iskeyword(package):
-        yield f"package_name {package!r} is a keyword of Python: {another}"
-    # In any case of the letters, since some file systems do not tell them apart.
+        yield f"package_name {package!r} is a Python keyword: {another}"
+    # case-insensitive, since some file systems are
     if package.lower() in {name.lower() for name in sys.stdlib_module_names}:
         yield f"package_name {package!r} would hide Python's own module of that name: {another}"
     if plain(package) in LIBRARIES:
@@ -98,14 +105,14 @@ def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
     if plain(package) in OWN_NAMES:
         yield f"package_name {package!r} is a folder or a test module of the project: {another}"
 
-    # Cookiecutter does not check these in a replay.
+    # cookiecutter does not check these in a replay
     for question, known in (("license", (*LICENSES, "none")), ("recipe", (*RECIPES, "all"))):
         if answers[question] not in known:
             yield f"{question} {answers[question]!r} is not known: choose {' or '.join(known)}."
 
-    # With -f the folder may hold anything. What the answers choose is overwritten, as -f says; what
-    # only passes through, under the template's names, must not take the user's files with it.
-    for file in passing(answers):
+    # With -f the folder may have any files. Files of the generated project are overwritten, as -f
+    # says; but a temporary file, which the hook removes again, must not replace a file of the user.
+    for file in temporary_files(answers):
         path = folder / file
         if path.is_dir() and not any(
             found.is_file() and found.suffix != ".pyc" for found in path.rglob("*")
@@ -113,18 +120,18 @@ def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
             continue
         if path.exists() or path.is_symlink():
             yield (
-                f"{file} exists in {folder} and generating with these answers would remove or "
-                "overwrite it, though they do not choose it: move it away, or answer otherwise."
+                f"{file} exists in {folder}, and generating with these answers would remove or "
+                "overwrite it, though it is not part of the project: move it, or change an answer."
             )
 
 
 def plain(name: str) -> str:
-    """Write a name as LIBRARIES does."""
+    """Return a name in the form that LIBRARIES has."""
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
-def passing(answers: dict[str, Any]) -> Iterator[str]:
-    """Name what cookiecutter writes and post_gen_project.py takes away again."""
+def temporary_files(answers: dict[str, Any]) -> Iterator[str]:
+    """Yield the paths that cookiecutter writes and post_gen_project.py removes again."""
     yield from (f"LICENSE.{license}" for license in LICENSES)
     if answers["package_name"] != PACKAGE:
         yield f"src/{PACKAGE}"
@@ -136,12 +143,12 @@ def passing(answers: dict[str, Any]) -> Iterator[str]:
 
 
 def main(answers: dict[str, Any]) -> None:
-    """End with the first problem, if there is one."""
+    """Exit with the first problem, if there is one."""
     for problem in problems(answers, Path.cwd()):
         sys.exit(problem)
 
 
 if __name__ == "__main__":
-    # Whatever was typed: tojson writes ' and all that is not ASCII as \u escapes, and the string is
-    # raw, so that nothing can end it or be read twice.
+    # tojson writes ' and non-ASCII characters as \u escapes, and the string is raw, so no answer
+    # can end the string or be unescaped twice.
     main(json.loads(r'''{{ cookiecutter | tojson }}'''))  # fmt: skip

@@ -1,10 +1,9 @@
-"""Make the template whole: as git tracks it, with its links.
+"""Restore the template's symbolic links, and remove files that git ignores.
 
-Cookiecutter runs this file as it is, before it asks anything, in a temporary copy of the
-repository. There links have already become what they point at, so that in a fresh clone nothing is
-to do. But a zip archive, or a checkout without symbolic links, has text files in their place, each
-with the path that it should point at; and in a clone where people train and test lie runs and
-caches, which are no part of anybody's project.
+Cookiecutter runs this file unrendered, before its first question, in a temporary copy of the
+repository in which it has resolved all links. But a zip archive, or a checkout without symbolic
+links, has a text file with the target's path in place of each link; and a clone in which somebody
+has trained has runs and caches, which do not belong into a generated project.
 """
 
 import os
@@ -17,27 +16,27 @@ ROOT_LINK = "{{cookiecutter.project_slug}}"
 
 
 def is_temporary_copy(root: Path) -> bool:
-    """Tell cookiecutter's copy from a clone, where nothing may be removed."""
+    """Return whether a folder is cookiecutter's copy; in a clone no file may be removed."""
     temporary = Path(tempfile.gettempdir()).resolve()
     return root.parent.parent == temporary and root.parent.name.startswith("cookiecutter")
 
 
 def remove_ignored(folder: Path) -> None:
-    """Remove what the project's .gitignore names."""
+    """Remove the files and folders that match the project's .gitignore."""
     patterns = [line.rstrip("/") for line in (folder / ".gitignore").read_text().splitlines()]
     for path in list(folder.rglob("*")):
         if any(fnmatch(path.name, pattern) for pattern in patterns):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
-                path.unlink(missing_ok=True)  # gone with its folder
+                path.unlink(missing_ok=True)  # it may have been removed with its folder
 
 
 def flattened(path: Path, root: Path) -> Path | None:
-    """Return the file that a flattened link means, or None for any other file."""
+    """Return the target of a link that was turned into a text file; None for any other file."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size > 255:
         return None
-    # Git writes a link as its bare target; a line of text would end in a newline.
+    # git writes the target without a newline, which a text file would have
     content = path.read_bytes()
     if not content.startswith(b"../") or b"\n" in content:
         return None
@@ -46,8 +45,9 @@ def flattened(path: Path, root: Path) -> Path | None:
 
 
 def main(root: Path) -> None:
-    """Give every flattened file link its target's content, and the root link its folder."""
-    template, link = root / "template", root / ROOT_LINK
+    """Replace each flattened link by a copy of its target, and restore the link to template/."""
+    template = root / "template"
+    link = root / ROOT_LINK
     for folder in (template, link):
         if folder.is_symlink() or not folder.is_dir():
             continue
@@ -61,7 +61,7 @@ def main(root: Path) -> None:
     link.unlink(missing_ok=True)
     try:
         link.symlink_to("template", target_is_directory=True)
-    except OSError:  # Windows without the right to make links
+    except OSError:  # Windows without the privilege to create links
         shutil.copytree(template, link)
 
 

@@ -487,7 +487,7 @@ BAD_SLUGS = ["", ".", "..", "a/b", "../a", "/tmp/a", "a\\b", "a b", ".a", "-a", 
 BAD_SLUGS += ["{{a}}", "né", "a\n", "torch", "Scikit_Learn", "pytest-timeout"]
 BAD_SLUGS += ["torchrun", "python", "Python3.11", "pip3", "accelerate-launch", "py.test", "make"]
 BAD_PACKAGES = {
-    "is no name for a Python package": [
+    "is not a valid name of a Python package": [
         "",
         "9lives",
         "a-b",
@@ -498,7 +498,7 @@ BAD_PACKAGES = {
         "a/b",
         "a\n",
     ],
-    "is a keyword of Python": ["class", "None", "async"],
+    "is a Python keyword": ["class", "None", "async"],
     "would hide Python's own module": ["json", "JSON", "Random", "this", "types"],
     "would hide the library": ["torch", "Torch", "TORCHVISION", "yaml", "PIL", "sklearn"],
     "is a folder or a test module of the project": ["tests", "configs", "Data", "runs", "launch"],
@@ -733,7 +733,7 @@ def test_the_hooks_and_the_questions_agree():
     # What passes through is what pre_gen protects.
     for recipe in POST_GEN.RECIPES:
         answers = {**DEFAULTS, "recipe": "none of them"}
-        assert set(POST_GEN.recipe_files(recipe)) <= set(PRE_GEN.passing(answers))
+        assert set(POST_GEN.recipe_files(recipe)) <= set(PRE_GEN.temporary_files(answers))
 
 
 # The checks of the generated project itself

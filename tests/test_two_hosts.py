@@ -152,7 +152,8 @@ def test_the_planner_predicts_the_bytes_on_the_wire(hosts, accumulation):
     config = ["--config", str(hosts.folder / "tiny.yaml"), "--nodes", "2", "--gpus-per-node", "1"]
     planned = subprocess.run(
         [sys.executable, "-m", "my_project", "planner", *config, "--json"],
-        cwd=hosts.folder, check=True, capture_output=True, text=True,
+        cwd=hosts.folder, check=True,
+        capture_output=True, text=True,
         env=dict(os.environ) | {"PYTHONPATH": f"{PROJECT / 'src'}:{Path(__file__).parent}"},
     ).stdout  # fmt: skip
     (ddp, *_) = json.loads(planned)["plans"][-1]["kinds"]
