@@ -182,12 +182,12 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
     job = submit(slurm, "--steps", "220", *slow, limit="1", before_the_end="15")
     wait_for(hosts, lambda: steps(hosts) >= 10)
     slurm.call("scancel", "--signal=USR1", job)
-    wait_for(hosts, lambda: "preempted; queueing job" in slurm.output(job))
+    wait_for(hosts, lambda: "preempted; requeueing job" in slurm.output(job))
     assert status(hosts)["reason"].startswith("SIGUSR1")
     wait_for(hosts, lambda: ended(slurm, job, "COMPLETED"), 300)
     shown = slurm.output(job)
-    assert shown.count("preempted; queueing job") >= 2, "by scancel, and by the time limit"
-    assert int(slurm.about(job)["Restarts"]) == shown.count("preempted; queueing job")
+    assert shown.count("preempted; requeueing job") >= 2, "by scancel, and by the time limit"
+    assert int(slurm.about(job)["Restarts"]) == shown.count("preempted; requeueing job")
     assert shown.count("node 0 of 2 (host0, veth0)") == shown.count("preempted; queueing") + 1
     assert_finished_with_the_right_weights(hosts, 220)
 

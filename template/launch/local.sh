@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All devices of this machine: every GPU, or two processes on the CPU where there is none.
+# All devices of this machine: every GPU, or two processes on the CPU if there is no GPU.
 #   launch/local.sh --config configs/image_classification.yaml --batches.micro_batch_size 0
 # Put --preflight first to check the machine before training.
-# PROCESSES (how many) and WHERE (a name in accelerate_configs/) may be set in the environment.
+# Environment variables: PROCESSES, their number; WHERE, a name in accelerate_configs/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/network.sh
@@ -17,7 +17,7 @@ if [ "$processes" -eq 1 ]; then
     where=${WHERE:-$([ "$gpus" -eq 0 ] && echo cpu || echo gpu)}
 fi
 
-# What it comes to without accelerate's launcher, for WHERE=multi_gpu or cpu_2_processes:
+# The same run without accelerate's launcher, for WHERE=multi_gpu or cpu_2_processes:
 echo "equals: $device torchrun --standalone --nproc_per_node $processes -m my_project.train $*"
 exec python -m my_project.launch \
     --config_file "accelerate_configs/$where.yaml" --num_processes "$processes" \

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# All nodes of a host list, over ssh, from any one machine that reaches them:
+# All nodes of a host list, over ssh, from any machine that reaches them:
 #   launch/ssh.sh hosts.txt --config configs/image_classification.yaml --batches.micro_batch_size 0
-# hosts.txt has a node per line, the main one first, with its number of processes: gpu-a slots=8
+# hosts.txt has a node per line, the main node first, with its number of processes: gpu-a slots=8
 # Put --preflight after hosts.txt to check the cluster before training.
 #
-# Every node sees this folder and this Python under the same paths, and ssh asks for no password.
-# Each line of output begins with its host. Ctrl-C, or the first node that fails, stops all of them:
-# each holds a connection to this script, and saves and leaves when that ends, for whatever reason.
-# Exits with 0 finished, 75 preempted, 2 where one said that again would be no better, else that of the
-# first node that failed.
+# Every node must have this folder and this Python under the same paths, and ssh without a password.
+# Each line of output begins with its host. Ctrl-C, or the first node that fails, stops all nodes: each
+# holds a connection to this script, and saves and exits when the connection ends for any reason.
+# Exit codes: 0 finished; 75 preempted; 2 if a node had an error that a retry would repeat; else that
+# of the first node that failed.
 #
-# In the environment: WHERE, a name in accelerate_configs/ (multi_node); PORT of the main node
-# (29500); ADDRESS of the main node, if not its name in the list; SSH, the command (ssh).
+# Environment variables: WHERE, a name in accelerate_configs/ (default multi_node); PORT of the main
+# node (29500); ADDRESS of the main node, if it is not its name in the list; SSH, the command (ssh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(command -v python)
@@ -28,26 +28,26 @@ while read -r name count; do
 done <<<"$listed"
 read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15}"
 
-# Quote words for the shell of another host, whichever shell that is.
+# Quote words for the login shell of another host, which may be any shell.
 quoted() {
     local word
     for word in "$@"; do printf " '%s'" "${word//\'/\'\\\'\'}"; done
 }
 
-# The nodes read from a pipe into which nothing is written. When this script closes it or is gone,
-# by SIGKILL too, they read its end.
+# The nodes read from a pipe to which nothing is written. When this script closes the pipe or ends,
+# by SIGKILL too, they read end of file.
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-mkfifo "$folder/leash"
-exec {leash}<>"$folder/leash"
-let_go() {
-    [ -z "$leash" ] || exec {leash}>&-
-    leash=""
+mkfifo "$folder/pipe"
+exec {pipe}<>"$folder/pipe"
+close_pipe() {
+    [ -z "$pipe" ] || exec {pipe}>&-
+    pipe=""
 }
-trap 'echo "stopping all nodes" >&2; let_go' INT TERM HUP
+trap 'echo "stopping all nodes" >&2; close_pipe' INT TERM HUP
 
 for rank in "${!hosts[@]}"; do
-    # shellcheck disable=SC2016 # what is in single quotes is for the other host's shell
+    # shellcheck disable=SC2016 # the text in single quotes is expanded by the other host's shell
     command="cd$(quoted "$PWD") && exec bash -c$(quoted 'source launch/network.sh; exec "$@"' node \
         "$python" -m my_project.launch --stop_at_end_of_input \
         --config_file "accelerate_configs/${WHERE:-multi_node}.yaml" \
@@ -56,16 +56,16 @@ for rank in "${!hosts[@]}"; do
         --main_process_port "${PORT:-29500}" \
         -m my_project.train "$@")"
     (
-        exec {leash}>&- # else this would hold on to its own leash
+        exec {pipe}>&- # else this subshell would keep the pipe open
         code=0
-        "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/leash" 2>&1 |
+        "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
             sed -u "s|^|${hosts[rank]}: |" || code=$?
         echo "$code" >"$folder/.code.$rank"
         mv "$folder/.code.$rank" "$folder/code.$rank"
     ) &
 done
 
-# ---- until all have ended ------------------------------------------------------------------------
+# ---- wait for all nodes --------------------------------------------------------------------------
 outcome=0
 while :; do
     ended=0
@@ -76,10 +76,10 @@ while :; do
         if [ "$code" -ne 0 ] && [ "$outcome" -eq 0 ]; then outcome=$code; fi
         if [ "$code" -ne 0 ] && [ "$code" -ne 75 ]; then
             if [ "$outcome" -eq 75 ] || [ "$code" -eq 2 ]; then outcome=$code; fi
-            let_go
+            close_pipe
         fi
     done
     [ "$ended" -lt "${#hosts[@]}" ] || break
-    wait -n || true # one has ended, or a signal came
+    wait -n || true # until a node has ended or a signal arrived
 done
 exit "$outcome"
