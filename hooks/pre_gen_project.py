@@ -120,7 +120,7 @@ def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
             continue
         if path.exists() or path.is_symlink():
             yield (
-                f"{file} exists in {folder}, and generating with these answers would remove or "
+                f"{file} exists in {folder} and generating with these answers would remove or "
                 "overwrite it, though it is not part of the project: move it, or change an answer."
             )
 
