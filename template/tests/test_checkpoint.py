@@ -320,20 +320,20 @@ def test_the_best_checkpoint_is_one_whose_metric_is_a_number(tmp_path, monkeypat
 # ---- trouble with the disk -----------------------------------------------------------------------
 def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
     """Let one save fail at the first file of more than so many bytes, as on a full disk."""
-    write = saving.save_pieces
+    write = saving.save_shards
     calls = [0]
 
-    def limited(pieces, path):
+    def limited(shards, path):
         calls[0] += path.name.startswith("model")
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         soft = limit if calls[0] == failing else hard
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         try:
-            write(pieces, path)
+            write(shards, path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    saving.save_pieces = limited
+    saving.save_shards = limited
     return train(config)
 
 
@@ -448,13 +448,13 @@ def fill_and_free(small_disk: Path, config: Config, log: Path, world: World) -> 
 
 
 def train_writing_late(config: Config) -> int:
-    write = saving.save_pieces
+    write = saving.save_shards
 
-    def late(pieces, path):
+    def late(shards, path):
         time.sleep(0.2)
-        write(pieces, path)
+        write(shards, path)
 
-    saving.save_pieces = late
+    saving.save_shards = late
     return train(config)
 
 
@@ -519,5 +519,5 @@ def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
         with pytest.raises(ConfigError, match="exists"):
             export.merge(arguments)
     arguments.file = str(tmp_path / "nowhere" / "weights.safetensors")
-    with pytest.raises(ConfigError, match="lies in a folder that does not exist"):
+    with pytest.raises(ConfigError, match="is in a folder that does not exist"):
         export.merge(arguments)

@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, c
     with pytest.raises(ConfigError, match=sentence):
         resuming.check_path(given)
     assert resuming.choose(Run(copied, rank=0)) == newest.with_name("step_00000004")
-    assert f"{newest} is passed over: {sentence}." in caplog.text
+    assert f"{newest} is skipped: {sentence}." in caplog.text
     assert newest.with_name("step_00000006.old-1").is_dir(), "moved aside"
 
 

@@ -14,7 +14,7 @@ from runs import make_config
 from world import run_world
 
 from my_project import export, files, optim, sharding
-from my_project.checkpoint import saving, shards
+from my_project.checkpoint import saving
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run_folder import Run
 from my_project.state import TrainState
@@ -200,17 +200,17 @@ def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:
     """Let the second process fail in its first save."""
     model, optimizer = build(sharded=True)
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
-    save_pieces, failed = shards.save_pieces, []
+    save_shards, failed = saving.save_shards, []
 
-    def failing(pieces: Any, path: Path) -> None:
+    def failing(shards: Any, path: Path) -> None:
         if rank == 1:
             raise OSError(28, "No space left on device")
-        save_pieces(pieces, path)
+        save_shards(shards, path)
 
-    for step, write in enumerate((failing, save_pieces), start=1):
-        shards.save_pieces = write  # type: ignore[assignment]
+    for step, write in enumerate((failing, save_shards), start=1):
+        saving.save_shards = write  # type: ignore[assignment]
         train_steps(model, optimizer, range(step - 1, step))
-        checkpoints.save({"step": step})
+        checkpoints.save(TrainState(step=step, weight_per_micro_batch=1))
         checkpoints.wait()
         failed.append(checkpoints.failure is not None)
     return failed
@@ -230,8 +230,8 @@ class Loss:
         return model(batch % 11).sum(), len(batch)
 
 
-def evaluate_average(rank: int, world: int, config: Config) -> list[bool]:
-    """Evaluate averaged weights; then train on with the plain ones."""
+def evaluate_ema(rank: int, world: int, config: Config) -> list[bool]:
+    """Evaluate the EMA; then train on with the weights."""
     from accelerate import Accelerator
     from torch.distributed.fsdp import fully_shard
 
@@ -252,10 +252,10 @@ def evaluate_average(rank: int, world: int, config: Config) -> list[bool]:
     return [results["set/loss"] == 0.0, torch.equal(before, after)]
 
 
-def test_training_goes_on_with_the_weights_after_averaged_ones_were_evaluated(tmp_path):
+def test_training_goes_on_with_the_weights_after_the_ema_was_evaluated(tmp_path):
     """Sharded modules may keep gathered weights after a forward."""
     config = make_config(tmp_path, batches__micro_batch_size=2)
-    assert run_world(2, in_group, evaluate_average, config) == [[True, True]] * 2
+    assert run_world(2, in_group, evaluate_ema, config) == [[True, True]] * 2
 
 
 class Layer(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which to keep, and where to continue."""
+"""List, remove and choose the checkpoints of a run."""
 
 import logging
 import math
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
-    """List the complete checkpoints of a run, oldest first, whether they are damaged or not."""
+    """Return the complete checkpoints of a run, oldest first, including damaged ones."""
     found = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
     return sorted((p for p in found if step_of(p) >= 0), key=step_of)
 
 
 def best_of(folders: list[Path], config: Config) -> Path | None:
-    """Find the best checkpoint by evaluation.best_metric."""
+    """Return the best checkpoint by evaluation.best_metric."""
     values = {}
     for folder in folders:
         try:
@@ -36,22 +36,22 @@ def best_of(folders: list[Path], config: Config) -> Path | None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; a folder that holds anything of somebody else stays."""
+    """Remove a checkpoint; it is kept if it holds foreign files."""
     try:
         own = read_manifest(folder)["files"].keys() | {"manifest.json"}
     except ValueError:
         return
     names = {path.name for path in folder.iterdir()}
     if all(name in own or name.startswith(".manifest.json.") for name in names):
-        removed = folder.with_name(f".{folder.name}.removed")  # so that a kill leaves no half
+        removed = folder.with_name(f".{folder.name}.removed")  # complete until it is renamed
         discard(removed)
         os.replace(folder, removed)
         discard(removed)
 
 
 # ---- where to continue ---------------------------------------------------------------------------
-def tidy(run_folder: Path) -> None:
-    """Remove what a kill during a save has left. Main process only, before anything is saved."""
+def clean_up(run_folder: Path) -> None:
+    """Remove what a killed save has left. Called by rank 0, before anything is saved."""
     for name in ("export", "best"):
         before = run_folder / f".{name}.before"
         if before.is_dir() and not os.path.lexists(run_folder / name):
@@ -63,13 +63,13 @@ def tidy(run_folder: Path) -> None:
 
 
 def check_path(config: Config) -> None:
-    """Refuse a checkpoint given by hand that is none, before any process group starts."""
+    """Check the path given by --resume, before any process group starts."""
     if config.resume in ("auto", "never"):
         return
     folder, own = Path(config.resume), checkpoints(config.folder)
     with suppress(ValueError):
         if own and read_manifest(own[-1]).get("resumed_from") == config.resume:
-            return  # the run has saved since, and goes on by itself
+            return  # the run has saved since, and continues from its own checkpoint
     if problem := damage(folder, hashes=False):
         raise ConfigError(
             f"resume {folder} cannot be used: {problem}; give a folder such as"
@@ -78,15 +78,15 @@ def check_path(config: Config) -> None:
 
 
 def choose(run: Run) -> Path | None:
-    """Choose the checkpoint to continue from; None to start anew. Main process only.
+    """Return the checkpoint to continue from; None to start from step 0. Called by rank 0 only.
 
-    Newer ones, which are damaged or of another course of the run, are moved aside, never removed.
+    Newer checkpoints, damaged or of another branch of the run, are moved aside, never removed.
     """
-    tidy(run.folder)
+    clean_up(run.folder)
     given = run.config.resume
     chosen = _newest_good(run)
     run.resumed_from = read_manifest(chosen).get("resumed_from") if chosen else None
-    # A path given by hand is where this run begins; once it has saved, it goes on by itself.
+    # The run begins at a path given by --resume; later, its own checkpoints take precedence.
     if given not in ("auto", "never") and run.resumed_from != given:
         if problem := damage(Path(given)):
             raise ConfigError(f"resume {given} cannot be used: {problem}.")
@@ -97,7 +97,7 @@ def choose(run: Run) -> Path | None:
             aside = unused_name(folder)
             folder.rename(aside)
             logger.warning(
-                "%s is newer than what is continued from: moved aside to %s", folder, aside.name
+                "%s is newer than the chosen checkpoint: moved aside to %s", folder, aside.name
             )
     return chosen
 
@@ -106,17 +106,16 @@ def _newest_good(run: Run) -> Path | None:
     folder = run.folder / "checkpoints"
     found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
     for path in reversed(found):
-        problem = damage(path) if step_of(path) >= 0 else "it is no checkpoint of this run"
+        problem = damage(path) if step_of(path) >= 0 else "it is not a checkpoint of this run"
         if not problem:
             return path
-        logger.warning("%s is passed over: %s.", path, problem)
+        logger.warning("%s is skipped: %s.", path, problem)
     if found and run.config.resume in ("auto", "never"):
-        logger.warning("no checkpoint in %s can be used: training starts anew.", folder)
+        logger.warning("no checkpoint in %s can be used: training starts from step 0.", folder)
     return None
 
 
-# ---- weights for use -----------------------------------------------------------------------------
 def check(folder: Path) -> None:
-    """Refuse a checkpoint that is damaged."""
+    """Raise a ConfigError for a damaged checkpoint."""
     if problem := damage(folder):
         raise ConfigError(f"{folder} cannot be used: {problem}.")

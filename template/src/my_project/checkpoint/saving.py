@@ -1,19 +1,18 @@
 """Save, rotate and restore the state of a run.
 
     checkpoints/step_00000100/
-      model.safetensors        the plain module's keys, whatever wrapped it
-      optimizer.safetensors    "<parameter>/<slot>", so any number of processes reads them
-      average.safetensors      with optim.ema_decay
-      state.json               the step, the optimizer's numbers, the best value, the fp16 scale,
-                               the numerics that it was trained with
+      model.safetensors        with the keys of the plain module, without wrappers
+      optimizer.safetensors    "<parameter>/<slot>", independent of the world size
+      average.safetensors      the EMA, with optim.ema_decay
+      state.json               the step, the optimizer's non-tensor state, the best value, the fp16
+                               loss scale, the numerics of the run
       manifest.json            size and SHA-256 of each file, written last; evaluation results;
-                               the path given by --resume at which the run began
+                               the --resume path at which the run began
 
-A folder is written under a temporary name, flushed to disk, and renamed when it is whole. Tensors
-and JSON only: nothing here runs code when it is loaded. Sharded tensors (FSDP) are written by the
-processes that hold them, into model.rank_00002.safetensors and so on, and read by any number of
-processes. Random generators are not saved: what is drawn at a step follows from (seed, step), see
-loading/seeding.py.
+A folder is written under a temporary name, flushed to disk, and renamed when it is complete. It
+holds tensors and JSON only, so that loading never runs code. Each rank writes its shards (FSDP) to
+a file of its own, such as model.rank_00002.safetensors; any world size can read them. Random states
+are not saved: random numbers follow from (seed, step), see loading/seeding.py.
 """
 
 import json
@@ -47,19 +46,18 @@ from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
 from .resuming import best_of, checkpoints, remove
-from .shards import Piece, Tensors, own_piece, save_pieces
+from .shards import Shard, Tensors, own_shard, save_shards
 
 logger = logging.getLogger(__name__)
 
 
 def plain_name(name: str) -> str:
-    """Drop what activation checkpointing and torch.compile put into parameter names."""
+    """Remove the wrapper names of activation checkpointing and torch.compile."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-# ---- the checkpoints of a run --------------------------------------------------------------------
 class Checkpoints:
-    """Save and load the whole state of a run; one save at a time, beside training if wanted."""
+    """Save and load the training state; one save at a time, in a background thread by default."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class Checkpoints:
         self.run = run
         self.config = run.config
         self.folder = run.folder / "checkpoints"
-        self.is_main = run.rank == 0
+        self.rank = run.rank
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
@@ -86,45 +84,45 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """Wait for the save that is under way; not without end when the run has failed."""
+        """Wait for the current save, with a timeout if the run has failed."""
         if kind is None:
             self.wait()
         elif self._thread:
-            in_a_hurry = not issubclass(kind, Exception)  # a second signal
-            self._thread.join(60 if in_a_hurry else self.config.distributed.timeout_seconds)
+            is_second_signal = not issubclass(kind, Exception)
+            self._thread.join(60 if is_second_signal else self.config.distributed.timeout_seconds)
 
     @property
     def note(self) -> str:
-        """Say, behind a reason, that the last checkpoint is missing."""
+        """Return a note for the status if the last save has failed; otherwise ""."""
         return f"; the last checkpoint could not be saved: {self.failure}" if self.failure else ""
 
     def save(self, train_state: TrainState) -> None:
         """Save the state after train_state.step steps. Called by every rank."""
         self.wait()
-        state = train_state.to_dict()  # a copy, since the loop goes on
+        state = train_state.to_dict()  # a copy: training goes on
         groups, numbers, slots = self._optimizer_state()
         kinds: dict[str, dict[str, Tensor]] = {
             "model": self._weights(),
             "optimizer": slots,
         }
         if self.ema:
-            kinds["average"] = self._averages(self.ema)
+            kinds["average"] = self._ema_tensors(self.ema)
         sharded = any(
             isinstance(t, DTensor) for tensors in kinds.values() for t in tensors.values()
         )
-        if not (self.is_main or sharded):
+        if self.rank != 0 and not sharded:
             return
-        pieces = {
+        shards = {
             kind: {
-                name: piece
+                name: shard
                 for name, tensor in tensors.items()
-                if (piece := own_piece(tensor, self.is_main))
+                if (shard := own_shard(tensor, self.rank))
             }
             for kind, tensors in kinds.items()
         }
         background = self.config.checkpoints.background
         if background or any(t.is_cuda for t in kinds["model"].values()):
-            pieces = self._copied(pieces)
+            shards = self._copied(shards)
         text = json.dumps(
             state
             | {
@@ -134,19 +132,19 @@ class Checkpoints:
             }
         )
         writers = len(self.run.hosts) if sharded else 1
-        self._start(self._write, state, pieces, text, writers)
+        self._start(self._write, state, shards, text, writers)
 
     def add_evaluation(self, state: TrainState) -> None:
         """Add the results of an evaluation to the checkpoint of its step, if there is one.
 
-        The state is saved before it is evaluated, so that nothing is lost there. The results go
-        into the manifest, which is replaced in one instant; no tensor is written again.
+        The state is saved before the evaluation, so that a failed evaluation loses no step. The
+        results go into the manifest, which is replaced atomically; no tensor is written again.
         """
-        if self.is_main:
+        if self.rank == 0:
             self._start(self._add_evaluation, {name: getattr(state, name) for name in EVALUATION})
 
     def _start(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Work in a thread, after the one before it, and wait for it unless it may lag behind."""
+        """Run a function in a thread after the previous one; wait for it unless in background."""
         before = self._thread
 
         def work() -> None:
@@ -160,21 +158,21 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save that is under way.
+        """Wait for the current save.
 
         Raises:
-            OSError: it failed, and checkpoints.on_failure is "end".
-            Exception: a mistake in what is saved, not a trouble of the disk.
+            OSError: the save failed, and checkpoints.on_failure is "end".
+            Exception: the save failed for another reason than the disk.
         """
         if self._thread:
             self._thread.join()
             self._thread = None
-            may_go_on = self.config.checkpoints.on_failure == "continue"
-            if self.failure and not (may_go_on and isinstance(self.failure, OSError)):
+            may_continue = self.config.checkpoints.on_failure == "continue"
+            if self.failure and not (may_continue and isinstance(self.failure, OSError)):
                 raise self.failure
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore weights, optimizer, fp16 scale and EMA in place; return the other state."""
+        """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
         try:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             state |= read_manifest(folder).get("evaluation", {})
@@ -185,13 +183,11 @@ class Checkpoints:
         Tensors(folder, "model").fill(self._weights())
         self._load_optimizer(folder, saved)
         if self.ema:
-            Tensors(folder, "average").fill(self._averages(self.ema))
+            Tensors(folder, "average").fill(self._ema_tensors(self.ema))
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
-            logger.warning(
-                "the precision is not that of %s: the fp16 loss scale starts again", folder
-            )
+            logger.warning("%s has another precision: the fp16 loss scale is reset", folder)
         return state
 
     def _weights(self) -> dict[str, Tensor]:
@@ -199,31 +195,32 @@ class Checkpoints:
         return tensors
 
     @staticmethod
-    def _averages(ema: EMA) -> dict[str, Tensor]:
+    def _ema_tensors(ema: EMA) -> dict[str, Tensor]:
         return dict(zip(map(plain_name, ema.names), ema.averages, strict=True))
 
-    def _copied(self, pieces: dict[str, dict[str, Piece]]) -> dict[str, dict[str, Piece]]:
-        """Copy into host memory that is kept, pinned where there is a GPU."""
-        copies: dict[str, dict[str, Piece]] = {}
+    def _copied(self, shards: dict[str, dict[str, Shard]]) -> dict[str, dict[str, Shard]]:
+        """Copy into host buffers that are reused, in pinned memory for GPU tensors."""
+        copies: dict[str, dict[str, Shard]] = {}
         on_gpu = False
-        for kind, named in pieces.items():
+        for kind, named in shards.items():
             copies[kind] = {}
-            for name, piece in named.items():
-                tensor, key = piece.tensor, f"{kind} {name}"
-                kept = self._buffers.get(key)
-                if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-                    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                    self._buffers[key] = kept
-                kept.copy_(tensor, non_blocking=True)
+            for name, shard in named.items():
+                tensor, key = shard.tensor, f"{kind} {name}"
+                buffer = self._buffers.get(key)
+                if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                    pinned = tensor.is_cuda
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                    self._buffers[key] = buffer
+                buffer.copy_(tensor, non_blocking=True)
                 on_gpu |= tensor.is_cuda
-                copies[kind][name] = Piece(kept, piece.offset, piece.shape)
+                copies[kind][name] = Shard(buffer, shard.offset, shard.shape)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies
 
     # ---- the optimizer's state, by parameter name ------------------------------------------------
     def _optimizer_state(self) -> tuple[list[dict], dict[str, Any], dict[str, Tensor]]:
-        """Take the state apart: the groups, what is plain JSON, and the tensors."""
+        """Return the groups, the JSON values and the tensors, by parameter name."""
         groups = [
             group | {"params": [self.names[id(p)] for p in group["params"]]}
             for group in self.optimizer.param_groups
@@ -241,54 +238,54 @@ class Checkpoints:
         names = [[self.names[id(p)] for p in group["params"]] for group in groups]
         if names != [group["params"] for group in saved["groups"]]:
             raise ConfigError(f"{folder}: the optimizer's parameter groups are not the model's.")
-        # torch's own form: parameters by their place in the list of all groups' parameters
+        # The form of load_state_dict: parameters by their index in the list of all groups.
         order = [name for group in names for name in group]
         parameters = [p for group in groups for p in group["params"]]
-        place = {name: i for i, name in enumerate(order)}
+        index = {name: i for i, name in enumerate(order)}
         values = dict(saved["numbers"])
         if any(folder.glob("optimizer.*")):  # plain SGD has no tensors
             tensors = Tensors(folder, "optimizer")
             for key, shape in tensors.shapes.items():
-                parameter = parameters[place[key.rpartition("/")[0]]]
-                is_like_it = shape == tuple(parameter.shape)
-                values[key] = tensors.read_like(key, parameter) if is_like_it else tensors.read(key)
+                parameter = parameters[index[key.rpartition("/")[0]]]
+                same_shape = shape == tuple(parameter.shape)
+                values[key] = tensors.read_like(key, parameter) if same_shape else tensors.read(key)
         state: dict[int, dict[str, Any]] = {}
         for key, value in values.items():
             name, _, slot = key.rpartition("/")
-            state.setdefault(place[name], {})[slot] = value
+            state.setdefault(index[name], {})[slot] = value
         param_groups = [
-            group | {"params": [place[name] for name in group["params"]]}
+            group | {"params": [index[name] for name in group["params"]]}
             for group in saved["groups"]
         ]
         self.optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
-    # ---- writing, in a thread of its own ---------------------------------------------------------
+    # ---- writing, in the thread ------------------------------------------------------------------
     def _write(
-        self, state: dict[str, Any], pieces: dict[str, dict[str, Piece]], text: str, writers: int
+        self, state: dict[str, Any], shards: dict[str, dict[str, Shard]], text: str, writers: int
     ) -> None:
-        """Write this process's files; the main one waits for those of all, and completes."""
+        """Write this rank's files; rank 0 waits for all ranks, then writes the manifest."""
         folder = self.folder / f"step_{state['step']:08d}"
         temporary = folder.with_name(f".{folder.name}.partial")
-        part = f".rank_{self.run.rank:05d}" if writers > 1 else ""
+        part = f".rank_{self.rank:05d}" if writers > 1 else ""
         self.failure = None
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             names = []
-            for kind, named in pieces.items():
+            for kind, named in shards.items():
                 if named:
                     names.append(f"{kind}{part}.safetensors")
-                    save_pieces(named, temporary / names[-1])
-            if self.is_main:
+                    save_shards(named, temporary / names[-1])
+            if self.rank == 0:
                 names.append("state.json")
                 (temporary / "state.json").write_text(text, encoding="utf-8")
             files = {}
             for name in names:
                 flush_to_disk(temporary / name)
                 files[name] = fingerprint(temporary / name)
-            if not self.is_main:
+            if self.rank != 0:
                 write_atomically(temporary / f"written{part}", json.dumps(files))
                 return
-            files |= self._files_of_others(temporary, writers)
+            files |= self._files_of_other_ranks(temporary, writers)
             content = {"format": FORMAT, "step": state["step"], "files": files}
             content["resumed_from"] = self.run.resumed_from
             if state.get("evaluated_step") == state["step"]:
@@ -296,24 +293,26 @@ class Checkpoints:
             complete(temporary, folder, content)
             self._rotate()
         except Exception as error:
-            # safetensors has an exception of its own for what the disk refuses
+            # safetensors raises its own exception for errors of the disk
             self.failure = OSError(str(error)) if isinstance(error, SafetensorError) else error
-            if self.is_main:
+            if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 with suppress(OSError):
                     (temporary / f"failed{part}").touch()
             logger.error(
-                "%s could not be saved: %s. The checkpoints before it are as they were; the next"
-                " save tries again.", folder, error,
-            )  # fmt: skip
+                "%s could not be saved: %s. Earlier checkpoints are unchanged; the next save tries"
+                " again.",
+                folder,
+                error,
+            )
 
     def _add_evaluation(self, evaluation: dict[str, Any]) -> None:
-        """Write the manifest again, with these results."""
+        """Rewrite the manifest with these results."""
         folder = self.folder / f"step_{evaluation['evaluated_step']:08d}"
         try:
             content = read_manifest(folder)
-        except ValueError:  # none was saved at this step
+        except ValueError:  # no checkpoint was saved at this step
             return
         try:
             write_atomically(
@@ -323,31 +322,35 @@ class Checkpoints:
             self._rotate()
         except OSError as error:
             logger.error(
-                "the results of an evaluation could not be added to %s: %s. A start from there"
-                " evaluates again.", folder, error,
-            )  # fmt: skip
+                "evaluation results could not be added to %s: %s. A run resumed from there"
+                " evaluates again.",
+                folder,
+                error,
+            )
 
-    def _files_of_others(self, temporary: Path, writers: int) -> dict[str, Any]:
-        """Wait until every process has written its shards: a file says so, no message is needed."""
+    def _files_of_other_ranks(self, temporary: Path, writers: int) -> dict[str, Any]:
+        """Wait for the file in which each rank lists its shards; return these lists merged."""
         files: dict[str, Any] = {}
         deadline = time.monotonic() + self.config.distributed.startup_timeout_seconds
         waiting = set(range(1, writers))
         while waiting:
             for rank in sorted(waiting):
                 if (temporary / f"failed.rank_{rank:05d}").exists():
-                    raise OSError(f"rank {rank} on {self.run.hosts[rank]} could not write")
+                    raise OSError(
+                        f"rank {rank} on {self.run.hosts[rank]} could not write its shards"
+                    )
                 path = temporary / f"written.rank_{rank:05d}"
                 if path.exists():
                     files |= json.loads(path.read_text())
                     path.unlink()
                     waiting.remove(rank)
             if time.monotonic() > deadline:
-                raise OSError(f"rank(s) {sorted(waiting)} have not written in time")
+                raise OSError(f"rank(s) {sorted(waiting)} did not write their shards in time")
             time.sleep(0.05 if waiting else 0)
         return files
 
     def _rotate(self) -> None:
-        """Remove what need not be kept; only files that a manifest lists."""
+        """Remove checkpoints that need not be kept; only files that a manifest lists."""
         settings = self.config.checkpoints
         every = settings.keep_every_steps
         found = checkpoints(self.run.folder)

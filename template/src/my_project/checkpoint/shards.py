@@ -1,4 +1,4 @@
-"""The tensors of checkpoints and exports in safetensors files, whole or in shards."""
+"""Write and read tensors, whole or sharded, in safetensors files."""
 
 import json
 import re
@@ -18,64 +18,65 @@ from ..config import ConfigError
 from ..files import read_manifest
 
 
-# ---- tensors in files, whole or in pieces --------------------------------------------------------
 @dataclass(frozen=True)
-class Piece:
-    """The part of a tensor that one process holds."""
+class Shard:
+    """The part of a tensor that one rank holds."""
 
     tensor: Tensor
-    offset: tuple[int, ...]  # of its first element in the whole tensor
+    offset: tuple[int, ...]  # of the first element in the whole tensor
     shape: tuple[int, ...]  # of the whole tensor
 
 
-def own_piece(tensor: Tensor, is_main: bool) -> Piece | None:
-    """Find what this process writes of a tensor: each element is written by one process."""
+def own_shard(tensor: Tensor, rank: int) -> Shard | None:
+    """Return the shard that this rank writes: exactly one rank writes each element."""
     if not isinstance(tensor, DTensor):
-        return Piece(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape)) if is_main else None
+        return _whole(tensor) if rank == 0 else None
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     if any(c for c, placed in zip(coordinate, placements, strict=True) if placed.is_replicate()):
-        return None  # a copy; the first of them writes
+        return None  # the first replica writes
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = tensor.to_local().detach()
-    return Piece(local, tuple(offset), tuple(tensor.shape)) if local.numel() else None
+    return Shard(local, tuple(offset), tuple(tensor.shape)) if local.numel() else None
 
 
-def save_pieces(pieces: dict[str, Piece], path: Path) -> None:
-    """Write tensors; those which share memory (tied weights) are written under each name."""
+def _whole(tensor: Tensor) -> Shard:
+    return Shard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def save_shards(shards: dict[str, Shard], path: Path) -> None:
+    """Write shards; tensors that share memory (tied weights) are written under each name."""
     seen: set[int] = set()
     separate = {}
-    for name, piece in pieces.items():
-        tensor = piece.tensor.contiguous()
+    for name, shard in shards.items():
+        tensor = shard.tensor.contiguous()
         storage = tensor.untyped_storage().data_ptr()
         separate[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
-    places = {n: [p.offset, p.shape] for n, p in pieces.items() if p.tensor.shape != p.shape}
-    save_file(separate, path, metadata={"places": json.dumps(places)} if places else None)
+    offsets = {n: [s.offset, s.shape] for n, s in shards.items() if s.tensor.shape != s.shape}
+    save_file(separate, path, metadata={"places": json.dumps(offsets)} if offsets else None)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write whole tensors."""
-    whole = {n: Piece(t.detach(), (0,) * t.ndim, tuple(t.shape)) for n, t in tensors.items()}
-    save_pieces(whole, path)
+    save_shards({name: _whole(tensor) for name, tensor in tensors.items()}, path)
 
 
 class Tensors:
-    """The tensors of one kind in a checkpoint or an export, however many files hold them."""
+    """Read the tensors of one kind from a checkpoint or an export, in one file or several."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         """Open the files.
 
         Raises:
-            ConfigError: there are none, or they are not safetensors.
+            ConfigError: there is no such file, or it is not in safetensors format.
         """
-        self.folder, self.kind = folder, kind
-        self.pieces: dict[str, list[tuple[Any, list[int], list[int]]]] = {}  # file, offset, shape
+        self.folder = folder
+        self.kind = kind
+        self.shards: dict[str, list[tuple[Any, list[int], list[int]]]] = {}  # file, offset, shape
         self.shapes: dict[str, tuple[int, ...]] = {}
-        paths = [
-            p for p in sorted(folder.glob(f"{kind}.*"))
-            if re.fullmatch(rf"{kind}(\.rank_\d+)?\.safetensors", p.name)
-        ]  # fmt: skip
+        is_ours = re.compile(rf"{kind}(\.rank_\d+)?\.safetensors").fullmatch
+        paths = [p for p in sorted(folder.glob(f"{kind}.*")) if is_ours(p.name)]
         if (folder / "manifest.json").is_file():
             paths = [p for p in paths if p.name in read_manifest(folder)["files"]]
         if not paths:
@@ -83,23 +84,23 @@ class Tensors:
         for path in paths:
             try:
                 file = safe_open(path, "pt")
-                places = json.loads((file.metadata() or {}).get("places", "{}"))
+                offsets = json.loads((file.metadata() or {}).get("places", "{}"))
                 for name in file.keys():  # noqa: SIM118
                     shape = file.get_slice(name).get_shape()
-                    offset, whole = places.get(name, [[0] * len(shape), shape])
-                    self.pieces.setdefault(name, []).append((file, offset, shape))
+                    offset, whole = offsets.get(name, [[0] * len(shape), shape])
+                    self.shards.setdefault(name, []).append((file, offset, shape))
                     self.shapes[name] = tuple(whole)
             except (SafetensorError, ValueError) as error:
                 raise ConfigError(f"{path} is damaged: {error}.") from error
 
     def read(self, name: str, offset: Iterable[int] = (), shape: Iterable[int] = ()) -> Tensor:
-        """Read a tensor, or the part of this shape that starts at this offset."""
+        """Read a tensor, or its part with this offset and shape."""
         whole = self.shapes[name]
         start, wanted = list(offset) or [0] * len(whole), list(shape) or list(whole)
-        if len(self.pieces[name]) == 1 and list(whole) == wanted == self.pieces[name][0][2]:
-            return self.pieces[name][0][0].get_tensor(name)
+        if len(self.shards[name]) == 1 and list(whole) == wanted == self.shards[name][0][2]:
+            return self.shards[name][0][0].get_tensor(name)
         result, filled = None, 0
-        for file, at, size in self.pieces[name]:
+        for file, at, size in self.shards[name]:
             first = [max(a, s) for a, s in zip(at, start, strict=True)]
             last = [min(a + n, s + w) for a, n, s, w in zip(at, size, start, wanted, strict=True)]
             if any(b <= a for a, b in zip(first, last, strict=True)):
@@ -115,7 +116,7 @@ class Tensors:
         return result
 
     def read_like(self, name: str, tensor: Tensor) -> Tensor:
-        """Read what this process holds of a tensor: all of it, or its shard."""
+        """Read the part of a tensor that this rank holds: the whole tensor, or its shard."""
         if self.shapes[name] != tuple(tensor.shape):
             raise ConfigError(
                 f"{self.folder}: {self.kind} {name} has shape {self.shapes[name]}, the model needs"
@@ -128,18 +129,23 @@ class Tensors:
         _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
         part = self.read(name, offset, local.shape) if local.numel() else torch.empty_like(local)
         return DTensor.from_local(
-            part.to(local.device), mesh, placements, run_check=False,
-            shape=tensor.shape, stride=tensor.stride(),
-        )  # fmt: skip
+            part.to(local.device),
+            mesh,
+            placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
 
     @torch.no_grad()
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Read into these tensors; every name must fit."""
-        missing, unknown = tensors.keys() - self.pieces.keys(), self.pieces.keys() - tensors.keys()
+        """Read into these tensors in place; the names must match exactly."""
+        missing = tensors.keys() - self.shards.keys()
+        unknown = self.shards.keys() - tensors.keys()
         if missing or unknown:
             raise ConfigError(
-                f"{self.folder}/{self.kind}.safetensors does not fit the model: missing there"
-                f" {sorted(missing)}, unknown here {sorted(unknown)}."
+                f"{self.folder}/{self.kind}.safetensors does not fit the model: the file lacks"
+                f" {sorted(missing)}, the model lacks {sorted(unknown)}."
             )
         for name, tensor in tensors.items():
             tensor.copy_(self.read_like(name, tensor))
