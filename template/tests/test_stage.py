@@ -85,7 +85,7 @@ def test_a_copy_that_reads_back_differently_is_an_error(tmp_path, monkeypatch):
         return real(file, kind) if "disk" not in file.name else staging.hashlib.sha256(b"")
 
     monkeypatch.setattr(staging.hashlib, "file_digest", faulty)
-    with pytest.raises(OSError, match="came out different"):
+    with pytest.raises(OSError, match="has another hash"):
         staged(source, tmp_path / "disk")
     assert not list((tmp_path / "disk").rglob("000.bin"))
 
@@ -109,8 +109,8 @@ def test_one_process_of_a_node_copies_and_the_others_wait(tmp_path):
 STAGE = """
 import sys
 from pathlib import Path
-from my_project import stage
-print(stage.copy(Path(sys.argv[1]), Path(sys.argv[2])).joinpath("part_0/000.bin").stat().st_size)
+from my_project.loading import staging
+print(staging.copy(Path(sys.argv[1]), Path(sys.argv[2])).joinpath("part_0/000.bin").stat().st_size)
 """
 
 
@@ -138,7 +138,7 @@ def test_a_launch_whose_pid_another_had_sees_what_has_changed(tmp_path):
 @pytest.mark.parametrize(
     ("to", "path", "sentence"),
     [
-        ("$NO_SUCH_DISK/x", "data", r"stage_to is \$NO_SUCH_DISK/x, but the environment has no"),
+        ("$NO_SUCH_DISK/x", "data", r"stage_to is \$NO_SUCH_DISK/x, but that variable is not set"),
         ("disk", "nowhere", "FromFiles names no data to copy"),
     ],
 )

@@ -14,7 +14,7 @@ from world import World, run_world
 from my_project import stacks
 from my_project.config import ConfigError, TransientError
 from my_project.loading import locks
-from my_project.loading.locks import first_alone, in_turn, no_node_at_work
+from my_project.loading.locks import first_alone, in_turn, until_all_are_done
 from my_project.stacks import progress_reported
 
 
@@ -108,7 +108,7 @@ def test_all_who_wait_end_when_the_process_that_prepares_has_failed(tmp_path, ho
 def work(folder: Path) -> bool:
     """Rank 1 is done at once, rank 0 later; return whether that was seen."""
     rank = int(os.environ["RANK"])
-    with no_node_at_work(folder, "run"):
+    with until_all_are_done(folder, "run"):
         (folder / f"inside_{rank}").touch()
         wait_for(folder, "inside_*", 2)
         if rank == 0:

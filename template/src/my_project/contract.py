@@ -22,7 +22,7 @@ from .config import Config, ConfigError, TransientError, to_yaml
 from .files import writing
 from .launcher import process_name
 from .loading.layout import is_stream
-from .loading.locks import in_turn, no_node_at_work
+from .loading.locks import in_turn, until_all_are_done
 from .loading.staging import staged
 from .recipe import Recipe, optional, place_of, problems
 from .stacks import progress_reported
@@ -82,7 +82,7 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
     recipe, folder = config.recipe, Path(config.runs_folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with no_node_at_work(folder, config.run_name), one_line_errors(recipe):
+    with until_all_are_done(folder, config.run_name), one_line_errors(recipe):
         with in_turn(folder, process_name()), progress_reported("prepare_data"):
             data_info = recipe.prepare_data()
         if not isinstance(data_info, dict):

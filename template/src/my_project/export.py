@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def export(run: Run, name: str, data_info: dict[str, Any], model: nn.Module) -> None:
-    """Write what predict.py needs into a folder of the run. Called by every rank, rank 0 writes."""
+    """Write what predict.py needs into a folder of the run. Called by every rank; rank 0 writes."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = get_model_state_dict(model, options=whole)
     if run.rank != 0:
@@ -60,27 +60,29 @@ def export(run: Run, name: str, data_info: dict[str, Any], model: nn.Module) -> 
 
 
 def export_best(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
-    """Export to best/; a full disk leaves there what was there before, and does not end the run."""
+    """Export to best/; if that fails (a full disk), keep the previous export and continue."""
     try:
         export(run, "best", data_info, model)
     except (OSError, SafetensorError) as error:
-        logger.error("%s/best could not be written, it is as it was: %s", run.folder, error)
+        logger.error("%s/best is not written, the previous one stays: %s", run.folder, error)
 
 
 def load(folder: Path, trusted: Iterable[str] = ()) -> tuple[Config, dict[str, Any], nn.Module]:
     """Build the model of an export and load its weights, every key of them.
 
     Args:
-        folder: the export, whoever made it.
+        folder: the export.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
 
     Raises:
-        ConfigError: the folder is no export, it names a class that is not trusted, or its weights
+        ConfigError: the folder is not an export, names a class that is not trusted, or its weights
             do not fit the model.
     """
     for name in ("config.yaml", "data_info.json"):
         if not (folder / name).is_file():
-            raise ConfigError(f"{folder} is no export: it has no {name}; give runs/<name>/export.")
+            raise ConfigError(
+                f"{folder} has no {name}; give an export, such as runs/<name>/export."
+            )
     config = read_config(folder / "config.yaml", trusted)
     try:
         data_info = json.loads((folder / "data_info.json").read_text(encoding="utf-8"))
@@ -88,8 +90,8 @@ def load(folder: Path, trusted: Iterable[str] = ()) -> tuple[Config, dict[str, A
         raise ConfigError(f"{folder}/data_info.json cannot be read: {error}.") from error
     if not isinstance(data_info, dict):
         raise ConfigError(
-            f"{folder}/data_info.json holds a {type(data_info).__name__}; an export has what its"
-            " recipe's prepare_data returned, a dict."
+            f"{folder}/data_info.json holds a {type(data_info).__name__}; it must hold the dict"
+            " that the recipe's prepare_data returned."
         )
     return config, data_info, load_model(folder, config.recipe, data_info).eval()
 
@@ -98,7 +100,7 @@ def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Mo
     """Build the model of an export and load its weights, by the recipe's `load` if it has one.
 
     Raises:
-        ConfigError: they are not there or do not fit.
+        ConfigError: the weights are missing, damaged, or do not fit the model.
     """
     try:
         if load_of := optional(recipe, "load"):
@@ -116,10 +118,7 @@ def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Mo
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights into the plain module, the averaged ones where it has them.
-
-    Every key must fit.
-    """
+    """Load a checkpoint's weights, or its EMA, into the plain module; the keys must match."""
     Tensors(folder, "model").fill(model.state_dict())
     if any(folder.glob("average.*")):
         averages = Tensors(folder, "average")
@@ -128,34 +127,34 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def weights_folder(folder: Path) -> Path:
-    """Find the weights that a path means: the export of a run, or its newest checkpoint."""
-    for place in (folder, folder / "export"):
-        if is_export(place) or (place / "manifest.json").is_file():
-            return place
+    """Return the export or checkpoint that a path means; for a run, its export comes first."""
+    for candidate in (folder, folder / "export"):
+        if is_export(candidate) or (candidate / "manifest.json").is_file():
+            return candidate
     if found := resuming.checkpoints(folder):
         return found[-1]
     raise ConfigError(f"{folder} holds neither an export nor a checkpoint.")
 
 
 def is_export(folder: Path) -> bool:
-    """Tell an export from a checkpoint, or a run folder."""
+    """Return whether a folder is an export, not a checkpoint or a run folder."""
     return (folder / "data_info.json").is_file()
 
 
 def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None = None) -> Config:
-    """Read what evaluation needs of the config.yaml of an export, or of a checkpoint's run.
+    """Return the config for evaluating an export, or a checkpoint of a run.
 
     The locks of prepare_data lie beside the run, or in this user's temporary folder.
 
     Args:
-        folder: of the weights.
+        folder: the export or checkpoint.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
-        given: the folder on the command line.
+        given: the folder as named on the command line.
     """
     run = Path(run_folder(str(folder)))
-    for place in (folder, run):
-        if (place / "config.yaml").is_file():
-            config = read_config(place / "config.yaml", trusted, given or folder)
+    for candidate in (folder, run):
+        if (candidate / "config.yaml").is_file():
+            config = read_config(candidate / "config.yaml", trusted, given or folder)
             runs = run.parent if os.access(run.parent, os.W_OK) else temporary_folder()
             return dataclasses.replace(
                 config,
@@ -163,11 +162,11 @@ def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None 
                 runs_folder=str(runs),
                 run_name=run.name,
             )
-    raise ConfigError(f"{folder} has no config.yaml beside it.")
+    raise ConfigError(f"{folder} and {run} have no config.yaml; give an export or a checkpoint.")
 
 
 def temporary_folder() -> Path:
-    """Make a folder in the shared temporary one that only this user can write to."""
+    """Create and return a temporary folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     about = folder.lstat()
@@ -181,7 +180,7 @@ def merge(arguments: argparse.Namespace) -> int:
     folder, path = Path(arguments.folder), Path(arguments.file)
     check(folder)
     if path.exists() or not path.parent.is_dir():
-        problem = "exists" if path.exists() else "lies in a folder that does not exist"
+        problem = "exists" if path.exists() else "is in a folder that does not exist"
         raise ConfigError(f"{path} {problem}; give the name of a new file.")
     merged: dict[str, Tensor] = {}
     for kind in ["model", "average"] if arguments.average else ["model"]:
@@ -196,5 +195,5 @@ if __name__ == "__main__":
     parser = cli.make_parser(__doc__)
     parser.add_argument("folder", help="a checkpoint")
     parser.add_argument("file", help="the safetensors file to write")
-    parser.add_argument("--average", action="store_true", help="the averaged weights (ema_decay)")
+    parser.add_argument("--average", action="store_true", help="the EMA weights (ema_decay)")
     cli.run_on_all_ranks(merge, parser.parse_args())

@@ -3,7 +3,7 @@
 python -m my_project.predict runs/image_classification/export digit.png
 python -m my_project.predict runs/image_classification/export --onnx
 
-The second writes model.onnx beside the weights. Nothing of a stranger's export is run
+The second command writes model.onnx beside the weights. Code of an untrusted export is never run
 (safety/trust.py).
 """
 
@@ -35,14 +35,14 @@ def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.
     """Write the model's forward as ONNX, for any batch size."""
     example_of = optional(config.recipe, "example_inputs")
     if example_of is None:
-        raise ConfigError("the recipe has no example_inputs(data_info), which --onnx traces with.")
+        raise ConfigError("the recipe has no example_inputs(data_info), which --onnx needs.")
     if find_spec("onnxscript") is None:
         raise ConfigError("--onnx needs onnxscript: pip install -e '.[onnx]'.")
     inputs = example_of(data_info)
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs)
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=path.parent) as folder:
-        written = os.path.join(folder, path.name)  # at `path` a stranger's link may lie
+        written = os.path.join(folder, path.name)  # `path` may be a symlink of an untrusted export
         torch.onnx.export(
             model, inputs, written, dynamo=True, dynamic_shapes=shapes, external_data=False
         )
@@ -50,7 +50,7 @@ def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Print the recipe's answer, or write the ONNX file."""
+    """Print the recipe's prediction, or write the ONNX file."""
     folder = Path(arguments.folder)
     config, data_info, model = load(folder, arguments.trust)
     if arguments.onnx:
@@ -58,11 +58,11 @@ def main(arguments: argparse.Namespace) -> None:
         print(folder / "model.onnx")
         return
     if arguments.argument is None:
-        raise ConfigError("give an argument to answer for, such as an image file, or --onnx.")
+        raise ConfigError("no input is given; give one, such as an image file, or --onnx.")
     predict = optional(config.recipe, "predict")
     if predict is None:
         raise ConfigError(
-            f"{type(config.recipe).__name__} has no predict(model, data_info, argument)."
+            f"{type(config.recipe).__name__} has no predict(model, data_info, argument); add it."
         )
     with torch.no_grad():
         print(predict(model, data_info, arguments.argument))
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = make_parser(__doc__)
     parser.add_argument("folder", help="runs/<name>/export or runs/<name>/best")
-    parser.add_argument("argument", nargs="?", help="what the recipe's predict takes")
+    parser.add_argument("argument", nargs="?", help="the input of the recipe's predict")
     add_trust(parser)
     parser.add_argument("--onnx", action="store_true", help="write model.onnx into the folder")
     run(main, parser.parse_args())

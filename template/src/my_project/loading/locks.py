@@ -1,9 +1,8 @@
-"""One process prepares the data, the others wait and find it done.
+"""Let one process prepare the data while the others wait; they find the work done.
 
-The first process of the run works alone; then the first of each node, since caches may be local to
-a node; then all that are left, at once. The locks are files in the runs folder, which the nodes
-share, so nothing here needs a process group. The operating system gives a lock back when its
-process is gone, whatever ended it.
+One process of the run goes first; then one of each node, since caches may be local to a node; then
+all others at once. The locks are files in the runs folder, which the nodes share, so no process
+group is needed. The operating system releases a lock when its process ends, for whatever reason.
 """
 
 import fcntl
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def launch_name() -> str:
-    """Name this launch, the same on all its processes and hardly ever on those of another."""
+    """Return a name of this launch: equal on all its processes, almost surely unique to it."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     found = [os.environ[name] for name in names if name in os.environ]
     if not found:
@@ -34,17 +33,17 @@ def launch_name() -> str:
 
 
 @contextmanager
-def no_node_at_work(folder: Path, run_name: str) -> Iterator[None]:
-    """Do this process's part of the work, then wait until no other process does any.
+def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
+    """Run the block, then wait until every other process has left it.
 
-    Else the nodes that are done would wait in the process group, for which there is a limit.
+    Otherwise the ranks that finish first would wait in the process group, which has a timeout.
     """
     with _open(folder / f".{run_name}.preparing") as file:
-        with suppress(OSError):  # no locks there
+        with suppress(OSError):  # a file system without locks
             fcntl.lockf(file, fcntl.LOCK_SH)
         yield
         with suppress(OSError):
-            fcntl.lockf(file, fcntl.LOCK_UN)  # two that upgrade would wait for each other
+            fcntl.lockf(file, fcntl.LOCK_UN)  # upgrading two shared locks would deadlock
             fcntl.lockf(file, fcntl.LOCK_EX)
 
 
@@ -53,11 +52,11 @@ def in_turn(folder: Path, who: str) -> Iterator[None]:
     """Wait for this process's turn.
 
     Args:
-        folder: that all nodes share; where the locks lie.
-        who: this process, for those that wait for it.
+        folder: where the lock files lie, shared by all nodes.
+        who: the name of this process, for the messages of waiting processes.
 
     Raises:
-        TransientError: the process that was waited for is gone.
+        TransientError: the process that this one waited for has ended.
     """
     node = folder / f".prepare_data.{socket.gethostname()}.lock"
     with first_alone(node, who) as is_first:
@@ -67,54 +66,56 @@ def in_turn(folder: Path, who: str) -> Iterator[None]:
 
 @contextmanager
 def first_alone(path: Path, who: str) -> Iterator[bool]:
-    """Let one process pass alone, and those that waited for it all at once; yield which it is.
+    """Let one process go first, alone, then all others at once; yield whether this one is first.
 
     Raises:
-        TransientError: the process of this launch that was waited for is gone, or has failed.
+        TransientError: the first process of this launch has ended early, or failed.
     """
     with _open(path) as file:
         is_first = _lock(file)
         if not is_first:
             yield False
             return
-        _leave_word(file, f"{who} has ended before the data was prepared")
+        _set_error(file, f"{who} has ended before the data was prepared")
         try:
             yield True
         except ConfigError as error:
             if isinstance(error, TransientError):
-                _leave_word(file, str(error))
-            else:  # the others meet it too, and say so themselves
+                _set_error(file, str(error))
+            else:  # the others meet this error themselves
                 file.truncate(0)
             raise
         except Exception as error:
-            _leave_word(file, f"{who} failed to prepare the data: {type(error).__name__}: {error}")
+            _set_error(file, f"{who} failed to prepare the data: {type(error).__name__}: {error}")
             raise
         file.truncate(0)
 
 
 def _open(path: Path) -> FileIO:
-    """Open a lock file, which processes of other users may use too."""
+    """Open a lock file, which other users' processes may share."""
     with writing(path.parent):
-        file = open(  # noqa: SIM115 - the caller closes it; unbuffered, nothing fails at the end
-            path, "r+b", buffering=0,
+        file = open(  # noqa: SIM115 - the caller closes it; unbuffered, so closing cannot fail
+            path,
+            "r+b",
+            buffering=0,
             opener=lambda name, flags: os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666),
-        )  # fmt: skip
-    with suppress(OSError):  # of another user
+        )
+    with suppress(OSError):  # the file of another user
         os.fchmod(file.fileno(), 0o666)
     return file
 
 
-def _leave_word(file: FileIO, sentence: str) -> None:
-    """Leave what those that wait raise, unless the file is emptied."""
+def _set_error(file: FileIO, failure: str) -> None:
+    """Write the failure that waiting processes raise, unless the file is emptied."""
     with writing(Path(str(file.name)).parent):
         file.truncate(0)
-        os.pwrite(file.fileno(), f"{launch_name()}\n{sentence}".encode(), 0)
+        os.pwrite(file.fileno(), f"{launch_name()}\n{failure}".encode(), 0)
 
 
 def _lock(file: FileIO) -> bool:
-    """Return whether this process is the first; the others return when the first is done.
+    """Return whether this process is the first; in the others, wait until the first is done.
 
-    The locks are those of POSIX, which a process that is forked meanwhile does not inherit.
+    POSIX locks are used, since forked processes do not inherit them.
     """
     while True:
         try:
@@ -126,11 +127,11 @@ def _lock(file: FileIO) -> bool:
             return False
         else:
             return True
-        word = os.pread(file.fileno(), 1 << 16, 0).decode(errors="replace")
-        launch, _, sentence = word.partition("\n")
+        text = os.pread(file.fileno(), 1 << 16, 0).decode(errors="replace")
+        launch, _, failure = text.partition("\n")
         if not launch:
             return False
         if launch == launch_name():
-            raise TransientError(sentence)
-        fcntl.lockf(file, fcntl.LOCK_UN)  # it was of another launch: begin again
+            raise TransientError(failure)
+        fcntl.lockf(file, fcntl.LOCK_UN)  # the failure of another launch: start over
         time.sleep(random.uniform(0, 0.1))

@@ -1,10 +1,10 @@
 """Copy a run's data from slow shared storage to a disk of each node, once.
 
 With `stage_to: $SLURM_TMPDIR` the recipe reads copies of the folders and files that its fields
-name: those declared with field(metadata={"staged": True}) whose path exists. One process of each
-node copies, many files at a time, while the others wait. A file gets its name when its copy was
-read back and has the hash of the original, so what is there after a restart is right and stays;
-what has changed since, by size or time, is copied again.
+name: fields declared with field(metadata={"staged": True}) whose path exists. One process of each
+node copies, many files at a time, while the others wait. A copy gets its final name after it was
+read back and its hash equals the original's, so copies survive a restart; a file whose size or
+modification time has changed is copied again.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from ..config import ConfigError
 from ..stacks import progress_reported
 
 logger = logging.getLogger(__name__)
-FILES_AT_A_TIME = 16  # network storage is slow by the file, and serves many at once
+FILES_AT_A_TIME = 16  # network storage is slow per file but serves many in parallel
 BLOCK_BYTES = 1 << 22
 
 
@@ -34,16 +34,16 @@ def staged(recipe: Any, where: str) -> Any:
 
     Args:
         recipe: a dataclass.
-        where: a folder of this node; environment variables in it are filled in.
+        where: a folder of this node; environment variables in it are expanded.
 
     Raises:
-        ConfigError: there is no such variable, nothing to copy, or not enough room.
+        ConfigError: a variable is not set, there is nothing to copy, or the disk is too small.
     """
     folder = os.path.expandvars(where)
     if "$" in folder:
         raise ConfigError(
-            f"stage_to is {where}, but the environment has no such variable here; give a folder on"
-            " a disk of each node, or null to read the data where it lies."
+            f"stage_to is {where}, but that variable is not set on this node; give a folder on a"
+            " local disk of each node, or null to read the data in place."
         )
     copies = {}
     for field in dataclasses.fields(recipe):
@@ -59,14 +59,14 @@ def staged(recipe: Any, where: str) -> Any:
 
 
 def copy(source: Path, folder: Path) -> Path:
-    """Bring a copy of a file or folder up to date; return where it is."""
+    """Update the copy of a file or folder, and return its path."""
     name = hashlib.sha256(os.fsencode(source)).hexdigest()[:12]
     target = folder / f"staged_{name}" / source.name
     target.parent.mkdir(parents=True, exist_ok=True)
     checked = target.parent / f".checked_{launch_mark()}"
     with FileLock(target.parent / ".lock"):
         if not checked.exists():
-            for mark in target.parent.glob(".checked_*"):  # of other launches
+            for mark in target.parent.glob(".checked_*"):  # marks of other launches
                 mark.unlink()
             with progress_reported(f"copying {source} to {folder}"):
                 update(source, target)
@@ -75,14 +75,14 @@ def copy(source: Path, folder: Path) -> Path:
 
 
 def launch_mark() -> str:
-    """Return what the processes that one launcher has started on this node have in common.
+    """Return an identifier of the launcher that started this process, unique on this node.
 
-    The pid alone comes again: in a container the launcher is number 1 each time.
+    The pid alone is not enough: in a container the launcher is always process 1.
     """
     parent = psutil.Process().parent() or psutil.Process()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # in ticks since the boot; psutil adds the time of the boot, which moves with the clock
+        # in ticks since boot; psutil's create_time changes when the clock is set
         started = Path(f"/proc/{parent.pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:  # not Linux
         boot, started = "", str(parent.create_time())
@@ -90,14 +90,15 @@ def launch_mark() -> str:
 
 
 def update(source: Path, target: Path) -> None:
-    """Copy what is missing or has changed, and remove what the source has no more."""
+    """Copy missing and changed files, and remove files that the source no longer has."""
     started = time.monotonic()
     wanted = dict(_files(source))
     for path in [path for path in target.rglob("*") if path.is_file()]:
         if path.relative_to(target) not in wanted:
             path.unlink()
     missing = {name: stat for name, stat in wanted.items() if not _is_copy(target / name, stat)}
-    needed, free = sum(s.st_size for s in missing.values()), shutil.disk_usage(target.parent).free
+    needed = sum(stat.st_size for stat in missing.values())
+    free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise ConfigError(
             f"{source} needs {needed / 1e9:.1f} GB more in {target.parent}, which has"
@@ -107,12 +108,17 @@ def update(source: Path, target: Path) -> None:
         list(pool.map(lambda name: _copy_file(source / name, target / name), missing))
     logger.info(
         "%s: %d of %d files copied to %s, %.2f GB in %.0f s",
-        source, len(missing), len(wanted), target, needed / 1e9, time.monotonic() - started,
-    )  # fmt: skip
+        source,
+        len(missing),
+        len(wanted),
+        target,
+        needed / 1e9,
+        time.monotonic() - started,
+    )
 
 
 def _files(source: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """List the files below a folder, or the file itself, relative to the source."""
+    """Yield the files below a folder, or the file itself, relative to the source."""
     if source.is_file():
         yield Path(), source.stat()
     for folder, _, names in os.walk(source, followlinks=True):
@@ -130,7 +136,7 @@ def _is_copy(path: Path, of: os.stat_result) -> bool:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file; it gets its name and its time once it was read back and found equal."""
+    """Copy a file; it gets its name and time after it was read back and its hash compared."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     stat, digest = source.stat(), hashlib.sha256()
@@ -140,6 +146,6 @@ def _copy_file(source: Path, target: Path) -> None:
             writer.write(block)
     with partial.open("rb") as file:
         if hashlib.file_digest(file, "sha256").digest() != digest.digest():
-            raise OSError(f"the copy of {source} at {partial} came out different: a faulty disk?")
+            raise OSError(f"the copy of {source} at {partial} has another hash: check the disk")
     os.utime(partial, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     os.replace(partial, target)
