@@ -43,7 +43,8 @@ def remove(folder: Path) -> None:
         return
     names = {path.name for path in folder.iterdir()}
     if all(name in own or name.startswith(".manifest.json.") for name in names):
-        removed = folder.with_name(f".{folder.name}.removed")  # complete until it is renamed
+        # Renamed first: a kill while files are removed must not leave a partial checkpoint.
+        removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
         os.replace(folder, removed)
         discard(removed)
