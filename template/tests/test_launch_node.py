@@ -3,10 +3,7 @@
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,24 +21,6 @@ TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
 
 def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
     return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])[1]
-
-
-def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
-    four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
-    assert (four.nodes, four.world_size, four.node_rank, four.processes_per_node) == (2, 8, 1, 4)
-    assert "--gpu_ids=-1,-1,-1,-1" in four.flags
-    assert launch.summary(four, "eth0").endswith(
-        "eth0): ranks 4 to 7 of 8, main node 127.0.0.1:29500, precision no, run folder runs/tiny"
-    )
-    hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
-    assert "--parallelism_config_dp_replicate_size=4" in hsdp.flags
-    assert "--parallelism_config_dp_shard_size=8" in hsdp.flags
-    asked = parsed("--preflight", "--seconds_to_come", "5")
-    assert asked.preflight
-    assert "--preflight" not in asked.command("x"), "it is not accelerate's"
-    _, among = launch.parse(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"])
-    assert among.preflight
-    assert "--preflight" not in among.command("x"), "it is not train's"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +143,6 @@ def test_launch_says_it_where_torchrun_starts_the_processes(
         (("train",), 1, None, 1),
         (("train",), 1, TransientError("a node is late."), 1),
         (("train",), 1, ConfigError("lr is -1."), 2),
-        (("train", "--preflight"), 1, ConfigError("lr is -1."), 2),
         (("train",), 0, ConfigError("lr is -1."), 1),  # of a start before the last, with restarts
     ],
 )
@@ -187,9 +165,9 @@ def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Child", LeavesRunning)
     where = f"{WHERE}/cpu.yaml"
-    module, *more = arguments
+    (module,) = arguments
     flags = ["--config_file", where, "-m", f"my_project.{module}"]
-    assert launch.main([*flags, "--config", "tiny.yaml", *more]) == wanted
+    assert launch.main([*flags, "--config", "tiny.yaml"]) == wanted
     said = capsys.readouterr().err
     assert ("some code in them called os._exit" in said) == (module == "train" and code == 0)
     if code and error:
@@ -289,36 +267,6 @@ def test_whoever_is_killed_nothing_keeps_training(project):
             run.communicate(timeout=60)
         assert run.returncode not in (0, 75)
     assert outcome(project)["outcome"] == "preempted", "told to stop by its parent's death"
-
-
-@pytest.mark.slow
-def test_local_sh_trains_on_all_devices_and_prints_the_torchrun_line_that_does_the_same(project):
-    (project / "tiny.yaml").write_text(CONFIG)
-    environment = dict(os.environ) | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
-        "PROCESSES": "2",
-        "WHERE": "cpu_2_processes",
-    }
-
-    def call(*command: str) -> str:
-        done = subprocess.run(
-            command, cwd=project, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    shown = call("bash", "launch/local.sh", "--config", "tiny.yaml", "--run_name", "first")
-    equal = re.findall("equals: (.*)", shown)[0].replace("first", "second")
-    if shutil.which("nvidia-smi"):
-        equal = equal.replace("ACCELERATE_MIXED_PRECISION=bf16", "ACCELERATE_USE_CPU=true")
-    assert "ranks 0 to 1 of 2" in shown
-    call("bash", "-c", equal)
-    weights = [project / f"runs/{name}/export/model.safetensors" for name in ("first", "second")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    told = call(sys.executable, "-m", "my_project", "logs", "runs/first").splitlines()
-    assert any(line.startswith("node_0:0 | step 8 of 8") for line in told)
-    assert told[-1] == "runs/first: finished all steps done"
 
 
 # ---- logs ----------------------------------------------------------------------------------------

@@ -12,14 +12,15 @@ from runs import make_config
 from world import run_world
 
 from my_project import devices
-from my_project.cluster import rendezvous
 from my_project.config import Config
 
 
 def name_this_host_by_an_address_of_its_own() -> None:
     """Have gloo find an address that others reach, as it does on most machines; as root only."""
     with contextlib.suppress(AttributeError, OSError):
-        ips = [ip for ip in rendezvous.interfaces().values() if not ip.startswith(("127.", "::1"))]
+        interfaces = psutil.net_if_addrs().values()
+        ips = [a.address for all in interfaces for a in all if a.family == socket.AF_INET]
+        ips = [ip for ip in ips if not ip.startswith("127.")]
         if ips and ctypes.CDLL(None).unshare(0x04000000) == 0:  # CLONE_NEWUTS
             socket.sethostname(ips[0])
 

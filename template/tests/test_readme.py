@@ -14,6 +14,8 @@ from documents import PROJECT, commands, text_of
 README = text_of("README.md")
 SHORT = " --epochs null --steps 4 --evaluation.every_steps null"
 BIN = Path(sys.executable).parent
+NEEDS_CLUSTER = r"launch/|cluster\.|-m my_project (planner|hosts) |make logs"
+HAS_CLUSTER = (PROJECT / "src/my_project/cluster").is_dir() and (PROJECT / "launch").is_dir()
 
 
 def run(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -50,6 +52,8 @@ def test_every_command_of_the_readme_does_what_it_says(project):
             continue  # how this environment came to be
         if command.startswith(("make test", "make lint", "tensorboard")):
             continue  # these tests; below; a server
+        if not HAS_CLUSTER and re.search(NEEDS_CLUSTER, command):
+            continue  # deleted by whoever has no cluster
         if command.startswith(("sbatch", "kubectl")):
             assert all((project / name).is_file() for name in re.findall(r"launch/\S+", command))
             continue  # tried on a cluster, in the tests of the template
@@ -72,7 +76,7 @@ def test_every_command_of_the_readme_does_what_it_says(project):
             result = run(command + SHORT if trains else command, project)
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
         done.append(command)
-    assert len(done) >= 10
+    assert len(done) >= (10 if HAS_CLUSTER else 7)
     assert (project / "runs/lower_lr/export/model.safetensors").is_file()
     assert (project / "runs/two_nodes_restarting/export/model.safetensors").is_file()
     assert (project / "weights.safetensors").is_file()

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import yaml
 from ragged import Ragged
 from runs import make_config, status, train
 
-from my_project import cli, launch, run_folder
-from my_project.cluster import rendezvous
+from my_project import cli, run_folder
 from my_project.config import Config, ConfigError, exit_with_sentence, to_dict
 from my_project.safety.redaction import is_secret, mask, mask_command
 
@@ -171,23 +169,6 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
     assert about["command"] == ["python", "--hub_token", "***", "http://***@host"]
     assert about["environment"]["NCCL_DEBUG"] == "WARN"
     assert not {"MASTER_PASSWORD", "NCCL_SOME_TOKEN"} & about["environment"].keys()
-
-
-def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
-    told = []
-    monkeypatch.setattr(rendezvous, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
-    monkeypatch.setattr(launch, "prepare_environment", lambda: None)
-    arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
-                 "--num_processes", "2", "--main_process_ip", "127.0.0.1",
-                 "-m", "my_project.train", "--pwd", SECRET]  # fmt: skip
-    monkeypatch.chdir(launch.__file__.rpartition("/src/")[0])
-    monkeypatch.setattr(launch, "Child", lambda **_: SimpleNamespace(torchrun=True))
-    with pytest.raises(ZeroDivisionError):
-        launch.main(arguments)
-    assert told[0].run == "my_project.train --pwd ***"
-    with pytest.raises(ConfigError, match=r"hub_token holds a secret, .* HF_TOKEN") as refusal:
-        launch.main([*arguments, "--recipe.init_args.hub_token", SECRET])
-    assert SECRET not in str(refusal.value)
 
 
 def test_a_secret_in_an_old_config_is_not_shown_where_settings_differ(tmp_path):

@@ -266,7 +266,8 @@ def summary(launch: Launch, interface: str = "") -> str:
 
 def wait_for_other_nodes(launch: Launch) -> None:
     """Set the network interface, and wait until all nodes are there and reach each other."""
-    from .cluster import rendezvous  # the only import of cluster/, which can be deleted
+    # The only import of cluster/, which can be deleted.
+    from .cluster import rendezvous  # pyright: ignore[reportMissingImports]
 
     interface, ip = rendezvous.interface_to(launch.address)
     if interface:  # else gloo and NCCL choose

@@ -1,0 +1,118 @@
+"""What launch.py does with cluster/: several nodes, the preflight; and the scripts in launch/."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from documents import PROJECT
+from world import TESTS
+
+from my_project import config, launch
+from my_project.cluster import rendezvous
+from my_project.config import ConfigError
+
+WHERE = str(PROJECT / "accelerate_configs")
+TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
+SECRET = "hf_QWERTYqwerty123"
+CONFIG = """
+recipe: {class_path: ragged.Ragged}
+batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
+steps: 8
+telemetry: {every_steps: 2}
+"""
+
+
+def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
+    return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])[1]
+
+
+def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
+    four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
+    assert (four.nodes, four.world_size, four.node_rank, four.processes_per_node) == (2, 8, 1, 4)
+    assert "--gpu_ids=-1,-1,-1,-1" in four.flags
+    assert launch.summary(four, "eth0").endswith(
+        "eth0): ranks 4 to 7 of 8, main node 127.0.0.1:29500, precision no, run folder runs/tiny"
+    )
+    hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
+    assert "--parallelism_config_dp_replicate_size=4" in hsdp.flags
+    assert "--parallelism_config_dp_shard_size=8" in hsdp.flags
+    asked = parsed("--preflight", "--seconds_to_come", "5")
+    assert asked.preflight
+    assert "--preflight" not in asked.command("x"), "it is not accelerate's"
+    _, among = launch.parse(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"])
+    assert among.preflight
+    assert "--preflight" not in among.command("x"), "it is not train's"
+
+
+def test_a_preflight_that_fails_ends_it_with_the_exit_code_of_a_wrong_setting(
+    tmp_path, monkeypatch, capsys
+):
+    class Refuses:
+        def __init__(self, *, torchrun: bool) -> None:
+            self.torchrun, self.stop_signal_at = torchrun, None
+
+        def run(self, command: list[str]) -> int:
+            assert "my_project.cluster.preflight" in command
+            with pytest.raises(SystemExit, match="2"):
+                config.exit_with_sentence(ConfigError("lr is -1."))
+            return 1
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(launch, "Child", Refuses)
+    assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"]) == 2
+    assert capsys.readouterr().err == "error: lr is -1.\n" * 2
+
+
+def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
+    told = []
+    monkeypatch.setattr(rendezvous, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
+    monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
+                 "--num_processes", "2", "--main_process_ip", "127.0.0.1",
+                 "-m", "my_project.train", "--pwd", SECRET]  # fmt: skip
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setattr(launch, "Child", lambda **_: SimpleNamespace(torchrun=True))
+    with pytest.raises(ZeroDivisionError):
+        launch.main(arguments)
+    assert told[0].run == "my_project.train --pwd ***"
+    with pytest.raises(ConfigError, match=r"hub_token holds a secret, .* HF_TOKEN") as refusal:
+        launch.main([*arguments, "--recipe.init_args.hub_token", SECRET])
+    assert SECRET not in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_local_sh_trains_on_all_devices_and_prints_the_torchrun_line_that_does_the_same(tmp_path):
+    for name in ("src", "accelerate_configs", "launch"):
+        (tmp_path / name).symlink_to(PROJECT / name)
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    environment = dict(os.environ) | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{PROJECT / 'src'}:{TESTS}",
+        "PROCESSES": "2",
+        "WHERE": "cpu_2_processes",
+    }
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    shown = call("bash", "launch/local.sh", "--config", "tiny.yaml", "--run_name", "first")
+    equal = re.findall("equals: (.*)", shown)[0].replace("first", "second")
+    if shutil.which("nvidia-smi"):
+        equal = equal.replace("ACCELERATE_MIXED_PRECISION=bf16", "ACCELERATE_USE_CPU=true")
+    assert "ranks 0 to 1 of 2" in shown
+    call("bash", "-c", equal)
+    weights = [tmp_path / f"runs/{name}/export/model.safetensors" for name in ("first", "second")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    told = call(sys.executable, "-m", "my_project", "logs", "runs/first").splitlines()
+    assert any(line.startswith("node_0:0 | step 8 of 8") for line in told)
+    assert told[-1] == "runs/first: finished all steps done"
