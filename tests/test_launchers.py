@@ -248,7 +248,9 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts, name):
 
 
 # ---- preflight, and what the nodes find when they meet -------------------------------------------
-def check(hosts: TwoHosts, host: int, *flags: str, module: str = "preflight", **more) -> None:
+def check(
+    hosts: TwoHosts, host: int, *flags: str, module: str = "cluster.preflight", **more
+) -> None:
     disk = more.pop("disk", None)
     hosts.start(
         host, sys.executable, "-m", "my_project.launch",
