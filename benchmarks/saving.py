@@ -62,7 +62,7 @@ def main() -> None:
             blocked, saved, step_during_save, step_alone = [], [], [], []
             for number in range(6):
                 start = time.perf_counter()
-                saver.save(TrainState(step=number, weight_per_micro_batch=1.0))
+                saver.save(TrainState(step=number, items_per_micro_batch=1.0))
                 blocked.append(time.perf_counter() - start)
                 while saver._thread and saver._thread.is_alive():
                     begin = time.perf_counter()

@@ -15,8 +15,8 @@ Data:  python (the source of Python's standard library, present on every machine
 Tokenizer: bytes, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face Hub:
        --recipe.init_args.tokenizer
 Packing: documents are tokenized once, joined with an end-of-text token after each, and cut into
-       sequences of block_tokens tokens. A sequence may hold the end of one document and the start
-       of the next, and attention crosses that boundary. The packed sequences are stored in
+       sequences of sequence_length tokens. A sequence may hold the end of one document and the
+       start of the next, and attention crosses that boundary. The packed sequences are stored in
        cache_path and memory-mapped; if cache_path is on each node's own disk, each node packs once.
 Streaming: with --recipe.init_args.lanes 64 the training documents are not packed to disk but read
        and tokenized during training. A lane is a logical shard of the stream: the number of lanes
@@ -80,9 +80,9 @@ class CausalLM:
     lanes: int = 0
     """Stream the training documents in this many lanes; 0: pack them to disk first. A batch mixes
     as many documents as there are lanes; the global batch size is the best choice."""
-    validation_blocks: int = 1000
+    max_validation_sequences: int = 1000
     """With lanes: the largest number of sequences in the validation set."""
-    block_tokens: int = 256
+    sequence_length: int = 256
     """Sequence length: the number of tokens predicted per sequence."""
     width: int = 256
     """Size of the residual stream."""
@@ -97,7 +97,7 @@ class CausalLM:
     memory, a third slower."""
     temperature: float = 0.8
     """predict: the sampling temperature; 0 always takes the most likely token."""
-    answer_tokens: int = 200
+    max_new_tokens: int = 200
     """predict: the largest number of tokens to generate."""
 
     # ---- data -----------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class CausalLM:
         folder = self._cache_folder()
         if not folder.exists():
             self._pack(folder)
-        PREPARED[self] = json.loads((folder / "about.json").read_text())
+        PREPARED[self] = json.loads((folder / "data_info.json").read_text())
         return PREPARED[self]
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -121,7 +121,7 @@ class CausalLM:
         folder = self._cache_folder()
         train, validation = (
             PackedSequences(load_from_disk(str(folder / split)))
-            if data_info[split]["blocks"]
+            if data_info[split]["sequences"]
             else None
             for split in ("train", "validation")
         )
@@ -130,8 +130,8 @@ class CausalLM:
 
     def _cache_folder(self) -> Path:
         """Return the folder of the packed sequences, named by a hash of all they depend on."""
-        key: list[Any] = [2]  # version of the folder's format
-        key += [self.data, self.tokenizer, self.block_tokens, self.validation_fraction]
+        key: list[Any] = [3]  # version of the folder's format
+        key += [self.data, self.tokenizer, self.sequence_length, self.validation_fraction]
         if self.data == "python":
             key.append(sysconfig.get_python_version())
         elif self.data == "files":
@@ -141,7 +141,7 @@ class CausalLM:
             if Path(self.data).exists():
                 key += _file_stats(Path(self.data), sorted(Path(self.data).rglob("*")))
         if self.lanes:
-            key.append({"stream": self.validation_blocks})
+            key.append({"stream": self.max_validation_sequences})
         if Path(self.tokenizer).is_file():
             key.append(Path(self.tokenizer).read_text(encoding="utf-8"))
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
@@ -153,10 +153,10 @@ class CausalLM:
 
         disable_progress_bars()
         data_info = self._tokenizer_info()
-        encode, end = encoder(data_info), data_info["end"]
+        encode, end = encoder(data_info), data_info["eos_token_id"]
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
         temporary.mkdir(parents=True)
-        features = Features({"tokens": List(Value("int32"), self.block_tokens + 1)})
+        features = Features({"tokens": List(Value("int32"), self.sequence_length + 1)})
         for split in ("train", "validation"):
             counts = {"documents": 0, "bytes": 0, "tokens": 0}
 
@@ -172,8 +172,8 @@ class CausalLM:
                         yield tokens
 
             def rows(split: str = split, counts: dict[str, int] = counts) -> Iterator[dict]:
-                limit = {"train": 0, "validation": self.validation_blocks}[split]
-                sequences = pack(tokens_of(split, counts), self.block_tokens)
+                limit = {"train": 0, "validation": self.max_validation_sequences}[split]
+                sequences = pack(tokens_of(split, counts), self.sequence_length)
                 for sequence in islice(sequences, limit if self.lanes else None):
                     yield {"tokens": sequence}
 
@@ -184,16 +184,16 @@ class CausalLM:
                 )
                 packed.save_to_disk(str(temporary / split))
                 count = len(packed)
-            data_info[split] = counts | {"blocks": count}
+            data_info[split] = counts | {"sequences": count}
         shutil.rmtree(temporary / "unpacked", ignore_errors=True)
-        if data_info["train"]["blocks"] == 0 and not self.lanes:
+        if data_info["train"]["sequences"] == 0 and not self.lanes:
             shutil.rmtree(temporary)
             raise ValueError(
                 f"{self.data} ({data_info['train']['documents']} documents for training) does not"
-                f" fill one sequence of {self.block_tokens + 1} tokens; check data_path and"
-                " pattern, or lower block_tokens"
+                f" fill one sequence of {self.sequence_length + 1} tokens; check data_path and"
+                " pattern, or lower sequence_length"
             )
-        (temporary / "about.json").write_text(json.dumps(data_info))
+        (temporary / "data_info.json").write_text(json.dumps(data_info))
         try:
             temporary.rename(folder)
         except OSError:  # another process has finished first
@@ -252,7 +252,7 @@ class CausalLM:
     def _tokenizer_info(self) -> dict[str, Any]:
         """Return the vocabulary size, the end-of-text token, and the tokenizer as JSON."""
         if self.tokenizer == "bytes":
-            return {"vocabulary": BYTE_EOS + 1, "end": BYTE_EOS, "tokenizer": None}
+            return {"vocab_size": BYTE_EOS + 1, "eos_token_id": BYTE_EOS, "tokenizer": None}
         from tokenizers import Tokenizer
 
         is_file = Path(self.tokenizer).is_file()
@@ -275,13 +275,13 @@ class CausalLM:
                 " add one to it"
             )
         size = max(vocabulary.values()) + 1  # the ids may have gaps
-        return {"vocabulary": size, "end": end, "tokenizer": tokenizer.to_str()}
+        return {"vocab_size": size, "eos_token_id": end, "tokenizer": tokenizer.to_str()}
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         """Build the model with randomly initialized weights."""
         return GPT(
-            data_info["vocabulary"],
+            data_info["vocab_size"],
             self.width,
             self.depth,
             self.heads,
@@ -311,8 +311,8 @@ class CausalLM:
         (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B).
         """
         num_parameters = sum(p.numel() for p in model.parameters())
-        per_token = 6 * num_parameters + 12 * self.depth * self.width * self.block_tokens
-        return {"tokens": self.block_tokens, "operations": per_token * self.block_tokens}
+        per_token = 6 * num_parameters + 12 * self.depth * self.width * self.sequence_length
+        return {"tokens": self.sequence_length, "flops": per_token * self.sequence_length}
 
     # ---- evaluation and inference ---------------------------------------------------------------
     def build_metrics(self) -> dict[str, Any]:
@@ -331,12 +331,12 @@ class CausalLM:
     def sample(self, model: nn.Module) -> str:
         """Generate a short text, shown at each evaluation."""
         data_info = PREPARED[self]
-        return self._generate_text(model, data_info, [data_info["end"]], 60)
+        return self._generate_text(model, data_info, [data_info["eos_token_id"]], 60)
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
         """Generate a continuation of the text given as argument."""
-        tokens = encoder(data_info)(argument) or [data_info["end"]]
-        return self._generate_text(model, data_info, tokens, self.answer_tokens)
+        tokens = encoder(data_info)(argument) or [data_info["eos_token_id"]]
+        return self._generate_text(model, data_info, tokens, self.max_new_tokens)
 
     def _generate_text(
         self, model: nn.Module, data_info: dict[str, Any], prompt: list[int], max_new_tokens: int
@@ -345,9 +345,9 @@ class CausalLM:
             model,
             prompt,
             max_new_tokens=max_new_tokens,
-            max_length=self.block_tokens,
+            max_length=self.sequence_length,
             temperature=self.temperature,
-            end=data_info["end"],
+            end=data_info["eos_token_id"],
             generator=torch.Generator().manual_seed(0),
         )
         if not data_info["tokenizer"]:
@@ -456,11 +456,11 @@ class SequenceStream:
 
     def lane(self, i: int, epoch: int, start: int, seed: int) -> Iterator[Tensor]:
         """Yield the sequences (T + 1), int64, of lane i, without the first `start` ones."""
-        recipe, end = self.recipe, self.data_info["end"]
+        recipe, end = self.recipe, self.data_info["eos_token_id"]
         encode = encoder(self.data_info)
         documents = recipe._documents(i, 1_000_003 * seed + epoch)
         tokens = ([*encode(text), end] for text in documents if not recipe._is_validation(text))
-        for sequence in islice(pack(tokens, recipe.block_tokens), start, None):
+        for sequence in islice(pack(tokens, recipe.sequence_length), start, None):
             yield torch.tensor(sequence)
 
 
@@ -552,13 +552,13 @@ class Attention(nn.Module):
         self.heads = heads
         self.head_dim = width // heads
         self.dropout = dropout
-        self.into = nn.Linear(width, 3 * width, bias=False)  # query, key and value in one
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # query, key and value in one
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         batch, length, width = x.shape
-        qkv = self.into(x).view(batch, length, 3, self.heads, self.head_dim)
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, self.head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D / H)
         y = F.scaled_dot_product_attention(
             apply_rotary(query, rotary),
@@ -576,12 +576,12 @@ class SwiGLU(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         hidden = 64 * math.ceil(8 * width / 3 / 64)  # a multiple of 64 suits GPUs
-        self.into = nn.Linear(width, 2 * hidden, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        gate, up = self.into(x).chunk(2, dim=-1)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.out(F.silu(gate) * up)
 
 
@@ -590,12 +590,12 @@ class GELU(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.into = nn.Linear(width, 4 * width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
         self.out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        return self.out(F.gelu(self.into(x)))
+        return self.out(F.gelu(self.up(x)))
 
 
 def rotary_embedding(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ Data:  python (each documented function of the standard library: the first parag
        line): --recipe.init_args.data
 Model: the mean of hashed character n-gram embeddings, and an MLP each for queries and documents.
        For another encoder, override build_model: its module needs encode(bag, side) -> (B, D) and
-       log_scale.
+       logit_scale.
 Loss:  the symmetric cross-entropy of CLIP (https://arxiv.org/abs/2103.00020, section 2.3) over the
        micro-batches of all processes: each query against all documents, each document against all
        queries. Without gradient accumulation it does not depend on the number of processes; with
@@ -50,7 +50,7 @@ class Embedding:
     """python or pairs."""
     data_path: str = field(default="data", metadata={"changes_curve": False, "staged": True})
     """pairs: the folder with the .jsonl files; stage_to copies it."""
-    longest: int = 2000
+    max_characters: int = 2000
     """Only the first so many characters of a text are used."""
     buckets: int = 65_536
     """Rows of the embedding table; n-grams are hashed to rows."""
@@ -69,7 +69,9 @@ class Embedding:
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return datasets of pairs of n-gram bags."""
-        train, validation = (PairDataset(p, self.buckets, self.longest) for p in self._pairs())
+        train, validation = (
+            PairDataset(p, self.buckets, self.max_characters) for p in self._pairs()
+        )
         return train, {"validation": validation} if len(validation) else {}
 
     def _pairs(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -102,7 +104,7 @@ class Embedding:
         """Return the summed loss of this process's pairs against those of all processes.
 
         Args:
-            model: has encode(bag, side) -> (B, D), unit vectors, and log_scale, (1,).
+            model: has encode(bag, side) -> (B, D), unit vectors, and logit_scale, (1,).
             batch: the bags of queries and documents.
             step: not used.
 
@@ -111,7 +113,7 @@ class Embedding:
         """
         query, document = (model.encode(batch[side], side) for side in ("query", "document"))
         queries, documents = all_gather_with_grad(query), all_gather_with_grad(document)  # (N, D)
-        scale = model.log_scale.exp()
+        scale = model.logit_scale.exp()
         target = torch.arange(len(query), device=query.device) + len(query) * _rank()
         to_document = F.cross_entropy(scale * query @ documents.T, target, reduction="sum")
         to_query = F.cross_entropy(scale * document @ queries.T, target, reduction="sum")
@@ -133,8 +135,8 @@ class Embedding:
         query, *documents = [line for line in argument.splitlines() if line.strip()]
         if not documents:
             raise ValueError("give a query and the documents to rank, one per line")
-        bags = [ngrams(text, self.buckets, self.longest) for text in documents]
-        query_bag = _concatenate([ngrams(query, self.buckets, self.longest)])
+        bags = [ngrams(text, self.buckets, self.max_characters) for text in documents]
+        query_bag = _concatenate([ngrams(query, self.buckets, self.max_characters)])
         scores = model.encode(_concatenate(bags), "document") @ (
             model.encode(query_bag, "query").flatten()
         )
@@ -223,28 +225,28 @@ class RecallAtK(Metric):
 class PairDataset(torch.utils.data.Dataset):
     """Pairs of bags of n-grams."""
 
-    def __init__(self, pairs: list[tuple[str, str]], buckets: int, longest: int) -> None:
+    def __init__(self, pairs: list[tuple[str, str]], buckets: int, max_characters: int) -> None:
         self.pairs = pairs
         self.buckets = buckets
-        self.longest = longest
+        self.max_characters = max_characters
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the n-gram ids of a query and of its document, int64, of any length."""
-        query, document = (ngrams(t, self.buckets, self.longest) for t in self.pairs[index])
+        query, document = (ngrams(t, self.buckets, self.max_characters) for t in self.pairs[index])
         return query, document
 
 
-def ngrams(text: str, buckets: int, longest: int) -> Tensor:
+def ngrams(text: str, buckets: int, max_characters: int) -> Tensor:
     """Return the hashed character n-grams of a text, n = 3 to 5, within words.
 
     The hashes (CRC-32) are the same on every machine.
     """
     ids = [
         zlib.crc32(padded[i : i + n].encode()) % buckets
-        for word in text[:longest].lower().split()
+        for word in text[:max_characters].lower().split()
         for padded in [f"<{word}>"]
         for n in (3, 4, 5)
         for i in range(len(padded) - n + 1)
@@ -307,7 +309,7 @@ class TwoTowers(nn.Module):
         )
         nn.init.normal_(self.table.weight, std=0.1)
         # shape (1,), since FSDP refuses 0-dimensional parameters
-        self.log_scale = nn.Parameter(torch.tensor([1 / temperature]).log())
+        self.logit_scale = nn.Parameter(torch.tensor([1 / temperature]).log())
 
     def encode(self, bag: Bag, side: str) -> Tensor:
         """Return the embeddings of texts; side is query or document; (B, D), unit vectors."""

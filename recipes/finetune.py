@@ -86,7 +86,7 @@ class Finetune:
     """causal_lm: the column of a prompt before the text; the loss ignores it."""
     validation_fraction: float = 0.1
     """If the data has no validation or test split: the fraction held out, chosen by hashes."""
-    longest: int = 256
+    max_length: int = 256
     """Maximum tokens of a sample, prompt included. Longer texts lose their end; a prompt loses its
     beginning, down to half of this length."""
     lora_rank: int = 0
@@ -104,7 +104,7 @@ class Finetune:
     slower."""
     merge_adapter: bool = field(default=False, metadata=MAY_CHANGE)
     """LoRA: export the whole model, with the adapter merged into its weights."""
-    answer_tokens: int = field(default=100, metadata=MAY_CHANGE)
+    max_new_tokens: int = field(default=100, metadata=MAY_CHANGE)
     """causal_lm: the largest number of tokens that predict generates."""
 
     # ---- data -----------------------------------------------------------------------------------
@@ -148,7 +148,11 @@ class Finetune:
             if self.second_text_column:
                 texts.append([sample["second"] for sample in samples])
             batch = tokenizer(
-                *texts, truncation=True, max_length=self.longest, padding=True, return_tensors="pt"
+                *texts,
+                truncation=True,
+                max_length=self.max_length,
+                padding=True,
+                return_tensors="pt",
             )
             return {**batch, "labels": torch.tensor([sample["label"] for sample in samples])}
         ids, labels = [], []
@@ -157,10 +161,10 @@ class Finetune:
             prompt = tokenizer(sample["prompt"]).input_ids if self.prompt_column else []
             text = tokenizer(sample["text"], add_special_tokens=not prompt).input_ids
             text = [*text, tokenizer.eos_token_id]
-            prompt_length = max(self.longest - len(text), self.longest // 2)
+            prompt_length = max(self.max_length - len(text), self.max_length // 2)
             prompt = prompt[max(0, len(prompt) - prompt_length) :]
-            ids.append((prompt + text)[: self.longest])
-            labels.append(([IGNORE_INDEX] * len(prompt) + text)[: self.longest])
+            ids.append((prompt + text)[: self.max_length])
+            labels.append(([IGNORE_INDEX] * len(prompt) + text)[: self.max_length])
         mask = [[1] * len(row) for row in ids]
         return {
             "input_ids": _padded(ids, tokenizer.pad_token_id),
@@ -247,11 +251,11 @@ class Finetune:
             raise ValueError(f"model {self.model}: {folder} has no config.json")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         tokenizer = _tokenizer_of(folder)
-        positions = getattr(config, "max_position_embeddings", None) or self.longest
-        if self.longest > (limit := min(positions, tokenizer.model_max_length)):
+        positions = getattr(config, "max_position_embeddings", None) or self.max_length
+        if self.max_length > (limit := min(positions, tokenizer.model_max_length)):
             raise ValueError(
-                f"longest is {self.longest}, but model {self.model} takes at most {limit} tokens;"
-                " lower longest"
+                f"max_length is {self.max_length}, but model {self.model} takes at most {limit}"
+                " tokens; lower max_length"
             )
         if self.task == "causal_lm":
             is_masked_lm = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -405,7 +409,7 @@ class Finetune:
                 )
             generated = model.generate(
                 **tokens,
-                max_new_tokens=min(self.answer_tokens, limit - length),
+                max_new_tokens=min(self.max_new_tokens, limit - length),
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,

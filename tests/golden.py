@@ -35,7 +35,25 @@ from typing import Any
 
 # Old name: new name, of a key, a file or a folder, such as "average": "ema". Applied to whole words
 # of what is recorded, except to the values of tensors.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "weight_per_micro_batch": "items_per_micro_batch",
+    "interval_loss": "interval_loss_sum",
+    "interval_weight": "interval_num_items",
+    "nonfinite_in_a_row": "consecutive_skipped_steps",
+    "max_nonfinite_steps": "max_skipped_steps",
+    "utilisation": "mfu",
+    "average.safetensors": "ema.safetensors",
+    "places": "offsets",
+    "block_tokens": "sequence_length",
+    "validation_blocks": "max_validation_sequences",
+    "answer_tokens": "max_new_tokens",
+    "longest": "max_length",
+    "vocabulary": "vocab_size",
+    "end": "eos_token_id",
+    "log_scale": "logit_scale",
+    "attention.into": "attention.qkv",
+    "mlp.into": "mlp.gate_up",
+}
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "template"
 TESTS = TEMPLATE / "tests"
@@ -75,7 +93,7 @@ RECIPES = {
     "causal_lm": {
         "recipe__data": "files", "recipe__data_path": "inputs/texts",
         "recipe__cache_path": "cache", "recipe__validation_fraction": 0.3,
-        "recipe__block_tokens": 16, "recipe__width": 32, "recipe__depth": 2,
+        "recipe__sequence_length": 16, "recipe__width": 32, "recipe__depth": 2,
         "recipe__dropout": 0.1, "optim__decay_steps": 3,
     },
     "embedding": {
@@ -185,7 +203,7 @@ def all_cases() -> dict[str, Case]:
         add("nonfinite_unscaled", whole, {"explode_at": (3,)}, optim__clip_norm=None)
         add("first_step_empty", whole, {"empty_at": (0,)}, checkpoints__every_steps=1)
         add("empty_stopped", stopped(3), {"empty_at": (0, 4)}, optim__ema_decay=0.8)
-        add("nonfinite_ends_it", whole, {"explode_at": (2, 3, 4)}, optim__max_nonfinite_steps=3)
+        add("nonfinite_ends_it", whole, {"explode_at": (2, 3, 4)}, optim__max_skipped_steps=3)
         constant = {"optim__schedule": "constant", "optim__warmup_steps": 0}
         one_step = [Part(processes=processes, settings={"steps": 1}), Part(processes=processes)]
         add("saved_at_step_1", one_step, random, **constant)

@@ -255,7 +255,7 @@ def check(
     hosts.start(
         host, sys.executable, "-m", "my_project.launch",
         "--config_file", "accelerate_configs/multi_node_cpu.yaml", "--machine_rank", str(host),
-        "--main_process_ip", "host0", "--seconds_to_come", "5", *flags,
+        "--main_process_ip", "host0", "--join_timeout_seconds", "5", *flags,
         "-m", f"my_project.{module}", "--config", "tiny.yaml", "--steps", "20",
         disk=disk, **ENVIRONMENT | more,
     )  # fmt: skip

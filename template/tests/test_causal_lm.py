@@ -19,7 +19,7 @@ from my_project.loading.streams import LaneReader
 from my_project.recipes import causal_lm
 from my_project.recipes.causal_lm import CausalLM
 
-SMALL = {"block_tokens": 16, "width": 32, "depth": 2, "heads": 2}
+SMALL = {"sequence_length": 16, "width": 32, "depth": 2, "heads": 2}
 
 
 def write(folder, count=12):
@@ -57,7 +57,7 @@ def test_the_sequences_hold_every_document_once_in_order(tmp_path):
         assert sequences[0][0] == expected[0]
         predicted = [token for sequence in sequences for token in sequence[1:]]
         assert predicted == expected[1 : 1 + len(predicted)]
-        assert len(expected) - 1 - len(predicted) < recipe.block_tokens, "only the tail is left"
+        assert len(expected) - 1 - len(predicted) < recipe.sequence_length, "only the tail is left"
         for before, after in pairwise(sequences):
             assert before[-1] == after[0], "a sequence begins with the last token of the previous"
         assert data_info[split]["documents"] == len(chosen)
@@ -73,7 +73,7 @@ def test_data_is_packed_once_and_again_when_it_changes(tmp_path, monkeypatch):
         recipe.prepare_data()
     (tmp_path / "texts/00.txt").write_text("Another text, longer than the one before it was.")
     recipe.prepare_data()
-    dataclasses.replace(recipe, block_tokens=8).prepare_data()
+    dataclasses.replace(recipe, sequence_length=8).prepare_data()
     assert len(list((tmp_path / "cache").iterdir())) == 3, "and no temporary folder is left"
 
 
@@ -107,7 +107,7 @@ def test_a_staged_copy_of_the_text_has_the_same_sequences(tmp_path):
 def test_the_model_is_causal_and_its_first_loss_is_that_of_chance(tmp_path, activation):
     torch.manual_seed(0)
     recipe = recipe_of(tmp_path, activation=activation)
-    model = recipe.build_model({"vocabulary": 257})
+    model = recipe.build_model({"vocab_size": 257})
     tokens = torch.randint(257, (2, 16))
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 257
@@ -142,7 +142,7 @@ def test_activation_checkpointing_gives_the_same_gradients(tmp_path):
     for checkpointed in (False, True):
         torch.manual_seed(0)
         recipe = recipe_of(tmp_path, checkpoint_activations=checkpointed)
-        model = recipe.build_model({"vocabulary": 257})
+        model = recipe.build_model({"vocab_size": 257})
         recipe.loss(model, batch, 0)[0].backward()
         gradients.append([p.grad for p in model.parameters()])
     for one, other in zip(*gradients, strict=True):
@@ -175,17 +175,17 @@ def test_it_memorizes_a_text_and_generates_it(tmp_path):
         tmp_path, steps=300, batches__global_batch_size=16, optim__lr=0.02,
         telemetry__peak_tflops=1.0, optim__clip_norm=1.0,
     )  # fmt: skip
-    recipe = dataclasses.replace(config.recipe, temperature=0.0, answer_tokens=30)
+    recipe = dataclasses.replace(config.recipe, temperature=0.0, max_new_tokens=30)
     config = dataclasses.replace(config, recipe=recipe)
     assert train(config) == 0
     last = records(config)[-1]
     assert last["loss"] < 0.2
     rate = last["tokens_per_second"]
     assert rate == pytest.approx(last["samples_per_second"] * 16)
-    model = recipe.build_model({"vocabulary": 257})
+    model = recipe.build_model({"vocab_size": 257})
     num_parameters = sum(p.numel() for p in model.parameters())
     flops_per_token = 6 * num_parameters + 12 * 2 * 32 * 16
-    assert last["utilisation"] == pytest.approx(rate * flops_per_token / 1e12)
+    assert last["mfu"] == pytest.approx(rate * flops_per_token / 1e12)
     _, data_info, model = export.load(config.folder / "export")
     answer = recipe.predict(model, data_info, "to be or")
     assert answer.startswith("to be or not to be, to be")
@@ -218,9 +218,9 @@ def test_a_custom_tokenizer_file(tmp_path):
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"])
     tokenizer.train([str(path) for path in texts.glob("[0-9]*")], trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    recipe = recipe_of(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), block_tokens=4)
+    recipe = recipe_of(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"), sequence_length=4)
     data_info = recipe.prepare_data()
-    assert data_info["end"] == 0
+    assert data_info["eos_token_id"] == 0
     assert data_info["train"]["tokens"] < 0.6 * data_info["train"]["bytes"]
     model = recipe.build_model(data_info)
     (tmp_path / "tokenizer.json").rename(tmp_path / "moved.json")
@@ -247,7 +247,7 @@ def test_a_custom_tokenizer_file(tmp_path):
 
 # ---- streaming ----------------------------------------------------------------------------------
 def test_the_lanes_hold_every_training_document_once_and_each_epoch_is_shuffled(tmp_path):
-    recipe = recipe_of(tmp_path, lanes=4, block_tokens=4, validation_blocks=7)
+    recipe = recipe_of(tmp_path, lanes=4, sequence_length=4, max_validation_sequences=7)
     data_info = recipe.prepare_data()
     stream, sets = recipe.build_datasets(data_info)
     assert len(sets["validation"]) == data_info["validation"]["blocks"] == 7
@@ -308,7 +308,7 @@ def test_a_streamed_run_on_two_processes_and_a_resumed_one_learn_the_same(tmp_pa
     config = config_of(
         tmp_path, run_name="one", batches__global_batch_size=8, optim__schedule="constant"
     )
-    recipe = recipe_of(tmp_path, lanes=4, block_tokens=8)
+    recipe = recipe_of(tmp_path, lanes=4, sequence_length=8)
     one = dataclasses.replace(config, recipe=recipe)
     two = change(one, run_name="two", batches__micro_batch_size=2)
     assert train(change(one, steps=7)) == 0
@@ -321,7 +321,7 @@ def test_a_streamed_run_on_two_processes_and_a_resumed_one_learn_the_same(tmp_pa
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"block_tokens": 10_000}, "does not fill one sequence of 10001 tokens"),
+        ({"sequence_length": 10_000}, "does not fill one sequence of 10001 tokens"),
         ({"heads": 3}, "must be a multiple of 2 x heads 3"),
         ({"tokenizer": "someone/not-here"}, "tokenizer someone/not-here is neither bytes nor"),
         ({"data": "someone/not-here"}, "data someone/not-here is neither python nor files, and"),

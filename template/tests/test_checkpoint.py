@@ -59,7 +59,7 @@ def assert_same_weights(run: Config, reference: Config, tolerance: float = 0.0) 
 
 
 # ---- damage --------------------------------------------------------------------------------------
-FILES = ["model.safetensors", "optimizer.safetensors", "average.safetensors", "state.json"]
+FILES = ["model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"]
 
 
 def flip_one_bit(path: Path, position: int) -> None:
@@ -497,7 +497,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(trained, tmp_path):
     asks = change(
         without, run_name="asks", optim__ema_decay=0.9, resume=str(folder_of(without, 10)), steps=12
     )
-    with pytest.raises(RuntimeError, match=r"holds no average\.safetensors"):
+    with pytest.raises(RuntimeError, match=r"holds no ema\.safetensors"):
         run_world(1, train, asks)
 
 
@@ -507,7 +507,7 @@ def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
     for average in (False, True):
         path = tmp_path / f"{average}.safetensors"
         folder = str(folder_of(trained, 10))
-        arguments = Namespace(folder=folder, file=str(path), average=average)
+        arguments = Namespace(folder=folder, file=str(path), ema=average)
         assert export.merge(arguments) == 0
         model = trained.recipe.build_model({"features": 6})
         from safetensors.torch import load_file

@@ -149,7 +149,7 @@ def test_out_of_memory_says_what_to_lower(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_is_traced_to_its_process(tmp_path):
-    config = with_fault(tmp_path, "nan", optim__max_nonfinite_steps=1)
+    config = with_fault(tmp_path, "nan", optim__max_skipped_steps=1)
     fails(config)
     found = errors(config)
     assert "where the loss of this process is nan" in found[1]

@@ -88,7 +88,7 @@ def recipe_of(folder, **settings) -> Finetune:
     decoder = settings.get("task") == "causal_lm"
     options = {"model": str(folder / ("decoder" if decoder else "encoder")), "data": "files"}
     options |= {"data_path": str(folder / "data"), "prompt_column": "prompt" if decoder else ""}
-    return Finetune(**{"longest": 32} | options | settings)
+    return Finetune(**{"max_length": 32} | options | settings)
 
 
 def config_of(tmp_path, folder, run_name="one", **settings) -> Config:
@@ -137,7 +137,7 @@ def test_the_loss_ignores_the_prompt_and_includes_the_end_of_text(folder):
     assert labels[labels != -100].tolist() == [*text, tokenizer.eos_token_id]
     model = model_of(recipe)
     assert int(recipe.loss(model, batch, 0)[1]) == len(text) + 1
-    short = dataclasses.replace(recipe, longest=2)
+    short = dataclasses.replace(recipe, max_length=2)
     cut = short.collate([sample | {"text": "a hammer and nails"}])["input_ids"][0].tolist()
     both = tokenizer("a hammer and nails").input_ids
     assert cut == [prompt[-1], both[0]], "a long prompt leaves at least one token to predict"
@@ -562,7 +562,7 @@ def test_an_export_does_not_depend_on_the_folders_it_was_trained_from(tmp_path, 
             {"task": "causal_lm", "model": "encoder"},
             "is an encoder, which sees the tokens to predict",
         ),
-        ({"longest": 40}, "longest is 40, but model .* takes at most 32 tokens"),
+        ({"max_length": 40}, "max_length is 40, but model .* takes at most 32 tokens"),
         ({"lora_rank": 2, "lora_modules": "no_such_layer"}, "No modules were targeted"),
         ({"model": "someone/not-here"}, "cannot be downloaded from the Hugging Face Hub"),
         ({"label_column": "class"}, "label_column is class, but the data has only text, label"),
@@ -621,7 +621,7 @@ def test_the_default_config_trains_the_packaged_encoder(tmp_path):
     config = parse(["--config", str(PROJECT / "configs/finetune.yaml")])
     config = change(config, runs_folder=str(tmp_path), epochs=None, steps=3)
     config = change(config, evaluation__every_steps=None, telemetry__every_steps=1)
-    recipe = dataclasses.replace(config.recipe, longest=8)
+    recipe = dataclasses.replace(config.recipe, max_length=8)
     assert train(dataclasses.replace(config, recipe=recipe)) == 0
     rows = finetune.standard_library()
     assert {row["label"] for row in rows} == set(finetune.MODULES)

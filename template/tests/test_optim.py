@@ -193,7 +193,7 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
         assert not all(torch.equal(after[name], skipped[name]) for name in before)
     assert [r["skipped_steps"] for r in records(config)] == [0, 0, 0, 1, 1]
     state = json.loads((folders[1] / "state.json").read_text())
-    assert state["nonfinite_in_a_row"] == 1
+    assert state["consecutive_skipped_steps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
 )
 def test_too_many_steps_that_teach_nothing_end_the_run(tmp_path, reason, sentence):
     recipe = Ragged(**{reason: tuple(range(2, 10))})
-    config = make_config(tmp_path, recipe, optim__max_nonfinite_steps=3)
+    config = make_config(tmp_path, recipe, optim__max_skipped_steps=3)
     with pytest.raises(RuntimeError, match=sentence):
         run_world(2, train, config)
     assert status(config)["outcome"] == "failed"

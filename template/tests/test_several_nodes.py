@@ -41,7 +41,7 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
     hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
     assert "--parallelism_config_dp_replicate_size=4" in hsdp.flags
     assert "--parallelism_config_dp_shard_size=8" in hsdp.flags
-    asked = parsed("--preflight", "--seconds_to_come", "5")
+    asked = parsed("--preflight", "--join_timeout_seconds", "5")
     assert asked.preflight
     assert "--preflight" not in asked.command("x"), "it is not accelerate's"
     _, among = launch.parse(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"])

@@ -90,7 +90,7 @@ def train_and_save(rank: int, world: int, config: Config, replicas: int = 1) -> 
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
     train_steps(model, optimizer, range(3))
     checkpoints.ema.update()
-    checkpoints.save(TrainState(step=3, weight_per_micro_batch=1.0))
+    checkpoints.save(TrainState(step=3, items_per_micro_batch=1.0))
     train_steps(model, optimizer, range(3, 6))
     checkpoints.wait()
     return whole(model)
@@ -131,7 +131,7 @@ def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, backg
         assert_close(result, reference)
     folder = config.folder / "checkpoints" / "step_00000003"
     assert files.damage(folder) == ""
-    kinds = ("average", "model", "optimizer")
+    kinds = ("ema", "model", "optimizer")
     shards = {f"{kind}.rank_{rank:05d}.safetensors" for kind in kinds for rank in (0, 1)}
     assert {p.name for p in folder.iterdir()} == shards | {"manifest.json", "state.json"}
     sizes = [(folder / f"model.rank_{rank:05d}.safetensors").stat().st_size for rank in (0, 1)]
@@ -170,7 +170,7 @@ def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
     merged = []
     for folder in (whole_folder, two.folder / "checkpoints" / "step_00000003"):
         path = tmp_path / f"{folder.parents[1].parent.name}.safetensors"
-        export.merge(Namespace(folder=str(folder), file=str(path), average=False))
+        export.merge(Namespace(folder=str(folder), file=str(path), ema=False))
         merged.append(load_file(path))
     assert_close(merged[0], merged[1])
     assert torch.equal(merged[1]["output.weight"], merged[1]["embedding.weight"])
@@ -210,7 +210,7 @@ def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:
     for step, write in enumerate((failing, save_shards), start=1):
         saving.save_shards = write  # type: ignore[assignment]
         train_steps(model, optimizer, range(step - 1, step))
-        checkpoints.save(TrainState(step=step, weight_per_micro_batch=1))
+        checkpoints.save(TrainState(step=step, items_per_micro_batch=1))
         checkpoints.wait()
         failed.append(checkpoints.failure is not None)
     return failed

@@ -87,7 +87,7 @@ class OptimConfig:
     """Maximum gradient norm over all parameters; null: no clipping."""
     ema_decay: float | None = None
     """Decay of an EMA of the weights, evaluated and exported in their place; null: no EMA."""
-    max_nonfinite_steps: int = may_change(20)
+    max_skipped_steps: int = may_change(20)
     """End the run after this many consecutive skipped steps. A step is skipped when its gradient
     is not finite or its loss has no items."""
 
@@ -226,7 +226,7 @@ class Config:
             "optim.warmup_steps": (self.optim.warmup_steps, 0),
             "optim.decay_steps": (self.optim.decay_steps, self.optim.schedule == "wsd"),
             "optim.clip_norm": (self.optim.clip_norm, 1e-30),
-            "optim.max_nonfinite_steps": (self.optim.max_nonfinite_steps, 1),
+            "optim.max_skipped_steps": (self.optim.max_skipped_steps, 1),
             "evaluation.every_steps": (self.evaluation.every_steps, 1),
             "evaluation.batch_size": (self.evaluation.batch_size, 0),
             "evaluation.patience": (self.evaluation.patience, 1),

@@ -120,8 +120,8 @@ def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Mo
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights, or its EMA, into the plain module; the keys must match."""
     Tensors(folder, "model").fill(model.state_dict())
-    if any(folder.glob("average.*")):
-        averages = Tensors(folder, "average")
+    if any(folder.glob("ema.*")):
+        averages = Tensors(folder, "ema")
         named = model.named_parameters()
         averages.fill({name: p.detach() for name, p in named if name in averages.shapes})
 
@@ -183,7 +183,7 @@ def merge(arguments: argparse.Namespace) -> int:
         problem = "exists" if path.exists() else "is in a folder that does not exist"
         raise ConfigError(f"{path} {problem}; give the name of a new file.")
     merged: dict[str, Tensor] = {}
-    for kind in ["model", "average"] if arguments.average else ["model"]:
+    for kind in ["model", "ema"] if arguments.ema else ["model"]:
         tensors = Tensors(folder, kind)
         merged |= {name: tensors.read(name) for name in tensors.shapes}
     save_tensors(merged, path)
@@ -195,5 +195,5 @@ if __name__ == "__main__":
     parser = cli.make_parser(__doc__)
     parser.add_argument("folder", help="a checkpoint")
     parser.add_argument("file", help="the safetensors file to write")
-    parser.add_argument("--average", action="store_true", help="the EMA weights (ema_decay)")
+    parser.add_argument("--ema", action="store_true", help="the EMA weights (ema_decay)")
     cli.run_on_all_ranks(merge, parser.parse_args())

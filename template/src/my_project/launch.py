@@ -169,7 +169,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         precision=str(value("mixed_precision", "no")),
         elastic=elastic,
         preflight=wants_preflight,
-        join_timeout_seconds=own.seconds_to_come,
+        join_timeout_seconds=own.join_timeout_seconds,
     )
 
 
@@ -203,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(__doc__)
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     parser.add_argument(
-        "--seconds_to_come",
+        "--join_timeout_seconds",
         type=float,
         default=600,
         help="timeout of the wait for the other nodes",

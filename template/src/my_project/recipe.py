@@ -35,8 +35,8 @@ A recipe may also have:
     build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
     sample(model) -> str                          shown at each evaluation
-    per_sample(model) -> {"tokens": n, "operations": m}    of one sample; "operations" are the FLOPs
-                                                  of forward and backward, for throughput and MFU
+    per_sample(model) -> {"tokens": n, "flops": m}    of one sample, forward and backward; for
+                                                  throughput and MFU
     predict(model, data_info, argument) -> str    the answer that predict.py prints
     example_inputs(data_info) -> tuple of tensors     batch first; for predict.py --onnx
     export(model, data_info, folder) -> None      writes an export other than model.safetensors

@@ -46,15 +46,15 @@ class TrainState:
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
     epoch: int = 0  # of a stream
     epoch_start: int = 0  # of a stream: the step at which this epoch began
-    weight_per_micro_batch: float  # items; the micro-batch size until the first step has told
+    items_per_micro_batch: float  # items; the micro-batch size until the first step has told
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
     evaluations_since_best: int = 0
-    interval_loss: float = 0.0  # summed since the last record
-    interval_weight: float = 0.0  # items since the last record
+    interval_loss_sum: float = 0.0  # summed since the last record
+    interval_num_items: float = 0.0  # items since the last record
     skipped_steps: int = 0
-    nonfinite_in_a_row: int = 0  # consecutive skipped steps
+    consecutive_skipped_steps: int = 0  # consecutive skipped steps
 
     def __post_init__(self) -> None:
         self._knows_num_items = False
@@ -77,15 +77,15 @@ class TrainState:
             RuntimeError: too many steps in a row were skipped.
         """
         if not self._knows_num_items and report.num_items > 0:
-            self.weight_per_micro_batch = report.num_items / layout.micro_batches_per_step
+            self.items_per_micro_batch = report.num_items / layout.micro_batches_per_step
             self._knows_num_items = True
         if report.is_skipped:
-            self._count_skipped(report, config.optim.max_nonfinite_steps)
+            self._count_skipped(report, config.optim.max_skipped_steps)
             return
-        self.nonfinite_in_a_row = 0
+        self.consecutive_skipped_steps = 0
         if math.isfinite(report.loss_sum):
-            self.interval_loss += report.loss_sum
-            self.interval_weight += report.num_items
+            self.interval_loss_sum += report.loss_sum
+            self.interval_num_items += report.num_items
         else:
             logger.warning(
                 "step %d: the loss is %s, though its gradient is finite; it is left out of the mean"
@@ -96,21 +96,21 @@ class TrainState:
 
     def _count_skipped(self, report: StepReport, most: int) -> None:
         self.skipped_steps += 1
-        self.nonfinite_in_a_row += 1
+        self.consecutive_skipped_steps += 1
         if not math.isfinite(report.own_loss_sum):
             logger.warning(
                 "step %d: the loss of this process is %s; skipped", report.step, report.own_loss_sum
             )
-        if self.nonfinite_in_a_row < most:
+        if self.consecutive_skipped_steps < most:
             return
-        count = f"in {self.nonfinite_in_a_row} steps in a row, up to step {report.step}"
+        count = f"in {self.consecutive_skipped_steps} steps in a row, up to step {report.step}"
         raise RuntimeError(
             f"nothing was learned {count}, where the recipe's loss counts no sample: check the"
-            " data, or raise optim.max_nonfinite_steps"
+            " data, or raise optim.max_skipped_steps"
             if report.num_items == 0
             else f"the gradient was not finite {count}, where the loss of this process is"
             f" {report.own_loss_sum}: lower optim.lr, check the data, or raise"
-            " optim.max_nonfinite_steps"
+            " optim.max_skipped_steps"
         )
 
     def evaluation_is_due(self, run: Run) -> bool:

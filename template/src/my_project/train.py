@@ -73,7 +73,7 @@ def main(config: Config) -> int:
         )
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         ema_swapped_in = ema.swapped_in if ema else nullcontext
-        state = TrainState(weight_per_micro_batch=layout.micro_batch_size)
+        state = TrainState(items_per_micro_batch=layout.micro_batch_size)
         checkpoints = Checkpoints(run, raw_model, optimizer, accelerator.scaler, ema)
         if resume_from:
             state.restore(checkpoints.load(resume_from))
@@ -136,7 +136,7 @@ def main(config: Config) -> int:
                     optimizer, optim.learning_rate(step, run.total_steps, config.optim)
                 )
                 # near that of a mean, so that no gradient overflows; divided out below, exactly
-                loss_scale = 1 / optim.power_of_two(state.weight_per_micro_batch)
+                loss_scale = 1 / optim.power_of_two(state.items_per_micro_batch)
                 sums = StepSums(accelerator)
                 for j in range(layout.accumulation):
                     batch = next(micro_batches)

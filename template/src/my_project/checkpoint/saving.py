@@ -3,7 +3,7 @@
     checkpoints/step_00000100/
       model.safetensors        with the keys of the plain module, without wrappers
       optimizer.safetensors    "<parameter>/<slot>", independent of the world size
-      average.safetensors      the EMA, with optim.ema_decay
+      ema.safetensors          the EMA, with optim.ema_decay
       state.json               the step, the optimizer's non-tensor state, the best value, the fp16
                                loss scale, the numerics of the run
       manifest.json            size and SHA-256 of each file, written last; evaluation results;
@@ -106,7 +106,7 @@ class Checkpoints:
             "optimizer": slots,
         }
         if self.ema:
-            kinds["average"] = self._ema_tensors(self.ema)
+            kinds["ema"] = self._ema_tensors(self.ema)
         sharded = any(
             isinstance(t, DTensor) for tensors in kinds.values() for t in tensors.values()
         )
@@ -183,7 +183,7 @@ class Checkpoints:
         Tensors(folder, "model").fill(self._weights())
         self._load_optimizer(folder, saved)
         if self.ema:
-            Tensors(folder, "average").fill(self._ema_tensors(self.ema))
+            Tensors(folder, "ema").fill(self._ema_tensors(self.ema))
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:

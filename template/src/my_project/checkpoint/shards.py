@@ -54,7 +54,7 @@ def save_shards(shards: dict[str, Shard], path: Path) -> None:
         separate[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
     offsets = {n: [s.offset, s.shape] for n, s in shards.items() if s.tensor.shape != s.shape}
-    save_file(separate, path, metadata={"places": json.dumps(offsets)} if offsets else None)
+    save_file(separate, path, metadata={"offsets": json.dumps(offsets)} if offsets else None)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -84,7 +84,7 @@ class Tensors:
         for path in paths:
             try:
                 file = safe_open(path, "pt")
-                offsets = json.loads((file.metadata() or {}).get("places", "{}"))
+                offsets = json.loads((file.metadata() or {}).get("offsets", "{}"))
                 for name in file.keys():  # noqa: SIM118
                     shape = file.get_slice(name).get_shape()
                     offset, whole = offsets.get(name, [[0] * len(shape), shape])

@@ -6,7 +6,7 @@
 The cluster need not exist. One step of the recipe's model on fake tensors, which take no memory,
 gives its parameters, saved activations and FLOPs (cost.py). The rest is arithmetic; each formula
 has its source in its function. The speed of a GPU comes from --samples-per-second, measured on one
-GPU, or else from --gpu-tflops and --utilisation (the MFU); the bandwidths come from preflight.py
+GPU, or else from --gpu-tflops and --mfu; the bandwidths come from preflight.py
 (--measured runs/preflight.json) or from options.
 
 Tests compare the predicted memory with torch, and the predicted traffic with the interface counters
@@ -379,7 +379,7 @@ def parser() -> argparse.ArgumentParser:
     add("precision", choices=("no", "bf16", "fp16"), default="bf16")
     add("samples-per-second", type=float, help="speed of one GPU, as a run on one reports it")
     add("gpu-tflops", type=float, default=989.0, help="peak by the data sheet; an H100's in bf16")
-    add("utilisation", dest="mfu", type=float, default=0.4, help="MFU, if no speed is given")
+    add("mfu", type=float, default=0.4, help="MFU, if no speed is given")
     add("measured", default="", help="file with measured bandwidths: runs/preflight.json")
     add("in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
     add("over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")

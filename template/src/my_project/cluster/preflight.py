@@ -593,7 +593,7 @@ def save_bandwidths(
     """Write the bandwidths to preflight.json, for planner.py."""
     record = {
         "nodes": nodes,
-        "processes": world_size,
+        "world_size": world_size,
         "in_node_bytes_per_second": max(in_node.values(), default=None),
         "over_nodes_bytes_per_second": max(over_nodes.values(), default=None),
     }

@@ -138,11 +138,11 @@ class MetricsWriter:
         self.run_steps += self.interval_steps
         self.run_seconds += seconds
         state, config = self.state, self.config
-        num_items = state.interval_weight
+        num_items = state.interval_num_items
         self.write(
             {
                 "step": report.step + 1,
-                "loss": state.interval_loss / num_items if num_items else None,
+                "loss": state.interval_loss_sum / num_items if num_items else None,
                 "learning_rate": learning_rate(report.step, self.run.total_steps, config.optim),
                 "gradient_norm": report.grad_norm if math.isfinite(report.grad_norm) else None,
                 "samples_per_second": samples_per_second,
@@ -154,17 +154,17 @@ class MetricsWriter:
         )
         self.recorded = ended
         self.interval_steps = 0
-        state.interval_loss = 0.0
-        state.interval_weight = 0.0
+        state.interval_loss_sum = 0.0
+        state.interval_num_items = 0.0
 
     def _rates(self, samples_per_second: float) -> dict[str, float]:
         """Return the throughput in the recipe's units, and the model FLOPs utilization (MFU)."""
         rates = {}
         if "tokens" in self.per_sample:
             rates["tokens_per_second"] = samples_per_second * self.per_sample["tokens"]
-        if (peak := self.config.telemetry.peak_tflops) and "operations" in self.per_sample:
-            flops_per_second = samples_per_second * self.per_sample["operations"]
-            rates["utilisation"] = flops_per_second / (peak * 1e12 * self.layout.world_size)
+        if (peak := self.config.telemetry.peak_tflops) and "flops" in self.per_sample:
+            flops_per_second = samples_per_second * self.per_sample["flops"]
+            rates["mfu"] = flops_per_second / (peak * 1e12 * self.layout.world_size)
         return rates
 
     @property
