@@ -20,7 +20,7 @@ test-all: .venv/installed ## Run all tests, with the slow ones and those that ne
 	$(BIN)/pytest -q
 
 # Sums round differently on other CPUs, and no numeric test may depend on the last bit.
-NUMERIC := $(addprefix tests/test_,batches.py embedding.py evaluation.py metrics.py optim.py resume.py same_curve.py segmentation.py sharded.py streams.py)
+NUMERIC := $(addprefix tests/,$(addprefix loop/test_,loader.py evaluation.py metrics.py optim.py resume.py same_curve.py sharded.py streams.py) $(addprefix recipes/test_,embedding.py segmentation.py))
 test-cpus: .venv/installed ## Run the numeric tests with the instruction sets of older CPUs
 	cd template && ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -q -m "not slow and not gpu" $(NUMERIC)
 	cd template && ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -q -m "not slow and not gpu" $(NUMERIC)

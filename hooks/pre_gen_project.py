@@ -139,7 +139,7 @@ def temporary_files(answers: dict[str, Any]) -> Iterator[str]:
         if answers["recipe"] not in (recipe, "all"):
             yield f"configs/{recipe}.yaml"
             yield f"src/{PACKAGE}/recipes/{recipe}.py"
-            yield f"tests/test_{recipe}.py"
+            yield f"tests/recipes/test_{recipe}.py"
 
 
 def main(answers: dict[str, Any]) -> None:

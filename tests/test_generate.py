@@ -402,8 +402,8 @@ def two_recipes(template: Path, tmp_path: Path) -> Path:
     added = {
         "configs/ferns.yaml": "class_path: my_project.recipes.ferns.Ferns\n",
         "src/my_project/recipes/ferns.py": '"""Ferns."""\n',
-        "tests/test_image_classification.py": '"""Of the first recipe alone."""\n',
-        "tests/test_ferns.py": '"""Of the second recipe alone."""\n',
+        "tests/recipes/test_image_classification.py": '"""Of the first recipe alone."""\n',
+        "tests/recipes/test_ferns.py": '"""Of the second recipe alone."""\n',
     }
     for file, content in added.items():
         (folder / "template" / file).write_text(content)
@@ -435,7 +435,7 @@ def two_recipes(template: Path, tmp_path: Path) -> Path:
 )
 def test_the_chosen_recipe_is_the_only_one(two_recipes: Path, desk: Desk, chosen: str, other: str):
     project = desk.generate(two_recipes, **RENAMED, recipe=chosen)
-    files = {"configs/{}.yaml", "src/leafscan/recipes/{}.py", "tests/test_{}.py"}
+    files = {"configs/{}.yaml", "src/leafscan/recipes/{}.py", "tests/recipes/test_{}.py"}
     generated = set(tree(project))
     assert {file.format(chosen) for file in files} <= generated
     assert not {file.format(other) for file in files} & generated
@@ -680,7 +680,7 @@ def test_f_leaves_the_bytecode_of_a_package_that_was_renamed(template: Path, des
         ("LICENSE.Apache-2.0", {"license": "none"}),
         ("configs/ferns.yaml", {}),
         ("src/my_project/recipes/ferns.py", {}),
-        ("tests/test_image_classification.py", {"recipe": "ferns"}),
+        ("tests/recipes/test_image_classification.py", {"recipe": "ferns"}),
     ],
 )
 def test_f_is_refused_where_a_file_of_the_users_would_be_lost(

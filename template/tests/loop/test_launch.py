@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from documents import PROJECT
 
-PROJECT = Path(__file__).parents[1]
 CONFIG = """
 recipe: {class_path: ragged.Ragged}
 batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}

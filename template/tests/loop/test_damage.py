@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from documents import PROJECT
 from ragged import Ragged
 from runs import change, make_config, records, status, train
 from test_checkpoint import fill_up
-from test_launch import PROJECT
 from world import run_world
 
 from my_project import files, run_folder

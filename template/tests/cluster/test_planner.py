@@ -276,7 +276,7 @@ def test_the_command_prints_and_uses_what_preflight_measured(tmp_path, capsys):
         json.dumps({"in_node_bytes_per_second": 2e11, "over_nodes_bytes_per_second": 1e10})
     )
     (tmp_path / "tiny.yaml").write_text(
-        "recipe: {class_path: test_plan.Blocks}\nbatches: {global_batch_size: 64}\nsteps: 1\n"
+        "recipe: {class_path: test_planner.Blocks}\nbatches: {global_batch_size: 64}\nsteps: 1\n"
         f"runs_folder: {tmp_path}\n"
     )
     arguments = ["--config", str(tmp_path / "tiny.yaml"), "--nodes", "2", "--gpus-per-node", "4",

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documents import PROJECT
 from runs import make_config
 from world import free_port
 
 from my_project.config import ConfigError
 from my_project.devices import check_launch
 
-CONFIGS = sorted((Path(__file__).parents[1] / "accelerate_configs").glob("*.yaml"))
+CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
 # accepted and ignored by accelerate, or meant for something else
 IGNORED = {"rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16"}
 STUB = """

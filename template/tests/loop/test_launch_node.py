@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import test_launch
-from test_launch import CONFIG, PROJECT, outcome
+from documents import PROJECT
+from test_launch import CONFIG, outcome
 
 from my_project import config, launch
 from my_project.config import ConfigError, TransientError
