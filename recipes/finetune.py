@@ -237,7 +237,7 @@ class Finetune:
                 raise ValueError(
                     f"{setting} is {column}, but the data has only {', '.join(rows.column_names)}"
                 )
-            # in a column with class names, -1 stands for no label
+            # in a column with class names, -1 means no label
             missing = (None, -1) if _class_names(rows, column) else (None,)
             complete -= {i for i, value in enumerate(rows[column]) if value in missing}
         return rows if len(complete) == len(rows) else rows.select(sorted(complete))

@@ -208,7 +208,7 @@ def start(config: Config) -> Iterator[Accelerator]:
         yield accelerator
         finished = True
     finally:
-        # NCCL's teardown would wait for collectives that nobody answers; the exit ends them.
+        # NCCL's teardown would wait for collectives that no rank answers; the exit ends them.
         if torch.distributed.is_initialized() and (finished or accelerator.device.type == "cpu"):
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(True)

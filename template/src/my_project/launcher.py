@@ -51,7 +51,7 @@ class Launcher:
         """Exit this process when the launcher has ended, or when a stop signal has no effect."""
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):
             self.pid = os.getppid()
-            # signal handlers run in the main thread, which a collective may block for ever
+            # signal handlers run in the main thread, which a collective may block
             self._signals, write_end = os.pipe()
             os.set_blocking(write_end, False)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)

@@ -163,8 +163,8 @@ def finder_of_unused(model: Any) -> Callable[[], list[int]] | None:
 def has_gradients_in_buckets(model: Any) -> bool:
     """Return whether the gradients stay in DDP's buckets from step to step, as views.
 
-    Only where DDP waits for every one: elsewhere a parameter that is not used must have none, since
-    a gradient of zeros decays its weight and moves its momentum.
+    Only where DDP waits for all gradients: elsewhere an unused parameter must have none, since a
+    gradient of zeros decays its weight and moves its momentum.
     """
     ddp = strict_ddp(model)
     if not (ddp and ddp.gradient_as_bucket_view):

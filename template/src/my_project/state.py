@@ -1,7 +1,7 @@
-"""Where a run stands: what a checkpoint holds besides tensors, and what follows from it.
+"""The state of training: what a checkpoint holds besides tensors, and what follows from it.
 
-The loop gives it the numbers of each finished step and the results of each evaluation; it says when
-an evaluation is due, which weights are the best, and when the run has ended.
+The loop passes in the numbers of each finished step and the results of each evaluation; the state
+decides when an evaluation is due, which weights are the best, and when the run has ended.
 """
 
 import dataclasses
