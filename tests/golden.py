@@ -35,25 +35,7 @@ from typing import Any
 
 # Old name: new name, of a key, a file or a folder, such as "average": "ema". Applied to whole words
 # of what is recorded, except to the values of tensors.
-RENAMED: dict[str, str] = {
-    "weight_per_micro_batch": "items_per_micro_batch",
-    "interval_loss": "interval_loss_sum",
-    "interval_weight": "interval_num_items",
-    "nonfinite_in_a_row": "consecutive_skipped_steps",
-    "max_nonfinite_steps": "max_skipped_steps",
-    "utilisation": "mfu",
-    "average.safetensors": "ema.safetensors",
-    "places": "offsets",
-    "block_tokens": "sequence_length",
-    "validation_blocks": "max_validation_sequences",
-    "answer_tokens": "max_new_tokens",
-    "longest": "max_length",
-    "vocabulary": "vocab_size",
-    "end": "eos_token_id",
-    "log_scale": "logit_scale",
-    "attention.into": "attention.qkv",
-    "mlp.into": "mlp.gate_up",
-}
+RENAMED: dict[str, str] = {}
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "template"
 TESTS = TEMPLATE / "tests"

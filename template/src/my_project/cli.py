@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError, exit_with_sentence
-from .launcher import world
+from .process import world
 from .safety.redaction import MaskedFormatter
 
 COMMANDS = (

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from .launcher import LAUNCHER
+from .process import LAUNCHER
 from .recipe import Recipe, problems_of
 from .safety.redaction import mask, refuse_secrets
 

@@ -20,12 +20,12 @@ from torch.utils.data import IterableDataset
 
 from .config import Config, ConfigError, TransientError, to_yaml
 from .files import writing
-from .launcher import process_name
 from .loading.layout import is_stream
-from .loading.locks import in_turn, until_all_are_done
+from .loading.prepare_once import in_turn, until_all_are_done
 from .loading.staging import staged
+from .process import process_name
 from .recipe import Recipe, optional, place_of, problems
-from .stacks import progress_reported
+from .stack_traces import progress_reported
 
 
 def check_recipe(config: Config) -> None:

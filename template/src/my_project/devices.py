@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader
 
 from .config import Config, ConfigError
 from .files import writing
-from .launcher import world
 from .loading.seeding import seed_of
 from .optim import optimizer_class
+from .process import world
 from .run_folder import Run, not_shared
 from .stopping import turn_on_flight_recorder
 

@@ -9,7 +9,7 @@ stranger's folder is run (safety/trust.py).
 
 import sys
 
-from .launcher import LAUNCHER
+from .process import LAUNCHER
 from .safety.search_path import leave_out_weights
 
 if __name__ == "__main__":

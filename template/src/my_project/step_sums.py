@@ -36,7 +36,7 @@ class StepSums:
         self.loss_sum.add_(loss_sum.detach())
         self.num_items.add_(num_items)
 
-    def start_all_reduce(self, *, wants_stop: bool, is_short: bool) -> None:
+    def start_all_reduce(self, wants_stop: bool, is_short: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
         if wants_stop or is_short:  # hardly ever, so nearly no step pays for these kernels
             self.stop_votes.fill_(wants_stop)

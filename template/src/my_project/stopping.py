@@ -1,4 +1,4 @@
-"""Preemption, the watchdog, and failure reports.
+"""Preemption, the watchdog, and failure reports. Early stopping is in state.py.
 
 runs/<run_name>/errors/ gathers, for all nodes, one file for each rank that failed.
 """
@@ -20,10 +20,10 @@ import psutil
 import torch
 
 from .config import Config, ConfigError, seconds_of
-from .launcher import LAUNCHER
+from .process import LAUNCHER
 from .run_folder import Run
 from .safety.redaction import mask
-from .stacks import stacks, standing_place
+from .stack_traces import stacks, standing_place
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

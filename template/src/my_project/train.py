@@ -13,13 +13,14 @@ from contextlib import nullcontext
 
 import torch
 
-from . import cli, contract, devices, export, launcher, optim, sharding, stopping
+from . import cli, contract, devices, export, optim, sharding, stopping
 from .checkpoint import resuming
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate, sanity_check
 from .loading.feed import train_batches
 from .loading.layout import batch_layout, lengths, total_steps
 from .loading.seeding import seed_forward
+from .process import world
 from .records import display
 from .records.metrics import MetricsWriter
 from .run_folder import Run
@@ -39,7 +40,7 @@ def main(config: Config) -> int:
     """
     # ---- before any process group: what can be refused is refused here ---------------------------
     recipe = config.recipe
-    world_size, rank = launcher.world()
+    world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
     devices.check_launch(config, layout.accumulation)
     contract.check_recipe(config)
@@ -73,8 +74,9 @@ def main(config: Config) -> int:
         )
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         ema_swapped_in = ema.swapped_in if ema else nullcontext
+        scaler = accelerator.scaler  # of fp16
         state = TrainState(items_per_micro_batch=layout.micro_batch_size)
-        checkpoints = Checkpoints(run, raw_model, optimizer, accelerator.scaler, ema)
+        checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
         if resume_from:
             state.restore(checkpoints.load(resume_from))
         run.step = state.step
@@ -86,7 +88,7 @@ def main(config: Config) -> int:
         steps = range(state.step, run.total_steps)
         epoch = (state.epoch, state.epoch_start)
         batches = train_batches(config, train_set, layout, steps, accelerator, epoch)
-        trained = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
+        trainable = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
         find_unused = sharding.finder_of_unused(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
         read_back = DelayedReader()
@@ -100,7 +102,7 @@ def main(config: Config) -> int:
                 if report is None:
                     return
                 stop_agreed |= report.stop_votes > 0
-                if report.short_votes:
+                if report.short_votes:  # a stream runs out of samples on some rank
                     batches.end_epoch_after(report.step)
                 state.observe(report, config, layout)
                 metrics.observe(report)
@@ -110,7 +112,7 @@ def main(config: Config) -> int:
                 watchdog.pause()
                 with metrics.paused():
                     checkpoints.save(state)
-                    if state.step == run.total_steps:  # on the disk before anything can fail
+                    if state.step == run.total_steps:  # on the disk before the last evaluation
                         checkpoints.wait()
                         accelerator.wait_for_everyone()
 
@@ -118,64 +120,62 @@ def main(config: Config) -> int:
                 watchdog.pause()
                 with metrics.paused(), ema_swapped_in():
                     results = evaluate(accelerator, config, evaluation_model, validation_sets)
-                    if state.note_evaluation(config, results):
+                    if state.note_evaluation(config, results):  # the best so far
                         export.export_best(run, data_info, raw_model)
                 metrics.write({"step": state.step} | results)
                 checkpoints.add_evaluation(state)
 
-            if state.evaluation_is_due(run):  # killed while it evaluated
+            if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
                 evaluate_and_note()
             elif config.evaluation.sanity_check and state.step == 0:
                 watchdog.pause()
                 with metrics.paused():
                     sanity_check(accelerator, config, evaluation_model, validation_sets)
-            ended = state.end_reason(run)
+            end_reason = state.end_reason(run)  # empty until the run is at its end
             micro_batches = metrics.timed(batches)
-            for step in steps if not ended else ():
+            for step in steps if not end_reason else ():
+                # ---- forward and backward, micro-batch by micro-batch ----------------------------
                 optim.set_learning_rate(
                     optimizer, optim.learning_rate(step, run.total_steps, config.optim)
                 )
-                # near that of a mean, so that no gradient overflows; divided out below, exactly
-                loss_scale = 1 / optim.power_of_two(state.items_per_micro_batch)
+                # gradients as small as those of a mean; a power of two rounds no digit
+                backward_factor = 1 / optim.power_of_two(state.items_per_micro_batch)
                 sums = StepSums(accelerator)
                 for j in range(layout.accumulation):
                     batch = next(micro_batches)
                     seed_forward(config.seed, step, j * world_size + rank, accelerator.device)
                     is_last = j == layout.accumulation - 1
                     with nullcontext() if is_last else accelerator.no_sync(model):
-                        returned = model(recipe.loss, batch, step)
+                        returned = model(recipe.loss, batch, step)  # in the one wrapped forward
                         if step == steps.start and j == 0:
                             contract.check_loss(recipe, returned)
                         loss_sum, num_items = returned
                         sums.add(loss_sum, num_items)
-                        if is_last:
-                            sums.start_all_reduce(
-                                wants_stop=stop.requested, is_short=batches.is_short
-                            )
-                        # accelerator.backward also divides by its own accumulation, which is 1:
-                        # two extra kernels, measurable on small models.
-                        scaler = accelerator.scaler
+                        if is_last:  # the all-reduce overlaps with the last backward
+                            sums.start_all_reduce(stop.requested, batches.is_short)
+                        # not accelerator.backward, which divides by an accumulation of 1: two extra
+                        # kernels, measurable on small models
                         scaled = scaler.scale(loss_sum) if scaler else loss_sum
-                        scaled.backward(torch.full_like(scaled, loss_scale))
+                        scaled.backward(torch.full_like(scaled, backward_factor))
                 sums.wait()
                 accelerator.unscale_gradients()
 
-                # Wrappers average over ranks; the gradient wanted is that of the sum of all losses
-                # over the number of all items.
-                scale = (world_size / loss_scale) / sums.num_items
-                norm = optim.normalize_and_clip_(  # no name keeps the gradients through a step
-                    optim.gradients(trained, find_unused), scale, config.optim.clip_norm
+                # ---- normalize, clip, step -------------------------------------------------------
+                # DDP and FSDP average over ranks; wanted is the sum of all losses over all items.
+                factor = (world_size / backward_factor) / sums.num_items
+                norm = optim.normalize_and_clip_(  # holds no gradient longer than the step
+                    optim.gradients(trainable, find_unused), factor, config.optim.clip_norm
                 )
                 sums.grad_norm.copy_(norm)
                 optim.step_if_finite(optimizer, norm)
-                if accelerator.scaler:
-                    accelerator.scaler.update()
+                if scaler:
+                    scaler.update()
                 optim.clear_gradients(optimizer, in_buckets, is_first=step == steps.start)
                 if ema:
                     ema.update()
-                state.step = run.step = step + 1
+                state.step = run.step = step + 1  # steps done; a skipped one counts
                 metrics.step_ended(step)
-                observe(read_back.push(step, sums))  # the numbers of the step before: no wait
+                observe(read_back.push(step, sums))  # reads the step before, so nothing waits
                 watchdog.step_done()
 
                 # ---- every so often: save, then evaluate: a failure there loses no step ----------
@@ -183,33 +183,33 @@ def main(config: Config) -> int:
                 save_due = is_due(config.checkpoints.every_steps, state.step)
                 save_due |= state.step == run.total_steps
                 if save_due or evaluation_due or stop_agreed:
-                    observe(read_back.flush())
+                    observe(read_back.flush())  # the checkpoint counts this step too
                     if save_due or stop_agreed:
                         save()
-                    if evaluation_due and not stop_agreed:  # if so, the next start does it
+                    if evaluation_due and not stop_agreed:  # else the next start evaluates
                         evaluate_and_note()
-                    ended = state.end_reason(run)
-                    if ended and not save_due:
+                    end_reason = state.end_reason(run)
+                    if end_reason and not save_due:
                         save()
-                    if ended or stop_agreed:
+                    if end_reason or stop_agreed:
                         break
 
         # ---- finish, or leave to be continued ----------------------------------------------------
         watchdog.pause()
-        if not ended:
-            accelerator.wait_for_everyone()  # where one leaves, torchrun soon ends those that save
+        if not end_reason:
+            accelerator.wait_for_everyone()  # torchrun kills ranks that save once another has left
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"
                 run.write_status("preempted", reason + checkpoints.note)
             return 75
-        state.check_trained(is_fp16=bool(accelerator.scaler))
+        state.check_trained(is_fp16=bool(scaler))
         with ema_swapped_in():
             export.export(run, "export", data_info, raw_model)
-        accelerator.wait_for_everyone()  # a rank that had left would be blamed if an export hangs
+        accelerator.wait_for_everyone()  # if an export hangs, reports must not name ranks that left
         if rank == 0:
             result, is_early = state.results | metrics.throughput, state.step < run.total_steps
             patience = config.evaluation.patience if is_early else 0
-            reason = ended + checkpoints.note
+            reason = end_reason + checkpoints.note
             run.write_status("finished", reason, result=result, patience=patience)
             display.print_result(run)
     return 0

@@ -10,7 +10,8 @@ from runs import change, make_config
 
 from my_project.loading.feed import IndexedBatches
 from my_project.loading.layout import batch_layout
-from my_project.loading.loader import Fetch, SliceSampler, make_loader
+from my_project.loading.loader import Fetch, make_loader
+from my_project.loading.sampler import SliceSampler
 from my_project.loading.workers import cpus_per_process
 
 

@@ -42,10 +42,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.cuda import nccl
 
-from .. import cli, devices, launcher
+from .. import cli, devices
 from ..config import to_yaml
 from ..files import wait_until, write_atomically
 from ..loading import layout, workers
+from ..process import world
 from ..run_folder import installed, not_shared
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ WRITTEN_BYTES = 64 * MB
 def seconds_for(check_name: str) -> float:
     """Return the time limit of a check for this number of nodes."""
     constant, per_node = SECONDS[check_name]
-    world_size, _ = launcher.world()
+    world_size, _ = world()
     nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return constant + per_node * nodes
 
@@ -78,7 +79,7 @@ def seconds_for(check_name: str) -> float:
 @contextmanager
 def checking(check_name: str) -> Iterator[None]:
     """Exit this process with a message if a check exceeds its time limit."""
-    world_size, rank = launcher.world()
+    world_size, rank = world()
     seconds = seconds_for(check_name)
 
     def give_up() -> None:
@@ -117,7 +118,7 @@ def node_properties(config: Config, device: torch.device) -> dict[str, Any]:
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     properties: dict[str, Any] = {
         "host": socket.gethostname(),
-        "rank": launcher.world()[1],
+        "rank": world()[1],
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         "python": platform.python_version(),
         "packages": ", ".join(f"{name} {version}" for name, version in installed().items()),
@@ -439,7 +440,7 @@ def slow_pairs(measured: dict[tuple[int, int], float], hosts: list[str]) -> list
 def main(config: Config) -> int:
     """Run all checks, print the results, and return the exit code."""
     started = time.monotonic()
-    layout.batch_layout(config.batches, launcher.world()[0])
+    layout.batch_layout(config.batches, world()[0])
     devices.check_launch(config)
     longest = round(max(map(seconds_for, SECONDS)))  # `checking` acts before the process group does
     distributed = replace(

@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from ..config import Config
 from ..recipe import optional
 from .layout import BatchLayout, is_stream
-from .loader import Fetch, SliceSampler, make_loader, on_device
+from .loader import Fetch, make_loader, on_device
+from .sampler import SliceSampler
 from .streams import StreamBatches
 
 

@@ -1,7 +1,6 @@
-"""How a global batch is divided: global = micro x world size x accumulation.
+"""How a global batch is divided into micro-batches, and how many steps a run has.
 
-Micro-batch j of rank r is slice j * world_size + r of the global batch, so the samples of a step
-are the same for any layout, and so are those of each micro-batch.
+global batch = micro-batch x world size x accumulation.
 """
 
 from dataclasses import dataclass

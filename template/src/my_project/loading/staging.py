@@ -22,7 +22,7 @@ import psutil
 from filelock import FileLock
 
 from ..config import ConfigError
-from ..stacks import progress_reported
+from ..stack_traces import progress_reported
 
 logger = logging.getLogger(__name__)
 FILES_AT_A_TIME = 16  # network storage is slow per file but serves many in parallel

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from .launcher import process_name
+from .process import process_name
 
 logger = logging.getLogger(__name__)
 # A process whose innermost frame is in one of these files waits for other ranks.

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from world import World, run_world
 
-from my_project import stacks
+from my_project import stack_traces
 from my_project.config import ConfigError, TransientError
-from my_project.loading import locks
-from my_project.loading.locks import first_alone, in_turn, until_all_are_done
-from my_project.stacks import progress_reported
+from my_project.loading import prepare_once
+from my_project.loading.prepare_once import first_alone, in_turn, until_all_are_done
+from my_project.stack_traces import progress_reported
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> None:
@@ -28,9 +28,9 @@ def wait_for(folder: Path, pattern: str, count: int) -> None:
 def prepare(folder: Path, nodes: int) -> list[str]:
     """Return which locks this process was the first to hold; rank 0 begins."""
     rank = int(os.environ["RANK"])
-    locks.socket.gethostname = lambda: f"host{rank * nodes // 4}"  # type: ignore[attr-defined]
+    prepare_once.socket.gethostname = lambda: f"host{rank * nodes // 4}"  # type: ignore[attr-defined]
     first_of = []
-    alone = locks.first_alone
+    alone = prepare_once.first_alone
 
     @contextmanager
     def noted(path, who):
@@ -38,7 +38,7 @@ def prepare(folder: Path, nodes: int) -> list[str]:
             first_of.extend([path.name] * is_first)
             yield is_first
 
-    locks.first_alone = noted
+    prepare_once.first_alone = noted
     if rank:
         wait_for(folder, "inside_0", 1)
         (folder / f"outside_{rank}").touch()
@@ -66,7 +66,7 @@ def prepare_and_fail(folder: Path, how: str) -> str:
     """Two nodes of two processes, of which the first of all fails while it prepares."""
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    locks.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
+    prepare_once.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
     if rank:
         wait_for(folder, "inside_0", 1)
         (folder / f"outside_{rank}").touch()
@@ -144,7 +144,7 @@ def test_what_is_forked_while_the_data_is_prepared_keeps_no_lock(tmp_path):
 
 def test_what_a_kill_has_left_in_a_lock_is_no_hindrance(tmp_path):
     lock = tmp_path / "lock"
-    lock.write_text(f"{locks.launch_name()}\nrank 7 on a host")
+    lock.write_text(f"{prepare_once.launch_name()}\nrank 7 on a host")
     with first_alone(lock, "rank 0") as is_first:
         assert is_first
     assert lock.read_text() == ""
@@ -195,7 +195,7 @@ def test_long_work_says_on_which_rank_and_in_which_function_it_is(caplog, monkey
 
 def test_a_library_is_not_the_place_where_a_process_stands():
     places = []
-    sorted([1], key=lambda _: places.append(stacks.standing_place(sys._getframe())))
+    sorted([1], key=lambda _: places.append(stack_traces.standing_place(sys._getframe())))
     place, waits = places[0]
     assert __file__ in place
     assert not waits

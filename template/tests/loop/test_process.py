@@ -34,10 +34,10 @@ def script(text: str, *arguments: str, **environment: str) -> list[str]:
 # ---- without torch: a parent that is gone --------------------------------------------------------
 ORPHAN = """
 import os, subprocess, sys, threading, time
-from my_project import launcher
-launcher.POLL_SECONDS = 0.01
+from my_project import process
+process.POLL_SECONDS = 0.01
 os.write(1, b"started ")
-launcher.LAUNCHER.watch()
+process.LAUNCHER.watch()
 others = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)  # as a recipe's pool
 before = os.getppid()
 {in_loop}
@@ -47,13 +47,13 @@ while os.getppid() == before:
 {then}
 """
 IN_LOOP = {
-    "in_loop": "launcher.LAUNCHER.ends_process = False",
+    "in_loop": "process.LAUNCHER.ends_process = False",
     "then": """
-while not launcher.LAUNCHER.is_gone:
+while not process.LAUNCHER.is_gone:
     time.sleep(0.01)
 time.sleep(0.2)
 os.write(1, b"saved ")
-launcher.LAUNCHER.ends_process = True
+process.LAUNCHER.ends_process = True
 time.sleep(600)
 """,
 }
@@ -94,10 +94,10 @@ def test_whose_parent_is_gone_ends_with_all_it_started_if_that_was_a_launcher(
 
 TOLD = """
 import os, signal, time
-from my_project import launcher
-launcher.POLL_SECONDS, launcher.REACH_LOOP_SECONDS = 0.01, 0.1
-launcher.LAUNCHER.watch()
-launcher.LAUNCHER.ends_process = {ends}
+from my_project import process
+process.POLL_SECONDS, process.REACH_LOOP_SECONDS = 0.01, 0.1
+process.LAUNCHER.watch()
+process.LAUNCHER.ends_process = {ends}
 signal.signal(signal.SIGTERM, lambda *_: None)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep({seconds})
