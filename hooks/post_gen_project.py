@@ -199,7 +199,7 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
 
     Answers that are free text are not written into code, where each language quotes differently.
     """
-    free_text = file in ("README.md", "LICENSE", "pyproject.toml")
+    free_text = file in ("README.md", "AGENTS.md", "LICENSE", "pyproject.toml")
     questions = DEFAULTS if free_text else ("project_slug", "package_name")
     words = {DEFAULTS[question]: answers[question] for question in questions}
     if file.endswith(".toml"):

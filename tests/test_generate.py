@@ -338,7 +338,7 @@ def test_quotes_backslashes_and_letters_of_all_kinds_come_through_exactly(
     awkward_project_is_exact(project)
     # What stands in code is the names alone.
     plain = desk.generate(template, "--output-dir=plain", **names).parent / "plain/bobs-net"
-    free_text = {"README.md", "LICENSE", "pyproject.toml"}
+    free_text = {"README.md", "AGENTS.md", "LICENSE", "pyproject.toml"}
     for file, content in tree(plain).items():
         assert file in free_text or tree(project)[file] == content, file
 
@@ -728,7 +728,7 @@ def test_the_hooks_and_the_questions_agree():
     assert PRE_GEN.PACKAGE == POST_GEN.PACKAGE
     assert questions["recipe"] == [*POST_GEN.RECIPES, "all"]
     assert questions["license"] == [*PRE_GEN.LICENSES, "none"]
-    recipes = [file for file in POST_GEN.TEMPLATE_FILES if "/recipes/" in file]
+    recipes = [file for file in POST_GEN.TEMPLATE_FILES if "_project/recipes/" in file]
     assert {Path(file).stem for file in recipes} - {"__init__"} == set(POST_GEN.RECIPES)
     # What passes through is what pre_gen protects.
     for recipe in POST_GEN.RECIPES:

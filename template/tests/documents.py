@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parents[1]
+# It can be deleted, together with launch/.
+HAS_CLUSTER = (PROJECT / "src/my_project/cluster").is_dir()
 DOCUMENTS = sorted(
     path.relative_to(PROJECT).as_posix()
     for pattern in ("*.md", "docs/*.md", "accelerate_configs/*.md")

@@ -8,12 +8,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from world import TESTS
+from documents import HAS_CLUSTER, PROJECT
 
 from my_project.cli import COMMANDS
 
-PROJECT = TESTS.parent
-CLUSTER = PROJECT / "src/my_project/cluster"  # can be deleted
 HEAVY = ("torch", "accelerate", "jsonargparse", "yaml", "numpy", "psutil")
 (SCRIPT,) = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"].values()
 MODULE, _, FUNCTION = SCRIPT.partition(":")
@@ -41,7 +39,7 @@ def test_commands_are_listed_before_anything_heavy_is_imported(call):
     done = call(flags=("-X", "importtime"))
     assert done.returncode == 0, done.stderr
     listed = re.findall(r"(?m)^  (\w+) +\S", done.stdout)
-    there = [name for name in COMMANDS if not name.startswith("cluster.") or CLUSTER.is_dir()]
+    there = [name for name in COMMANDS if not name.startswith("cluster.") or HAS_CLUSTER]
     assert listed == [name.rpartition(".")[2] for name in there]
     imported = set(re.findall(r"\| +(\w+)\S*$", done.stderr, re.M))
     assert {"my_project", "argparse"} <= imported

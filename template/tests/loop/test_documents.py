@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from documents import (
     DOCUMENTS,
+    HAS_CLUSTER,
     PROJECT,
     blocks,
     commands,
@@ -21,7 +22,6 @@ from documents import (
 from runs import status
 
 SOURCE = PROJECT / "src/my_project"
-HAS_CLUSTER = (SOURCE / "cluster").is_dir() and (PROJECT / "launch").is_dir()  # can be deleted
 MORE = len(SOURCE.name) - 10  # letters of the package's name than in the template
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documents import PROJECT, commands, text_of
+from documents import HAS_CLUSTER, PROJECT, commands, text_of
 
 README = text_of("README.md")
 SHORT = " --epochs null --steps 4 --evaluation.every_steps null"
 BIN = Path(sys.executable).parent
 NEEDS_CLUSTER = r"launch/|cluster\.|-m my_project (planner|hosts) |make logs"
-HAS_CLUSTER = (PROJECT / "src/my_project/cluster").is_dir() and (PROJECT / "launch").is_dir()
 
 
 def run(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
