@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from .config import Config, ConfigError, seconds_of
+from .files import wait_until
 from .process import LAUNCHER
 from .run_folder import Run
 from .safety.redaction import mask
@@ -252,9 +253,8 @@ def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
 
 def likely_cause(run: Run, seconds: float) -> str:
     """Name the ranks to look at: those without a report, or those that wait for no other."""
-    deadline = time.monotonic() + seconds
-    while len(reports := run.errors()) < len(run.hosts) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: len(run.errors()) == len(run.hosts), seconds, poll_seconds=0.1)
+    reports = run.errors()
     names = [f"rank {rank} on {host}" for rank, host in enumerate(run.hosts)]
     if silent := [name for rank, name in enumerate(names) if rank not in reports]:
         return f"No report from {', '.join(silent)}: killed, stopped or cut off; look there first."

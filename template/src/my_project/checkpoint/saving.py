@@ -19,7 +19,6 @@ import json
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +39,7 @@ from ..files import (
     manifest_text,
     read_manifest,
     step_of,
+    wait_until,
     write_atomically,
 )
 from ..optim import EMA
@@ -331,22 +331,23 @@ class Checkpoints:
     def _files_of_other_ranks(self, temporary: Path, writers: int) -> dict[str, Any]:
         """Wait for the file in which each rank lists its shards; return these lists merged."""
         files: dict[str, Any] = {}
-        deadline = time.monotonic() + self.config.distributed.startup_timeout_seconds
         waiting = set(range(1, writers))
-        while waiting:
+
+        def all_have_written() -> bool:
             for rank in sorted(waiting):
                 if (temporary / f"failed.rank_{rank:05d}").exists():
-                    raise OSError(
-                        f"rank {rank} on {self.run.hosts[rank]} could not write its shards"
-                    )
+                    host = self.run.hosts[rank]
+                    raise OSError(f"rank {rank} on {host} could not write its shards")
                 path = temporary / f"written.rank_{rank:05d}"
                 if path.exists():
-                    files |= json.loads(path.read_text())
+                    files.update(json.loads(path.read_text()))
                     path.unlink()
                     waiting.remove(rank)
-            if time.monotonic() > deadline:
-                raise OSError(f"rank(s) {sorted(waiting)} did not write their shards in time")
-            time.sleep(0.05 if waiting else 0)
+            return not waiting
+
+        limit = self.config.distributed.startup_timeout_seconds
+        if not wait_until(all_have_written, limit, poll_seconds=0.05):
+            raise OSError(f"rank(s) {sorted(waiting)} did not write their shards in time")
         return files
 
     def _rotate(self) -> None:
