@@ -51,7 +51,7 @@ def train_as_typed(command: str, more: str = "") -> Any:
     """Run `python -m my_project.train ...` here, which is faster, and return its config.
 
     Args:
-        command: as a document has it; its paths lie in the current folder.
+        command: as a document has it; its paths are those of the current folder.
         more: settings that make it short.
     """
     from runs import train
