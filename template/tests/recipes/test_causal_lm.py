@@ -250,7 +250,7 @@ def test_the_lanes_hold_every_training_document_once_and_each_epoch_is_shuffled(
     recipe = recipe_of(tmp_path, lanes=4, sequence_length=4, max_validation_sequences=7)
     data_info = recipe.prepare_data()
     stream, sets = recipe.build_datasets(data_info)
-    assert len(sets["validation"]) == data_info["validation"]["blocks"] == 7
+    assert len(sets["validation"]) == data_info["validation"]["sequences"] == 7
     texts = [path.read_text() for path in (tmp_path / "texts").glob("[0-9]*")]
     expected = sorted(text for text in texts if not recipe._is_validation(text))
     epochs = []
