@@ -17,11 +17,11 @@ LIGHT = (
     "cli",
     "__main__",
     "launch",
-    "launcher",
+    "process",
     "records.logs",
     "run_folder",
     "files",
-    "stacks",
+    "stack_traces",
 )
 
 
