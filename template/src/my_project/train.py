@@ -87,7 +87,7 @@ def main(config: Config) -> int:
         # ---- the loop: step k is global batch k --------------------------------------------------
         steps = range(state.step, run.total_steps)
         epoch = (state.epoch, state.epoch_start)
-        batches = train_batches(config, train_set, layout, steps, accelerator, epoch)
+        feed = train_batches(config, train_set, layout, steps, accelerator, epoch)
         trainable = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
         find_unused = sharding.finder_of_unused(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
@@ -102,13 +102,13 @@ def main(config: Config) -> int:
                 if report is None:
                     return
                 stop_agreed |= report.stop_votes > 0
-                if report.short_votes:  # a stream runs out of samples on some rank
-                    batches.end_epoch_after(report.step)
+                if report.short_votes:  # a stream ends: so does its epoch, after the next step
+                    feed.end_epoch_after(report.step)
                 state.observe(report, config, layout)
                 metrics.observe(report)
 
             def save() -> None:
-                state.epoch, state.epoch_start = batches.epoch, batches.epoch_start
+                state.epoch, state.epoch_start = feed.epoch, feed.epoch_start
                 watchdog.pause()
                 with metrics.paused():
                     checkpoints.save(state)
@@ -132,13 +132,13 @@ def main(config: Config) -> int:
                 with metrics.paused():
                     sanity_check(accelerator, config, evaluation_model, validation_sets)
             end_reason = state.end_reason(run)  # empty until the run is at its end
-            micro_batches = metrics.timed(batches)
+            micro_batches = metrics.timed(feed)
             for step in steps if not end_reason else ():
                 # ---- forward and backward, micro-batch by micro-batch ----------------------------
                 optim.set_learning_rate(
                     optimizer, optim.learning_rate(step, run.total_steps, config.optim)
                 )
-                # gradients as small as those of a mean; a power of two rounds no digit
+                # as small as the gradient of a mean, without rounding; divided out below
                 backward_factor = 1 / optim.power_of_two(state.items_per_micro_batch)
                 sums = StepSums(accelerator)
                 for j in range(layout.accumulation):
@@ -152,16 +152,16 @@ def main(config: Config) -> int:
                         loss_sum, num_items = returned
                         sums.add(loss_sum, num_items)
                         if is_last:  # the all-reduce overlaps with the last backward
-                            sums.start_all_reduce(stop.requested, batches.is_short)
-                        # not accelerator.backward, which divides by an accumulation of 1: two extra
-                        # kernels, measurable on small models
+                            sums.start_all_reduce(stop.requested, feed.is_short)
+                        # accelerator.backward would divide by its own accumulation, set to 1: two
+                        # extra kernels, measurable on small models
                         scaled = scaler.scale(loss_sum) if scaler else loss_sum
                         scaled.backward(torch.full_like(scaled, backward_factor))
                 sums.wait()
                 accelerator.unscale_gradients()
 
                 # ---- normalize, clip, step -------------------------------------------------------
-                # DDP and FSDP average over ranks; wanted is the sum of all losses over all items.
+                # undo the average of DDP or FSDP and the factor; divide by the items of all ranks
                 factor = (world_size / backward_factor) / sums.num_items
                 norm = optim.normalize_and_clip_(  # holds no gradient longer than the step
                     optim.gradients(trainable, find_unused), factor, config.optim.clip_norm
@@ -171,7 +171,7 @@ def main(config: Config) -> int:
                 if scaler:
                     scaler.update()
                 optim.clear_gradients(optimizer, in_buckets, is_first=step == steps.start)
-                if ema:
+                if ema:  # a skipped step leaves the weights, not the EMA
                     ema.update()
                 state.step = run.step = step + 1  # steps done; a skipped one counts
                 metrics.step_ended(step)
