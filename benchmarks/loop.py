@@ -131,7 +131,7 @@ def train_hand_written(config: Any, case: Case, rank: int, device: Any) -> None:
     import hand_written
     import torch
     from my_project.loading.loader import Fetch
-    from my_project.loading.seeding import seed_of
+    from my_project.loading.seeding import derive_seed
 
     torch.set_float32_matmul_precision("high")
     recipe = config.recipe
@@ -145,7 +145,7 @@ def train_hand_written(config: Any, case: Case, rank: int, device: Any) -> None:
         steps=case.steps,
         rank=rank,
         world_size=case.processes,
-        epoch_seed=lambda epoch: seed_of(config.seed, "order", epoch),
+        epoch_seed=lambda epoch: derive_seed(config.seed, "order", epoch),
         with_epoch=seeded,
     )
     collate = getattr(recipe, "collate", None)

@@ -2,7 +2,7 @@
 
 Each command is a module that can also be run directly (`python -m my_project.evaluate`).
 Launchers do so for commands that run on several processes.
-The console script `my-project` does the same, from any folder, which it does not import from.
+The console script `my-project` does the same, without adding the current folder to sys.path.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import ConfigError, exit_with_sentence
+from .config import ConfigError, exit_with_error
 from .process import world
 from .safety.redaction import MaskedFormatter
 
@@ -50,7 +50,7 @@ def main() -> None:
     if command not in modules:
         similar = get_close_matches(command, modules, n=1)
         remedy = f"did you mean {similar[0]}?" if similar else f"use one of {', '.join(modules)}."
-        exit_with_sentence(ConfigError(f"there is no command {command}; {remedy}"))
+        exit_with_error(ConfigError(f"there is no command {command}; {remedy}"))
     del sys.argv[1]
     runpy.run_module(f"{__package__}.{modules[command]}", run_name="__main__", alter_sys=True)
 
@@ -70,7 +70,7 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
     try:
         raise SystemExit(main(*arguments) or 0)
     except ConfigError as error:
-        exit_with_sentence(error)
+        exit_with_error(error)
 
 
 def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
@@ -84,7 +84,7 @@ def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
     try:
         code = main(argument)
     except ConfigError as error:
-        exit_with_sentence(error)
+        exit_with_error(error)
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
         code = 130

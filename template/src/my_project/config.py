@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 
 from .process import LAUNCHER
 from .recipe import Recipe, problems_of
-from .safety.redaction import mask, refuse_secrets
+from .safety.redaction import mask, secrets_problem
 
 
 class ConfigError(ValueError):
@@ -314,7 +314,7 @@ def to_yaml(config: Config) -> str:
     """
     import yaml
 
-    if refusal := refuse_secrets(config):
+    if refusal := secrets_problem(config):
         raise ConfigError(refusal)
     plain = to_dict(config)
     try:
@@ -373,8 +373,8 @@ def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str,
 
 
 # ---- YAML, checked -------------------------------------------------------------------------------
-MOST_YAML_CHARACTERS = 10_000_000  # with aliases expanded, and 100 more for each value
-MOST_YAML_LEVELS = 100
+MAX_YAML_CHARACTERS = 10_000_000  # with aliases expanded, and 100 more for each value
+MAX_YAML_LEVELS = 100
 
 
 def check_yaml(text: str) -> None:
@@ -410,10 +410,10 @@ def check_yaml(text: str) -> None:
             characters, levels = anchored.get(event.anchor, (characters, levels))
         collections[-1][1] += characters
         collections[-1][2] = max(collections[-1][2], levels + 1)
-        if has_aliases and collections[-1][1] > MOST_YAML_CHARACTERS:
-            raise yaml.YAMLError(f"its aliases expand to over {MOST_YAML_CHARACTERS} characters")
-        if collections[-1][2] > MOST_YAML_LEVELS:
-            raise yaml.YAMLError(f"it is nested more than {MOST_YAML_LEVELS} levels deep")
+        if has_aliases and collections[-1][1] > MAX_YAML_CHARACTERS:
+            raise yaml.YAMLError(f"its aliases expand to over {MAX_YAML_CHARACTERS} characters")
+        if collections[-1][2] > MAX_YAML_LEVELS:
+            raise yaml.YAMLError(f"it is nested more than {MAX_YAML_LEVELS} levels deep")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -531,7 +531,7 @@ def parse_command_line(description: str) -> Config:
     try:
         config = parse(sys.argv[1:], description)
     except ConfigError as error:
-        exit_with_sentence(error)
+        exit_with_error(error)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if (
         restarted and config.resume == "never"
@@ -540,7 +540,7 @@ def parse_command_line(description: str) -> Config:
     return config
 
 
-def exit_with_sentence(error: ConfigError) -> NoReturn:
+def exit_with_error(error: ConfigError) -> NoReturn:
     """Print the error and exit with its code.
 
     All processes of a launch meet the same error. Local rank 0 prints it at once; the others print

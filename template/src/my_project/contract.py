@@ -24,7 +24,7 @@ from .loading.layout import is_stream
 from .loading.prepare_once import in_turn, until_all_are_done
 from .loading.staging import staged
 from .process import process_name
-from .recipe import Recipe, optional, place_of, problems
+from .recipe import Recipe, optional, problems, source_location
 from .stack_traces import progress_reported
 
 
@@ -219,7 +219,7 @@ def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
 
 # ---- error messages ------------------------------------------------------------------------------
 def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
-    place = place_of(getattr(recipe, method))
+    place = source_location(getattr(recipe, method))
     raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
 
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from .config import Config, ConfigError
 from .files import writing
-from .loading.seeding import seed_of
+from .loading.seeding import derive_seed
 from .optim import optimizer_class
 from .process import world
 from .run_folder import Run, not_shared
@@ -52,6 +52,12 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
                 " none was given a rank, so each would train alone: start one task per node, and in"
                 " it `accelerate launch --config_file accelerate_configs/<where>.yaml ...`."
             )
+    world_size, own_rank = world()
+    if own_rank >= world_size:
+        raise ConfigError(
+            f"RANK is {own_rank}, but WORLD_SIZE is {world_size}, so this process would train and"
+            " write nothing: unset RANK, or start the processes with `accelerate launch`."
+        )
     if not asked_for_cpu() and launched() and not torch.accelerator.is_available():
         raise ConfigError(
             "the accelerate config asks for a GPU, but torch finds none (CUDA_VISIBLE_DEVICES="
@@ -67,12 +73,13 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
         if use_cpu():
             raise ConfigError(
                 "the accelerate config asks for FSDP, which needs GPUs: on a CPU accelerate would"
-                " train DDP without a word; use a config without fsdp_config."
+                " silently use DDP; use a config without fsdp_config."
             )
         if os.environ.get("FSDP_VERSION", "1") != "2":
             raise ConfigError(
-                "the accelerate config asks for FSDP 1, whose flat parameters have other gradients"
-                " and checkpoints; set fsdp_version: 2 in its fsdp_config."
+                "the accelerate config asks for FSDP 1, which this loop does not support (its flat"
+                " parameters have other gradients and checkpoints): set fsdp_version: 2 in its"
+                " fsdp_config."
             )
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         check_mesh()
@@ -84,9 +91,9 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
 
 
 def check_mesh() -> None:
-    """Refuse sizes of parallelism_config that do not make the world.
+    """Check that the sizes in parallelism_config multiply to the world size.
 
-    Accelerate ignores misspelt keys there, which leaves a size at 1.
+    Accelerate ignores misspelled keys there, which leaves a size at 1.
     """
 
     def size(name: str) -> int:
@@ -108,7 +115,7 @@ def check_mesh() -> None:
 
 
 def check_options(config: Config, accumulation: int) -> None:
-    """Refuse options that accelerate and torch do not know, or would crash with."""
+    """Check for options that accelerate or torch would reject or crash on."""
     options = config.distributed.ddp
     known = {f.name for f in fields(DistributedDataParallelKwargs)}
     if unknown := set(options) - known:
@@ -180,7 +187,7 @@ def keep_gloo_on_this_machine() -> None:
 
 @contextmanager
 def start(config: Config) -> Iterator[Accelerator]:
-    """Make the Accelerator; leave no process group behind on any path."""
+    """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
     set_numerics(config)
     keep_gloo_on_this_machine()
     turn_on_flight_recorder(config)
@@ -225,17 +232,18 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
 
 
 def check_world(accelerator: Accelerator) -> None:
-    """End at once where the processes do not see each other."""
+    """Raise an error at once if the process group lacks processes of this launch."""
     expected, rank = world()
     if accelerator.num_processes != expected:
         if torch.distributed.is_initialized():
-            # A process that left at once would break the connecting of the others, who would then
-            # report that instead of the cause.
+            # If this process exited now, the others would fail to connect, and report that error
+            # instead of the cause.
             with suppress(RuntimeError):
                 torch.distributed.barrier()
         raise ConfigError(
-            f"the launcher started {expected} processes, but process {rank} sees"
-            f" {accelerator.num_processes}: something made an accelerate state before train.py did."
+            f"the launcher started {expected} processes, but rank {rank} sees"
+            f" {accelerator.num_processes}: an Accelerator or PartialState was created before this"
+            " one; remove it from the modules that the recipe imports."
         )
     if accelerator.num_processes > 1:
         reached = torch.ones((), device=accelerator.device)
@@ -269,18 +277,18 @@ def open_run(
     """Open the run folder on all ranks together.
 
     Args:
-        accelerator: of this process.
+        accelerator: this process's Accelerator.
         run: the run folder.
-        must_agree: what has to be the same on all ranks, by name.
-        lengths: of the datasets; the same.
+        must_agree: values that must be equal on all ranks, by name.
+        lengths: the length of each dataset; must be equal on all ranks.
 
     Raises:
-        RuntimeError: ranks disagree on what they train.
-        ConfigError: they have other data, or a node does not see the run folder of rank 0.
+        ConfigError: settings or datasets differ between ranks, or a node does not see the run
+            folder that rank 0 wrote to.
     """
     mine = (
         socket.gethostname(),
-        {name: seed_of(value) for name, value in must_agree.items()},
+        {name: derive_seed(value) for name, value in must_agree.items()},
         lengths,
     )
     everywhere = gather_object([mine])
@@ -316,7 +324,7 @@ def open_run(
 
 
 def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
-    """Return what affects the numbers of a run, but is not in the config or may change in it."""
+    """Return the settings that affect the numbers of a run, but may change between launches."""
     sharding, uses_hook = "none", accelerator.num_processes > 1
     if accelerator.distributed_type == DistributedType.FSDP:
         mesh, uses_hook = getattr(accelerator, "parallelism_config", None), False

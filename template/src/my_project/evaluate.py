@@ -3,17 +3,20 @@
 python -m my_project.evaluate runs/image_classification
 python -m my_project.evaluate runs/image_classification/checkpoints/step_00000100
 
-A run folder means its export or, where there is none yet, its newest checkpoint. Nothing of a
-stranger's folder is run (safety/trust.py).
+A run folder means its export or, if there is none yet, its newest checkpoint. Code in an untrusted
+folder is never run (safety/trust.py).
 """
 
 import sys
 
-from .process import LAUNCHER
 from .safety.search_path import leave_out_weights
 
 if __name__ == "__main__":
     leave_out_weights(sys.argv[1:])  # before any other import
+
+from .process import LAUNCHER
+
+if __name__ == "__main__":
     LAUNCHER.watch()  # before torch is imported
 
 import argparse
@@ -59,8 +62,8 @@ def evaluate(
     """Evaluate every named dataset; each sample counts once.
 
     Args:
-        accelerator: of this process.
-        config: of the run.
+        accelerator: this process's Accelerator.
+        config: the run's config.
         model: prepared; called with a function of the plain model (sharding.RecipeModule).
         datasets: map-style, by name.
         is_sanity_check: take one micro-batch of each.
@@ -69,8 +72,8 @@ def evaluate(
         The value of each metric, "<dataset>/<metric>", the same on every rank.
     """
     model.eval()
-    forget_gathered(model)
-    share_buffers(accelerator, model)
+    reshard(model)
+    broadcast_buffers(accelerator, model)
     results: dict[str, float] = {}
     for name, data in datasets.items():
         values = _evaluate_one(accelerator, config, model, data, is_sanity_check)
@@ -79,7 +82,7 @@ def evaluate(
         text = model(sample)  # on every rank: each holds only a part of a sharded model
         if accelerator.is_main_process and not is_sanity_check:
             logger.info("sample: %s", text)
-    forget_gathered(model)
+    reshard(model)
     model.train()
     return results
 
@@ -128,7 +131,7 @@ def restored_state(model: nn.Module) -> Iterator[None]:
                 named[name] = tensor.copy_(copy)
 
 
-def forget_gathered(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Let sharded modules gather their weights again: the copies may be stale after an EMA swap."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -152,9 +155,9 @@ def _evaluate_one(
     # metrics that are discarded.
     index_lists += [[("evaluation", 0)]] * (forwards - counted)
     fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
-    # Where there are workers, this process reads no sample: a file that a dataset opens with its
-    # first sample would be shared by all workers that are started later, position included.
-    brief = {"most_workers": 1, "persistent_workers": False} if is_sanity_check else {}
+    # With workers, this process reads no sample: the workers would inherit a file that the dataset
+    # opens at its first sample, and share its offset.
+    brief = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
     loader = make_loader(
         config.batches, fetch, accelerator.device, batch_sampler=index_lists, **brief
     )
@@ -168,10 +171,10 @@ def _evaluate_one(
     for name, metric in metrics.items():
         try:
             value = metric.compute()
-        except Exception as error:  # what one micro-batch may lack differs from metric to metric
+        except Exception as error:  # a metric may raise anything when samples are too few
             if not is_sanity_check:
                 raise
-            logger.warning("metric %s cannot be computed of one micro-batch: %s", name, error)
+            logger.warning("metric %s cannot be computed from one micro-batch: %s", name, error)
             continue
         values |= contract.scalars(recipe, name, value)
     return values
@@ -242,7 +245,7 @@ def _to_cpu(state: Tensor | list[Tensor]) -> Any:
     return [torch.atleast_1d(tensor.detach().cpu()) for tensor in state]
 
 
-def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
+def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
     """Broadcast the buffers of rank 0 (BatchNorm statistics), as DDP does in training."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
@@ -252,7 +255,7 @@ def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Evaluate and print the metrics as a table or, with --json, as JSON.
 
-    The weights are those that training evaluates: of a checkpoint the averaged ones, if there are.
+    The weights are those that training evaluates: a checkpoint's EMA, if it has one.
     """
     if arguments.json:  # standard output is for the JSON alone
         for handler in logging.getLogger().handlers:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from . import cli
 from .checkpoint import resuming
 from .checkpoint.resuming import check
-from .checkpoint.shards import Tensors, save_tensors
+from .checkpoint.shards import TensorReader, save_tensors
 from .config import Config, ConfigError, TelemetryConfig, to_yaml
 from .files import replace_folder
 from .recipe import Recipe, optional
@@ -64,7 +64,7 @@ def export_best(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
     try:
         export(run, "best", data_info, model)
     except (OSError, SafetensorError) as error:
-        logger.error("%s/best is not written, the previous one stays: %s", run.folder, error)
+        logger.error("%s/best: not written, the previous export is kept: %s", run.folder, error)
 
 
 def load(folder: Path, trusted: Iterable[str] = ()) -> tuple[Config, dict[str, Any], nn.Module]:
@@ -119,9 +119,9 @@ def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Mo
 
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights, or its EMA, into the plain module; the keys must match."""
-    Tensors(folder, "model").fill(model.state_dict())
+    TensorReader(folder, "model").fill(model.state_dict())
     if any(folder.glob("ema.*")):
-        averages = Tensors(folder, "ema")
+        averages = TensorReader(folder, "ema")
         named = model.named_parameters()
         averages.fill({name: p.detach() for name, p in named if name in averages.shapes})
 
@@ -133,7 +133,9 @@ def weights_folder(folder: Path) -> Path:
             return candidate
     if found := resuming.checkpoints(folder):
         return found[-1]
-    raise ConfigError(f"{folder} holds neither an export nor a checkpoint.")
+    raise ConfigError(
+        f"{folder} holds neither an export nor a checkpoint; give a run folder or one of these."
+    )
 
 
 def is_export(folder: Path) -> bool:
@@ -171,7 +173,9 @@ def temporary_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     about = folder.lstat()
     if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022 or folder.is_symlink():
-        raise ConfigError(f"{folder} is not this user's alone; remove it, or set TMPDIR.")
+        raise ConfigError(
+            f"{folder} belongs to, or is writable by, other users; remove it, or set TMPDIR."
+        )
     return folder
 
 
@@ -184,7 +188,7 @@ def merge(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path} {problem}; give the name of a new file.")
     merged: dict[str, Tensor] = {}
     for kind in ["model", "ema"] if arguments.ema else ["model"]:
-        tensors = Tensors(folder, kind)
+        tensors = TensorReader(folder, kind)
         merged |= {name: tensors.read(name) for name in tensors.shapes}
     save_tensors(merged, path)
     print(f"{path}: {len(merged)} tensors, {path.stat().st_size} bytes")

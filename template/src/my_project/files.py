@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinities, which JSON lacks, by None."""
+    """Replace NaN and infinities, which JSON lacks, with None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -90,7 +90,7 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-FORMAT = 1
+FORMAT = 2
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -161,7 +161,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def damage(folder: Path, *, hashes: bool = True) -> str:
+def find_damage(folder: Path, *, hashes: bool = True) -> str:
     """Return what is wrong with a checkpoint; "" if it is intact.
 
     Args:

@@ -39,7 +39,7 @@ from . import cli
 from .config import CONFIG_ERRORS, ConfigError, read_yaml, run_folder_of
 from .files import wait_until, writing
 from .run_folder import read_status
-from .safety.redaction import mask_command, refuse_secrets
+from .safety.redaction import mask_command, secrets_problem
 
 PREEMPTED = 75
 PREFLIGHT = f"{__package__}.cluster.preflight"
@@ -220,7 +220,7 @@ def refuse_secret_arguments(arguments: tuple[str, ...]) -> None:
     """Refuse secrets as train.py does, but before accelerate, which prints a failed command."""
     words = [part for word in arguments for part in word.split("=", 1)]
     options = {word[2:]: value for word, value in pairwise(words) if word.startswith("--")}
-    if refusal := refuse_secrets(options):
+    if refusal := secrets_problem(options):
         raise ConfigError(refusal)
 
 
@@ -485,7 +485,7 @@ def run(launch: Launch, child: Child, errors: str) -> int:
 
 
 def repeat_error(errors: str) -> int:
-    """Print again the ConfigError with which a process exited (config.exit_with_sentence).
+    """Print again the ConfigError with which a process exited (config.exit_with_error).
 
     Returns:
         Its exit code, 2 if any process had that; 0 without such an error.

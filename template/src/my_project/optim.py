@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .config import ConfigError, OptimConfig
-from .recipe import Recipe, optional, place_of
+from .recipe import Recipe, optional, source_location
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     kind = optimizer_class(config)
     groups_of = optional(recipe, "parameter_groups")
     if groups_of:
-        groups = _as_groups(groups_of(model), place_of(groups_of))
+        groups = _as_groups(groups_of(model), source_location(groups_of))
     else:
         groups = parameter_groups(model, config.weight_decay)
     check_parameters(groups, model)
@@ -70,14 +70,14 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optim.init_args {config.init_args}: {error}.") from error
     if groups_of:
-        _check_keys(stated, optimizer, place_of(groups_of))
+        _check_keys(stated, optimizer, source_location(groups_of))
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
     return optimizer
 
 
 def _check_keys(stated: set[str], optimizer: torch.optim.Optimizer, place: str) -> None:
-    """Refuse a group's own lr, which the schedule would replace, and keys that look misspelt.
+    """Refuse a group's own lr, which the schedule would replace, and keys that look misspelled.
 
     Others pass: torch keeps them, and some optimizers read keys that have no default.
     """
@@ -93,9 +93,9 @@ def _check_keys(stated: set[str], optimizer: torch.optim.Optimizer, place: str) 
 
 
 def _as_groups(returned: Any, place: str) -> list[dict[str, Any]]:
-    """Make a list of every group's parameters, which torch also takes as iterators or with names.
+    """Return the groups with their parameters as lists.
 
-    An iterator could be read only once: a check of the parameters would leave none.
+    torch also accepts iterators and (name, parameter) pairs; checking an iterator would exhaust it.
     """
     refusal = ConfigError(
         f"parameter_groups ({place}) must return a list of dicts with params, as for torch.optim."
@@ -132,7 +132,7 @@ def check_parameters(groups: list[dict[str, Any]], model: nn.Module) -> None:
     problems = {
         "leaves out": [names[key] for key in names if key in trained and not held[key]],
         "holds more than once": [names[key] for key in names if held[key] > 1],
-        "holds, though the model does not have,": [
+        "holds parameters that the model does not have:": [
             f"a parameter of shape {tuple(p.shape)}"
             for group in groups
             for p in group["params"]
@@ -152,10 +152,10 @@ def _some(names: list[str]) -> str:
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Compute the learning rate of a step; nothing is remembered from step to step.
+    """Return the learning rate of a step; it depends on the step alone.
 
-    Step k of the warm-up has (k + 1) / warmup_steps of lr; the last step of a run is one short of
-    the end of the decay, as in torch's schedulers.
+    Step k of the warmup uses lr x (k + 1) / warmup_steps. As in torch's schedulers, the decay would
+    reach its end one step after the last.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -204,18 +204,18 @@ def clear_gradients(
 ) -> None:
     """Clear the gradients for the next step; those in DDP's buckets stay there as zeros.
 
-    Without one, each parameter would accumulate outside the buckets: 4 bytes per parameter more.
+    With None instead, they would accumulate outside the buckets: 4 more bytes per parameter.
     """
     if in_buckets and is_first:  # DDP rebuilds its buckets before the second step
-        empty_gradients(optimizer)
+        set_zero_gradients(optimizer)
     else:
         optimizer.zero_grad(set_to_none=not in_buckets)
 
 
-def empty_gradients(optimizer: torch.optim.Optimizer) -> None:
+def set_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Give every parameter a gradient of zeros that takes no memory.
 
-    When DDP makes its buckets, it replaces the gradients that are there by views of the buckets.
+    When DDP makes its buckets, it replaces the gradients that are there with views of the buckets.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -252,8 +252,7 @@ def normalize_and_clip_(
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Step, or leave weights and optimizer state untouched where the norm is not finite.
 
-    Fused optimizers on a GPU decide on the device. The others cost a wait for the device there;
-    on a CPU there is nothing to wait for.
+    Fused optimizers on a GPU decide on the device; other optimizers need a sync with it.
     """
     if norm.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by the fused kernels

@@ -63,7 +63,7 @@ class Launcher:
             readable, _, _ = select.select([self._signals], [], [], POLL_SECONDS)
             if readable and STOP_SIGNALS & set(os.read(self._signals, 4096)):
                 self.leave_at = min(self.leave_at, time.monotonic() + REACH_LOOP_SECONDS)
-        reason = "the launcher is gone" if self.is_gone else "told to stop before the first step"
+        reason = "the launcher has exited" if self.is_gone else "told to stop before the first step"
         message = f"rank {os.environ.get('RANK', '0')}: {reason}, so this process exits\n"
         with suppress(OSError):  # the reader of stderr may be gone too
             os.write(2, message.encode())

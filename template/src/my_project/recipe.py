@@ -113,7 +113,9 @@ def problems(kind: type) -> list[str]:
                 signature.bind(*parameters, *([] if bound else ["self"]))
             except TypeError:
                 wanted = ", ".join(parameters if bound else ("self", *parameters))
-                found.append(f"{name}{signature} ({place_of(method)}) must accept ({wanted})")
+                found.append(
+                    f"{name}{signature} ({source_location(method)}) must accept ({wanted})"
+                )
     for one, other in (("build_metrics", "update_metrics"), ("update_metrics", "build_metrics")):
         if getattr(kind, one, None) is not None and getattr(kind, other, None) is None:
             found.append(f"it has {one} but lacks {other}, which {one} needs")
@@ -132,7 +134,7 @@ def problems_of(class_path: str) -> list[str]:
     return problems(getattr(importlib.import_module(module), name))
 
 
-def place_of(function: Any) -> str:
+def source_location(function: Any) -> str:
     """Return the file and line where a function is defined."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else "not written in Python"

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import Config, ConfigError
 from .devices import wants_sharding
-from .optim import check_parameters, empty_gradients
+from .optim import check_parameters, set_zero_gradients
 
 
 class RecipeModule(nn.Module):
@@ -47,9 +47,9 @@ def prepare(
     optimizer: torch.optim.Optimizer,
     accumulation: int = 1,
 ) -> tuple[Any, Any]:
-    """Wrap model and optimizer for where they run.
+    """Prepare model and optimizer for DDP, FSDP2, autocast and torch.compile.
 
-    With accumulation the gradients lie in DDP's buckets from the beginning.
+    With accumulation, gradients are views of DDP's buckets from the first step.
 
     Returns:
         What training calls, and what evaluation calls: without DDP and torch.compile, since
@@ -58,7 +58,7 @@ def prepare(
     if plugin := getattr(accelerator.state, "fsdp_plugin", None):
         choose_blocks(plugin, model)
     elif accumulation > 1 and not any(getattr(m, "sparse", False) for m in model.modules()):
-        empty_gradients(optimizer)
+        set_zero_gradients(optimizer)
     prepared, _ = accelerator.prepare(RecipeModule(model), optimizer)
     if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
@@ -72,10 +72,10 @@ def prepare(
 
 
 def choose_blocks(plugin: Any, model: nn.Module) -> None:
-    """Have accelerate shard by the classes of sharded_blocks where its config says by size.
+    """Replace accelerate's size-based wrapping with the classes that sharded_blocks chooses.
 
-    Its own choice by size takes also what cannot be gathered by itself: a ModuleList, which is
-    never called, and one half of a tied weight.
+    Size-based wrapping would also wrap modules that FSDP2 cannot gather alone: a ModuleList, whose
+    forward is never called, and one of two modules that share a tied weight.
     """
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
@@ -85,13 +85,13 @@ def choose_blocks(plugin: Any, model: nn.Module) -> None:
 def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], int]:
     """Choose the classes whose modules FSDP2 gathers one at a time.
 
-    From the leaves up, a module with at least so many parameters that are in no block yet is a
-    block, and so are all of its class. The root keeps gathered what is left over.
+    From the leaves up, a module becomes a block if it has at least `least` parameters that are in
+    no block yet; so do all modules of its class. The root keeps the remaining parameters.
 
     Returns:
         The names of the classes, the numbers of parameters of the blocks, and that of the root.
     """
-    wrapped = model  # peft has two modules around a model, and calls it past its hooks
+    wrapped = model  # peft wraps a model in two modules, and calls it without its hooks
     while len(inner := list(wrapped.children())) == 1 and not list(wrapped.parameters(False)):
         wrapped = inner[0]
     # accelerate finds a class by its name
@@ -138,10 +138,10 @@ def strict_ddp(model: Any) -> DistributedDataParallel | None:
     return ddp if is_ddp and not ddp.find_unused_parameters else None
 
 
-def finder_of_unused(model: Any) -> Callable[[], list[int]] | None:
-    """Return a function that finds the parameters for whose gradients DDP waits in vain.
+def unused_parameter_finder(model: Any) -> Callable[[], list[int]] | None:
+    """Return a function that finds the parameters without a gradient, which DDP waits for.
 
-    It returns their indices among the trained ones. None where DDP waits for no gradient.
+    It returns their indices among the trained parameters. None if DDP waits for no gradient.
     """
     ddp = strict_ddp(model)
 
@@ -163,8 +163,8 @@ def finder_of_unused(model: Any) -> Callable[[], list[int]] | None:
 def has_gradients_in_buckets(model: Any) -> bool:
     """Return whether the gradients stay in DDP's buckets from step to step, as views.
 
-    Only where DDP waits for all gradients: elsewhere an unused parameter must have none, since a
-    gradient of zeros decays its weight and moves its momentum.
+    Only if DDP waits for all gradients. Otherwise an unused parameter's gradient must be None: with
+    zeros the optimizer would still decay its weight and move its momentum.
     """
     ddp = strict_ddp(model)
     if not (ddp and ddp.gradient_as_bucket_view):

@@ -24,7 +24,7 @@ LIBRARIES = ("<", os.path.dirname(os.__file__))
 PACKAGE_FOLDER = os.path.dirname(__file__)
 
 
-def standing_place(frame: FrameType | None) -> tuple[str, bool]:
+def current_line(frame: FrameType | None) -> tuple[str, bool]:
     """Return the innermost line of a thread outside of libraries, and whether it waits for ranks.
 
     C code has no frame; the innermost frame is that of the Python function that called it.
@@ -57,7 +57,7 @@ def progress_reported(what: str, every_seconds: float = 60) -> Iterator[None]:
 
     def report() -> None:
         while not ended.wait(every_seconds):
-            place, _ = standing_place(sys._current_frames().get(worker))
+            place, _ = current_line(sys._current_frames().get(worker))
             minutes = (time.monotonic() - started) / 60
             logger.warning("%s: %s for %.0f min, now at %s", process_name(), what, minutes, place)
 

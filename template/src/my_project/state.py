@@ -46,7 +46,7 @@ class TrainState:
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
     epoch: int = 0  # of a stream
     epoch_start: int = 0  # of a stream: the step at which this epoch began
-    items_per_micro_batch: float  # items; the micro-batch size until the first step has told
+    items_per_micro_batch: float  # measured in the first step; until then the micro-batch size
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
@@ -54,7 +54,7 @@ class TrainState:
     interval_loss_sum: float = 0.0  # summed since the last record
     interval_num_items: float = 0.0  # items since the last record
     skipped_steps: int = 0
-    consecutive_skipped_steps: int = 0  # consecutive skipped steps
+    consecutive_skipped_steps: int = 0
 
     def __post_init__(self) -> None:
         self._knows_num_items = False
@@ -99,28 +99,27 @@ class TrainState:
         self.consecutive_skipped_steps += 1
         if not math.isfinite(report.own_loss_sum):
             logger.warning(
-                "step %d: the loss of this process is %s; skipped", report.step, report.own_loss_sum
+                "step %d is skipped: the loss on this rank is %s", report.step, report.own_loss_sum
             )
         if self.consecutive_skipped_steps < most:
             return
         count = f"in {self.consecutive_skipped_steps} steps in a row, up to step {report.step}"
+        limit = f"optim.max_skipped_steps is {most}"
         raise RuntimeError(
-            f"nothing was learned {count}, where the recipe's loss counts no sample: check the"
-            " data, or raise optim.max_skipped_steps"
+            f"the recipe's loss returned num_items 0 {count} ({limit}): check the data and labels"
             if report.num_items == 0
-            else f"the gradient was not finite {count}, where the loss of this process is"
-            f" {report.own_loss_sum}: lower optim.lr, check the data, or raise"
-            " optim.max_skipped_steps"
+            else f"the gradient was not finite {count} ({limit}); the loss on this rank is"
+            f" {report.own_loss_sum}: lower optim.lr, or check the data"
         )
 
     def evaluation_is_due(self, run: Run) -> bool:
-        """Return whether the weights of the newest step are to be evaluated, and are not yet."""
+        """Return whether an evaluation is due at this step and has not been done."""
         due = self.step >= run.total_steps
         due |= self.step > 0 and is_due(run.config.evaluation.every_steps, self.step)
         return due and self.evaluated_step != self.step
 
     def note_evaluation(self, config: Config, results: dict[str, float]) -> bool:
-        """Return whether these results are the best so far, and count those that were not."""
+        """Record the results of an evaluation; return whether they are the best so far."""
         self.results = results
         self.evaluated_step = self.step
         name = config.evaluation.best_metric
@@ -128,7 +127,8 @@ class TrainState:
             return False
         if name not in results:
             raise ConfigError(
-                f"evaluation.best_metric {name} is none of the results, {', '.join(results)}."
+                f"evaluation.best_metric is {name}, but the evaluation computed"
+                f" {', '.join(results) or 'nothing'}; choose one of these, or null."
             )
         sign = 1 if config.evaluation.best_mode == "max" else -1
         value, best = results[name], self.best
@@ -141,38 +141,36 @@ class TrainState:
         return is_better
 
     def end_reason(self, run: Run) -> str:
-        """Return why the run is at its end; empty where it is not."""
+        """Return why the run ends; an empty string while it continues."""
         if self.step >= run.total_steps and not self.evaluation_is_due(run):
             return "all steps done"
         evaluation = run.config.evaluation
         if evaluation.patience is not None and self.evaluations_since_best >= evaluation.patience:
-            return (
-                f"{evaluation.best_metric} has not got better in {evaluation.patience} evaluations"
-            )
+            return f"{evaluation.best_metric} has not improved in {evaluation.patience} evaluations"
         return ""
 
     def check_trained(self, *, is_fp16: bool) -> None:
         """Refuse to finish a run in which no step has changed the weights."""
         if self.skipped_steps >= self.step:
-            remedy = "train more steps: the first ones find the loss scale of fp16, or " * is_fp16
+            remedy = "train longer: fp16 finds its loss scale in the first steps; or " * is_fp16
             raise RuntimeError(
-                f"all {self.step} steps were skipped, since the gradient was not finite or the loss"
-                f" counted no item, so the weights are those of the start: {remedy}check the data,"
-                " or lower optim.lr"
+                f"all {self.step} steps were skipped (the gradient was not finite, or num_items was"
+                f" 0), so no weight has changed: {remedy}check the data, or lower optim.lr"
             )
 
 
 def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> None:
-    """Refuse metrics that are none, and a best_metric that no evaluation will give."""
+    """Check the recipe's metrics, and that an evaluation will compute best_metric."""
     wanted = config.evaluation.best_metric
     metrics = contract.build_metrics(config.recipe) if validation_sets else {}
     names = [f"{data}/{metric}" for data in validation_sets for metric in metrics]
     if wanted and not any(wanted == name or wanted.startswith(f"{name}/") for name in names):
         raise ConfigError(
-            f"evaluation.best_metric {wanted} is none of {', '.join(names) or 'no metrics at all'}."
+            f"evaluation.best_metric is {wanted}, but the evaluation computes"
+            f" {', '.join(names) or 'no metrics'}; choose one of these, or null."
         )
 
 
 def is_due(every_steps: int | None, step: int) -> bool:
-    """Return whether what happens every so many steps happens after this one."""
+    """Return whether an action with this interval is due after this step; None: never."""
     return every_steps is not None and step % every_steps == 0

@@ -11,7 +11,7 @@ from .state import StepReport
 
 
 class StepSums:
-    """What one step sums over its micro-batches, and by one all-reduce over the ranks.
+    """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
     The fields are views of one tensor, scalars on the device, in the order of StepReport's.
     """
@@ -38,7 +38,7 @@ class StepSums:
 
     def start_all_reduce(self, wants_stop: bool, is_short: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
-        if wants_stop or is_short:  # hardly ever, so nearly no step pays for these kernels
+        if wants_stop or is_short:  # rare, so almost no step launches these two kernels
             self.stop_votes.fill_(wants_stop)
             self.short_votes.fill_(is_short)
         self.own_loss_sum.copy_(self.loss_sum)
@@ -46,7 +46,7 @@ class StepSums:
             self.work = torch.distributed.all_reduce(self.tensor[:4], async_op=True)
 
     def wait(self) -> None:
-        """Let what follows use the sums; on a GPU only the device waits."""
+        """Wait for the all-reduce: on a GPU this blocks the CUDA stream, not the host."""
         if self.work is not None:
             self.work.wait()
 

@@ -24,20 +24,20 @@ from .files import wait_until
 from .process import LAUNCHER
 from .run_folder import Run
 from .safety.redaction import mask
-from .stack_traces import stacks, standing_place
+from .stack_traces import current_line, stacks
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SECOND_COUNTS_AFTER = 5.0  # seconds
-OTHERS_REPORT_WITHIN = 2.0  # seconds
-OTHERS_ABORT_WITHIN = 5.0  # seconds; their watchdogs look once a second
+SECOND_SIGNAL_AFTER_SECONDS = 5.0  # seconds
+REPORT_WAIT_SECONDS = 2.0  # seconds
+ABORT_WAIT_SECONDS = 5.0  # seconds; their watchdogs look once a second
 
 
 # ---- preemption ----------------------------------------------------------------------------------
 class StopRequest:
-    """A flag that a signal sets, or the end of config.stop_after, or the end of the launcher.
+    """A request to stop, made by a signal, by config.stop_after or by the end of the launcher.
 
-    The loop votes for a stop in the step's all-reduce, so all ranks leave after the same step. A
+    The loop votes for a stop in the step's all-reduce, so all ranks exit after the same step. A
     second signal ends the process at once; it counts only 5 s after the first, since launchers pass
     on to their workers what the terminal or the scheduler has sent them already.
     """
@@ -57,13 +57,13 @@ class StopRequest:
     def requested(self) -> bool:
         """Return whether this process has been asked to stop."""
         if not self.reason and time.monotonic() > self._stop_at:
-            self.reason = f"stop_after {self._stop_after} is over"
+            self.reason = f"stop_after {self._stop_after} has elapsed"
         if not self.reason and LAUNCHER.is_gone:
-            self.reason = "the launcher is gone"
+            self.reason = "the launcher has exited"
         return bool(self.reason)
 
     def loop_begins(self) -> None:
-        """Save before leaving when the launcher is gone; before the loop the process just ends."""
+        """From now on, save before exiting when the launcher has exited."""
         LAUNCHER.ends_process = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -71,15 +71,15 @@ class StopRequest:
         if self._first is None:
             self.reason = self.reason or name
             self._first = time.monotonic()
-            note = f"{name}: saving and leaving after this step; again in 5 s to leave at once\n"
+            note = f"{name}: will save and exit after this step; again in 5 s to exit at once\n"
             os.write(2, note.encode())  # print may be what was interrupted
-        elif time.monotonic() - self._first > SECOND_COUNTS_AFTER:
+        elif time.monotonic() - self._first > SECOND_SIGNAL_AFTER_SECONDS:
             raise KeyboardInterrupt(f"second signal, {name}")
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             numbers = SIGNALS
-            # of a terminal that is closed, but not under nohup; or of a torchrun that was told so
+            # sent by a closed terminal (ignored under nohup), or forwarded by torchrun
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not is_ignored or "TORCHELASTIC_RUN_ID" in os.environ:
                 numbers += (signal.SIGHUP,)
@@ -97,7 +97,7 @@ class StopRequest:
 class Watchdog:
     """End this process, and report where it stalled, when it has made no progress for too long.
 
-    The long limit holds for start-up, evaluations, saves and the end of a run; the short one for
+    The long limit holds for startup, evaluations, saves and the end of a run; the short one for
     steps, once one has been completed since. Time in which the process was stopped (Ctrl-Z) does
     not count. The limit does not depend on the backend, so a loader or storage that hangs is
     noticed too.
@@ -137,14 +137,14 @@ class Watchdog:
         while not self._ended.wait(interval):
             waited = 0.0 if self._has_progress else waited + interval
             self._has_progress = False
-            # Where C code keeps Python from running, this thread cannot act, but the handler's can.
+            # If C code holds the GIL, this thread cannot run, but faulthandler's own thread can.
             faulthandler.dump_traceback_later(self.limit + 30, exit=True, file=2)
             if waited >= self.limit:
                 self._abort(waited)
 
     def _abort(self, waited: float) -> None:
         no_progress = f"no progress for {waited:.0f} s"
-        place, waits = standing_place(sys._current_frames()[threading.main_thread().ident or 0])
+        place, waits = current_line(sys._current_frames()[threading.main_thread().ident or 0])
         stack = stacks()
         print(
             f"{self.run.who}: {no_progress}; this process stalled at {place}\n{stack}",
@@ -154,7 +154,7 @@ class Watchdog:
         stalled = WAITS if waits and len(self.run.hosts) > 1 else STALLED
         self.run.record_error(f"{no_progress}{stalled}{place}", stack)
         save_nccl_trace(self.run)
-        fail_with_cause(self.run, no_progress, OTHERS_ABORT_WITHIN)
+        fail_with_cause(self.run, no_progress, ABORT_WAIT_SECONDS)
         os._exit(1)
 
 
@@ -198,7 +198,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         error.add_note(
-            "Lower batches.micro_batch_size: accumulation makes up for it, the curve stays."
+            "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the same."
         )
         _record(run, error)
         raise
@@ -218,10 +218,10 @@ def _record(run: Run, error: BaseException) -> None:
     if lost:
         reason = f"lost contact with another process ({str(error).split('. ')[0]})"
     elif _is_of_multiprocessing(error):
-        reason = f"a loader worker is gone, perhaps killed for lack of memory ({reason})"
+        reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
     run.record_error(reason, "".join(traceback.format_exception(error)))
     if lost and run.hosts:
-        fail_with_cause(run, reason, OTHERS_REPORT_WITHIN)
+        fail_with_cause(run, reason, REPORT_WAIT_SECONDS)
     else:
         run.fail(reason)
 
@@ -237,7 +237,7 @@ def _is_of_multiprocessing(error: BaseException) -> bool:
 def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
     """Record a failure that another rank may have caused, and name that rank as far as is known.
 
-    Some ranks notice only when others leave, so later reports are more complete.
+    Some ranks notice only when others exit, so later reports are more complete.
     """
     reason = mask(reason)
     run.fail(reason, unexplained=f"{run.who}: {reason}")  # at once: there may be little time
@@ -253,7 +253,7 @@ def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
 
 def likely_cause(run: Run, seconds: float) -> str:
     """Name the ranks to look at: those without a report, or those that wait for no other."""
-    wait_until(lambda: len(run.errors()) == len(run.hosts), seconds, poll_seconds=0.1)
+    wait_until(lambda: len(run.errors()) >= len(run.hosts), seconds, poll_seconds=0.1)
     reports = run.errors()
     names = [f"rank {rank} on {host}" for rank, host in enumerate(run.hosts)]
     if silent := [name for rank, name in enumerate(names) if rank not in reports]:
@@ -261,5 +261,5 @@ def likely_cause(run: Run, seconds: float) -> str:
     places = {rank: reason.partition(STALLED)[2] for rank, reason in sorted(reports.items())}
     if 0 < len(stuck := [rank for rank in places if places[rank]]) < len(names):
         found = "; ".join(f"{names[rank]} stalled at {places[rank]}" for rank in stuck)
-        return f"The others wait for the likely cause: {found}."
+        return f"Likely cause, for which the other ranks wait: {found}."
     return f"Every rank has reported: see {run.folder / 'errors'}."

@@ -32,11 +32,11 @@ def main(config: Config) -> int:
     """Train to the end, or until asked to stop.
 
     Returns:
-        The exit code: 0 finished; 75 stopped by a signal or by stop_after, to be continued by the
+        The exit code: 0 if finished; 75 if stopped by a signal or stop_after, to be resumed by the
         same command.
 
     Raises:
-        ConfigError: what the user can fix, before any process group starts.
+        ConfigError: an error that the user can fix.
     """
     # ---- before any process group: what can be refused is refused here ---------------------------
     recipe = config.recipe
@@ -89,7 +89,7 @@ def main(config: Config) -> int:
         epoch = (state.epoch, state.epoch_start)
         feed = train_batches(config, train_set, layout, steps, accelerator, epoch)
         trainable = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
-        find_unused = sharding.finder_of_unused(model)
+        find_unused = sharding.unused_parameter_finder(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
         read_back = DelayedReader()
         stop_agreed = False
@@ -171,14 +171,14 @@ def main(config: Config) -> int:
                 if scaler:
                     scaler.update()
                 optim.clear_gradients(optimizer, in_buckets, is_first=step == steps.start)
-                if ema:  # a skipped step leaves the weights, not the EMA
+                if ema:  # also after a skipped step
                     ema.update()
                 state.step = run.step = step + 1  # steps done; a skipped one counts
                 metrics.step_ended(step)
                 observe(read_back.push(step, sums))  # reads the step before, so nothing waits
                 watchdog.step_done()
 
-                # ---- every so often: save, then evaluate: a failure there loses no step ----------
+                # ---- periodically: save, then evaluate, so that a failure there loses no step ----
                 evaluation_due = state.evaluation_is_due(run)
                 save_due = is_due(config.checkpoints.every_steps, state.step)
                 save_due |= state.step == run.total_steps
@@ -197,7 +197,7 @@ def main(config: Config) -> int:
         # ---- finish, or leave to be continued ----------------------------------------------------
         watchdog.pause()
         if not end_reason:
-            accelerator.wait_for_everyone()  # torchrun kills ranks that save once another has left
+            accelerator.wait_for_everyone()  # torchrun kills ranks that save once another exits
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"
                 run.write_status("preempted", reason + checkpoints.note)
@@ -205,7 +205,7 @@ def main(config: Config) -> int:
         state.check_trained(is_fp16=bool(scaler))
         with ema_swapped_in():
             export.export(run, "export", data_info, raw_model)
-        accelerator.wait_for_everyone()  # if an export hangs, reports must not name ranks that left
+        accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
         if rank == 0:
             result, is_early = state.results | metrics.throughput, state.step < run.total_steps
             patience = config.evaluation.patience if is_early else 0

@@ -59,7 +59,7 @@ def test_a_preflight_that_fails_ends_it_with_the_exit_code_of_a_wrong_setting(
         def run(self, command: list[str]) -> int:
             assert "my_project.cluster.preflight" in command
             with pytest.raises(SystemExit, match="2"):
-                config.exit_with_sentence(ConfigError("lr is -1."))
+                config.exit_with_error(ConfigError("lr is -1."))
             return 1
 
     monkeypatch.chdir(tmp_path)
@@ -73,6 +73,7 @@ def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
     told = []
     monkeypatch.setattr(rendezvous, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it names the interface to the others
     arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
                  "--num_processes", "2", "--main_process_ip", "127.0.0.1",
                  "-m", "my_project.train", "--pwd", SECRET]  # fmt: skip

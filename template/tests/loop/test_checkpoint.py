@@ -89,10 +89,10 @@ def damages(path: Path):
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, caplog):
     newest = folder_of(copied, 10)
-    assert files.damage(newest) == ""
+    assert files.find_damage(newest) == ""
     run = Run(copied, rank=0)
     for how in damages(newest / name):
-        assert files.damage(newest), f"{name} {how}"
+        assert files.find_damage(newest), f"{name} {how}"
         assert resuming._newest_good(run) == folder_of(copied, 8), how
         assert str(newest) in caplog.text
         caplog.clear()
@@ -160,12 +160,12 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path,
     newest = folder_of(copied, 10)
     evil = pickle.dumps(Malicious())
     (newest / name).write_bytes(evil)
-    assert files.damage(newest)
+    assert files.find_damage(newest)
     if name != "manifest.json":
         listed = {file: files.fingerprint(newest / file) for file in FILES}
-        text = files.manifest_text({"format": 1, "step": 10, "files": listed})
+        text = files.manifest_text({"format": files.FORMAT, "step": 10, "files": listed})
         (newest / "manifest.json").write_text(text)
-        found = files.damage(newest)
+        found = files.find_damage(newest)
         wanted = "state.json is damaged" if name == "state.json" else ""
         assert found == wanted, "hashes alone do not help here"
     with pytest.raises(RuntimeError, match="ConfigError"):
@@ -199,7 +199,7 @@ def test_rotation_leaves_what_is_not_its_own(copied):
     resuming.remove(folder_of(copied, 4))
     resuming.remove(folder_of(copied, 6))
     assert names(copied) == ["step_00000004", "step_00000008", "step_00000010"]
-    assert files.damage(folder_of(copied, 4)) == ""
+    assert files.find_damage(folder_of(copied, 4)) == ""
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_a_failing_save_is_reported_and_the_run_goes_on(tmp_path, background, tr
     assert_same_weights(config, trained)
     assert names(config) == [f"step_{k:08d}" for k in (2, 6, 8, 10)], "all but the failed one"
     for folder in resuming.checkpoints(config.folder):
-        assert files.damage(folder) == ""
+        assert files.find_damage(folder) == ""
 
 
 def test_a_failing_save_ends_the_run_if_configured_so(tmp_path):
@@ -438,7 +438,7 @@ def fill_and_free(small_disk: Path, config: Config, log: Path, world: World) -> 
     wait_until(lambda: log.read_text().count("could not be saved") >= 3)
     kept = resuming.checkpoints(config.folder)
     assert kept
-    assert [files.damage(folder) for folder in kept] == [""] * len(kept)
+    assert [files.find_damage(folder) for folder in kept] == [""] * len(kept)
     assert all(worker.is_alive() for worker in world.workers)
     (small_disk / "filler").unlink()
     newest = files.step_of(kept[-1])

@@ -152,7 +152,7 @@ def test_fsdp_that_accelerate_would_not_give_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     config = make_config(tmp_path)
-    with pytest.raises(ConfigError, match="on a CPU accelerate would train DDP without a word"):
+    with pytest.raises(ConfigError, match="on a CPU accelerate would silently use DDP"):
         check_launch(config)
     monkeypatch.setattr("my_project.devices.use_cpu", lambda: False)
     check_launch(config)
@@ -179,7 +179,7 @@ def train_blindly(config: Config) -> int:
 def test_processes_that_do_not_see_each_other_end_at_once(tmp_path):
     """Without the choice of the CPU, accelerate would make two runs that think they are alone."""
     pytest.importorskip("accelerate", minversion="1.13")  # before it, they find each other
-    with pytest.raises(RuntimeError, match="started 2 processes, but process 0 sees 1"):
+    with pytest.raises(RuntimeError, match="started 2 processes, but rank 0 sees 1"):
         run_world(2, train_blindly, make_config(tmp_path))
 
 

@@ -237,7 +237,7 @@ def nest(folder: Path) -> None:
 )
 def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, caplog):
     newest = copied.folder / "checkpoints/step_00000006"
-    damage(newest)
+    find_damage(newest)
     given = change(copied, resume=str(newest))
     with pytest.raises(ConfigError, match=sentence):
         resuming.check_path(given)
@@ -272,7 +272,7 @@ def test_a_linked_checkpoint_is_rotated_by_its_link_alone(copied, tmp_path):
     linked.symlink_to(elsewhere)
     resuming.remove(linked)
     assert sorted(os.listdir(linked.parent)) == ["step_00000004", "step_00000006"]
-    assert files.damage(elsewhere) == "", "what the link points to is not the run's"
+    assert files.find_damage(elsewhere) == "", "what the link points to is not the run's"
 
 
 def make_folder(path: Path) -> None:

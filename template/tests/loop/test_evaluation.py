@@ -18,6 +18,7 @@ from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
 from my_project import contract, devices, files, sharding
+from my_project.checkpoint import saving
 from my_project.checkpoint.resuming import checkpoints
 from my_project.config import Config
 from my_project.evaluate import sanity_check
@@ -184,7 +185,7 @@ def train_on_a_slow_disk(config: Config) -> int:
         time.sleep(0.5)
         flush(path)
 
-    files.flush_to_disk = slowly
+    files.flush_to_disk = saving.flush_to_disk = slowly
     return train(config)
 
 

@@ -191,7 +191,7 @@ def test_a_signal_saves_and_leaves_and_the_same_command_continues(tmp_path, monk
         shown, _ = run.communicate(timeout=60)
     left = outcome(tmp_path)
     assert left["outcome"] == "preempted", shown
-    assert f"{name}: saving and leaving after this step" in shown
+    assert f"{name}: will save and exit after this step" in shown
     saved = [path.name for path in (tmp_path / "runs/tiny/checkpoints").iterdir()]
     assert saved == [f"step_{left['step']:08d}"]
     with launch(tmp_path, "--steps", str(left["step"] + 2)) as run:

@@ -159,7 +159,7 @@ def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
             (tmp_path / "runs/tiny/status.json").write_text('{"outcome": "running"}')
             if error:
                 with pytest.raises(SystemExit, match=str(error.exit_code)):
-                    config.exit_with_sentence(error)
+                    config.exit_with_error(error)
             return code
 
     monkeypatch.chdir(tmp_path)

@@ -202,7 +202,7 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
         ("explode_at", "the gradient was not finite in 3 steps in a row, up to step 4"),
         (
             "empty_at",
-            "nothing was learned in 3 steps in a row, up to step 4, where the recipe's loss",
+            "the recipe's loss returned num_items 0 in 3 steps in a row, up to step 4",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_long_work_says_on_which_rank_and_in_which_function_it_is(caplog, monkey
 
 def test_a_library_is_not_the_place_where_a_process_stands():
     places = []
-    sorted([1], key=lambda _: places.append(stack_traces.standing_place(sys._getframe())))
+    sorted([1], key=lambda _: places.append(stack_traces.current_line(sys._getframe())))
     place, waits = places[0]
     assert __file__ in place
     assert not waits

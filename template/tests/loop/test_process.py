@@ -89,7 +89,7 @@ def test_whose_parent_is_gone_ends_with_all_it_started_if_that_was_a_launcher(
         shell.kill()
         shown += shell.stdout.read()  # to its end: when nobody is left
         assert shown == said
-        assert (b"the launcher is gone" in shell.stderr.read()) == bool(environment)
+        assert (b"the launcher has exited" in shell.stderr.read()) == bool(environment)
 
 
 TOLD = """
@@ -167,7 +167,7 @@ def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on
         wait_for(lambda: (tmp_path / "waiting").exists() and lock.exists() and lock.read_text())
         os.kill(run.pid, signal.SIGKILL)
         shown, _ = run.communicate(timeout=120)
-    assert "rank 1: the launcher is gone, so this process exits" in shown
+    assert "rank 1: the launcher has exited, so this process exits" in shown
     # In the loop: the processes save.
     for launcher, where, number in (
         (ACCELERATE, "cpu_2_processes", signal.SIGKILL),
@@ -181,7 +181,7 @@ def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on
             shown, _ = run.communicate(timeout=120)
         left = outcome(tmp_path)
         assert left["outcome"] == "preempted", shown
-        assert "the launcher is gone" in left["reason"] or where != "cpu"
+        assert "the launcher has exited" in left["reason"] or where != "cpu"
         assert left["step"] == steps_done(tmp_path)
     # Without a launcher, from a shell that hangs up, the run goes on to its end.
     words = [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml", *SLOW]

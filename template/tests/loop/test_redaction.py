@@ -10,7 +10,7 @@ from ragged import Ragged
 from runs import make_config, status, train
 
 from my_project import cli, run_folder
-from my_project.config import Config, ConfigError, exit_with_sentence, to_dict
+from my_project.config import Config, ConfigError, exit_with_error, to_dict
 from my_project.safety.redaction import is_secret, mask, mask_command
 
 SECRET = "hf_QWERTYqwerty123"
@@ -153,7 +153,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
             train(config)
         logging.getLogger("test").error("it failed", exc_info=told.value)
         with pytest.raises(SystemExit):
-            exit_with_sentence(ConfigError(str(told.value)))
+            exit_with_error(ConfigError(str(told.value)))
     finally:
         logging.getLogger().handlers.clear()
     assert "with ***" in status(config)["reason"]

@@ -83,7 +83,7 @@ def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path
 def what_is_saved_when_it_leaves(config: Config) -> list[str]:
     """Stop at step 4 with a slow disk; list the checkpoints at the moment in which main returns."""
     from my_project import files
-    from my_project.checkpoint import resuming
+    from my_project.checkpoint import resuming, saving
 
     flush = files.flush_to_disk
 
@@ -91,7 +91,7 @@ def what_is_saved_when_it_leaves(config: Config) -> list[str]:
         time.sleep(0.5)
         flush(path)
 
-    files.flush_to_disk = slowly
+    files.flush_to_disk = saving.flush_to_disk = slowly
     assert interrupt_at(config, 4) == 75
     return [folder.name for folder in resuming.checkpoints(config.folder)]
 

@@ -130,7 +130,7 @@ def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, backg
     for result in results:
         assert_close(result, reference)
     folder = config.folder / "checkpoints" / "step_00000003"
-    assert files.damage(folder) == ""
+    assert files.find_damage(folder) == ""
     kinds = ("ema", "model", "optimizer")
     shards = {f"{kind}.rank_{rank:05d}.safetensors" for kind in kinds for rank in (0, 1)}
     assert {p.name for p in folder.iterdir()} == shards | {"manifest.json", "state.json"}
@@ -184,9 +184,9 @@ def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
     shard = folder / "optimizer.rank_00001.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "optimizer.rank_00001.safetensors is damaged" in files.damage(folder)
+    assert "optimizer.rank_00001.safetensors is damaged" in files.find_damage(folder)
     shard.unlink()
-    assert "optimizer.rank_00001.safetensors is missing" in files.damage(folder)
+    assert "optimizer.rank_00001.safetensors is missing" in files.find_damage(folder)
     # also where a manifest was made for what is left
     manifest = json.loads((folder / "manifest.json").read_text())["manifest"]
     del manifest["files"][shard.name]

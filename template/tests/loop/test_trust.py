@@ -298,7 +298,7 @@ def test_a_run_that_is_not_writable_is_evaluated_in_a_folder_of_the_users_own(
     assert folder == tmp_path / f"{trust.PACKAGE}-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"is not this user's alone"):
+    with pytest.raises(ConfigError, match=r"belongs to, or is writable by, other users"):
         export.config_beside(tmp_path / "export", MINE)
 
 
@@ -306,7 +306,8 @@ def test_a_run_that_is_not_writable_is_evaluated_in_a_folder_of_the_users_own(
 def test_commands_run_nothing_of_the_export_that_they_stand_in(tmp_path, marker):
     """One start of each: modules that shadow libraries, and a class of the export's own."""
     export = tmp_path / "export"
-    for name in ("json", "yaml", "torch", "recipes", "my_recipe"):
+    shadowed = ("json", "yaml", "torch", "recipes", "select", "socket", "signal", "threading")
+    for name in (*shadowed, "my_recipe"):
         export.mkdir(exist_ok=True)
         write_hostile(export)
         (export / "hostile.py").replace(export / f"{name}.py")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..config import Config, ConfigError
-from ..files import damage, discard, read_manifest, step_of, unused_name
+from ..files import discard, find_damage, read_manifest, step_of, unused_name
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def check_path(config: Config) -> None:
     with suppress(ValueError):
         if own and read_manifest(own[-1]).get("resumed_from") == config.resume:
             return  # the run has saved since, and continues from its own checkpoint
-    if problem := damage(folder, hashes=False):
+    if problem := find_damage(folder, hashes=False):
         raise ConfigError(
             f"resume {folder} cannot be used: {problem}; give a folder such as"
             " runs/<run_name>/checkpoints/step_00000100, or auto."
@@ -89,8 +89,10 @@ def choose(run: Run) -> Path | None:
     run.resumed_from = read_manifest(chosen).get("resumed_from") if chosen else None
     # The run begins at a path given by --resume; later, its own checkpoints take precedence.
     if given not in ("auto", "never") and run.resumed_from != given:
-        if problem := damage(Path(given)):
-            raise ConfigError(f"resume {given} cannot be used: {problem}.")
+        if problem := find_damage(Path(given)):
+            raise ConfigError(
+                f"resume {given} cannot be used: {problem}; give another checkpoint, or auto."
+            )
         chosen, run.resumed_from = Path(given), given
     step = read_manifest(chosen)["step"] if chosen else -1
     for folder in (run.folder / "checkpoints").glob("step_*"):
@@ -107,7 +109,7 @@ def _newest_good(run: Run) -> Path | None:
     folder = run.folder / "checkpoints"
     found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
     for path in reversed(found):
-        problem = damage(path) if step_of(path) >= 0 else "it is not a checkpoint of this run"
+        problem = find_damage(path) if step_of(path) >= 0 else "it is not a checkpoint of this run"
         if not problem:
             return path
         logger.warning("%s is skipped: %s.", path, problem)
@@ -118,5 +120,5 @@ def _newest_good(run: Run) -> Path | None:
 
 def check(folder: Path) -> None:
     """Raise a ConfigError for a damaged checkpoint."""
-    if problem := damage(folder):
-        raise ConfigError(f"{folder} cannot be used: {problem}.")
+    if problem := find_damage(folder):
+        raise ConfigError(f"{folder} cannot be used: {problem}; give another checkpoint.")

@@ -46,7 +46,7 @@ from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
 from .resuming import best_of, checkpoints, remove
-from .shards import Shard, Tensors, own_shard, save_shards
+from .shards import Shard, TensorReader, own_shard, save_shards
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +180,10 @@ class Checkpoints:
             self.run.compare_numerics(folder, state.pop("numerics", None))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder}/state.json is damaged: {error!r}.") from error
-        Tensors(folder, "model").fill(self._weights())
+        TensorReader(folder, "model").fill(self._weights())
         self._load_optimizer(folder, saved)
         if self.ema:
-            Tensors(folder, "ema").fill(self._ema_tensors(self.ema))
+            TensorReader(folder, "ema").fill(self._ema_tensors(self.ema))
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
@@ -237,14 +237,17 @@ class Checkpoints:
         groups = self.optimizer.param_groups
         names = [[self.names[id(p)] for p in group["params"]] for group in groups]
         if names != [group["params"] for group in saved["groups"]]:
-            raise ConfigError(f"{folder}: the optimizer's parameter groups are not the model's.")
+            raise ConfigError(
+                f"{folder}: its optimizer has other parameter groups than this model; restore the"
+                " recipe's model and parameter_groups, or choose another --run_name."
+            )
         # The form of load_state_dict: parameters by their index in the list of all groups.
         order = [name for group in names for name in group]
         parameters = [p for group in groups for p in group["params"]]
         index = {name: i for i, name in enumerate(order)}
         values = dict(saved["numbers"])
         if any(folder.glob("optimizer.*")):  # plain SGD has no tensors
-            tensors = Tensors(folder, "optimizer")
+            tensors = TensorReader(folder, "optimizer")
             for key, shape in tensors.shapes.items():
                 parameter = parameters[index[key.rpartition("/")[0]]]
                 same_shape = shape == tuple(parameter.shape)
@@ -347,7 +350,10 @@ class Checkpoints:
 
         limit = self.config.distributed.startup_timeout_seconds
         if not wait_until(all_have_written, limit, poll_seconds=0.05):
-            raise OSError(f"rank(s) {sorted(waiting)} did not write their shards in time")
+            raise OSError(
+                f"rank(s) {sorted(waiting)} did not write their shards within {limit} s"
+                " (distributed.startup_timeout_seconds)"
+            )
         return files
 
     def _rotate(self) -> None:

@@ -62,7 +62,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_shards({name: _whole(tensor) for name, tensor in tensors.items()}, path)
 
 
-class Tensors:
+class TensorReader:
     """Read the tensors of one kind from a checkpoint or an export, in one file or several."""
 
     def __init__(self, folder: Path, kind: str) -> None:

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,10 @@ def check_folder(accelerator: Accelerator, config: Config, host: str) -> tuple[l
             folder.mkdir(parents=True, exist_ok=True)
             (folder / message[0]).write_text(host)
         except OSError as error:
-            message[1] = f"{folder.absolute()} cannot be written on {host}: {error.strerror}."
+            message[1] = (
+                f"{folder.absolute()} cannot be written on {host}: {error.strerror}; fix its"
+                " permissions, or give --runs_folder."
+            )
     if accelerator.num_processes > 1:
         broadcast_object_list(message)
     name, error_on_main, main_host = message
@@ -267,7 +270,9 @@ def check_folder(accelerator: Accelerator, config: Config, host: str) -> tuple[l
     path = folder / name
 
     def is_visible() -> bool:
-        os.listdir(folder.parent)  # refreshes the directory cache of a network file system
+        if not path.exists():
+            with suppress(OSError):  # refreshes the directory cache of a network file system
+                os.listdir(folder.parent)
         return path.exists()
 
     speed = 0.0
@@ -278,7 +283,10 @@ def check_folder(accelerator: Accelerator, config: Config, host: str) -> tuple[l
         try:
             speed = write_speed(path.with_name(f"{name}-{accelerator.process_index}"))
         except OSError as error:
-            problem = f"{folder.absolute()} cannot be written on {host}: {error.strerror}."
+            problem = (
+                f"{folder.absolute()} cannot be written on {host}: {error.strerror}; fix its"
+                " permissions, or give --runs_folder."
+            )
     problems = {problem for problem in gather_object([problem]) if problem}
     if accelerator.is_main_process:
         path.unlink()

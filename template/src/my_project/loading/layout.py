@@ -77,7 +77,7 @@ def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
 
 def _total_steps_of_stream(config: Config, lanes: int, layout: BatchLayout) -> int:
     if config.steps is None:
-        raise ConfigError("a stream has no length that epochs could be counted in; set steps.")
+        raise ConfigError("a stream has no length, so epochs cannot be counted; set steps instead.")
     if lanes < 1 or layout.global_batch_size % lanes:
         raise ConfigError(
             f"the stream's {lanes} lanes must divide batches.global_batch_size"
@@ -87,7 +87,7 @@ def _total_steps_of_stream(config: Config, lanes: int, layout: BatchLayout) -> i
     if lanes % micro_batches:
         raise ConfigError(
             f"{layout.world_size} process(es) x accumulation {layout.accumulation} must divide the"
-            f" stream's {lanes} lanes; choose a multiple of {micro_batches} lanes, or a greater"
+            f" stream's {lanes} lanes; choose a multiple of {micro_batches} lanes, or a larger"
             " batches.micro_batch_size."
         )
     return config.steps

@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, default_collate
 
 from ..config import BatchesConfig, ConfigError
-from .seeding import fork_rng, seed_of, seed_rng
+from .seeding import derive_seed, fork_rng, seed_rng
 from .workers import check_sendable, cpus_per_process, start_worker
 
 
@@ -47,7 +47,7 @@ class Fetch:
         with fork_rng():
             samples = []
             for epoch, index in keys:
-                seed_rng(seed_of(self.seed, "sample", epoch, index))
+                seed_rng(derive_seed(self.seed, "sample", epoch, index))
                 samples.append(self.data[index])
             return self.collate(samples)
 
@@ -62,7 +62,7 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
     workers = config.workers
     if workers is None:
         workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
-    workers = min(workers, how.pop("most_workers", workers))
+    workers = min(workers, how.pop("max_workers", workers))
     options: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": workers > 0,
@@ -74,9 +74,8 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
             data,
             num_workers=workers,
             collate_fn=identity,
-            generator=torch.Generator().manual_seed(
-                0
-            ),  # else it advances torch's, which dropout uses
+            # otherwise the DataLoader draws from torch's generator, which dropout uses
+            generator=torch.Generator().manual_seed(0),
             **options | how,
         )
     except (TypeError, ValueError) as error:

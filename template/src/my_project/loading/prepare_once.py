@@ -1,4 +1,4 @@
-"""Let one process prepare the data while the others wait; they find the work done.
+"""Let one process prepare the data while the others wait; they then reuse its result.
 
 One process of the run goes first; then one of each node, since caches may be local to a node; then
 all others at once. The locks are files in the runs folder, which the nodes share, so no process
@@ -34,7 +34,7 @@ def launch_name() -> str:
 
 @contextmanager
 def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
-    """Run the block, then wait until every other process has left it.
+    """Run the block, then wait until every other process has finished it.
 
     Otherwise the ranks that finish first would wait in the process group, which has a timeout.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from .layout import BatchLayout
-from .seeding import seed_of
+from .seeding import derive_seed
 
 
 class SliceSampler:
@@ -36,7 +36,7 @@ class SliceSampler:
         for step in self.steps:
             epoch, batch = divmod(step, steps_per_epoch)
             if epoch != order_of:
-                generator = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
                 order_of, order = epoch, torch.randperm(self.samples, generator=generator)
             for j in range(self.layout.accumulation):
                 start = batch * self.layout.global_batch_size

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-def seed_of(*parts: Any) -> int:
+def derive_seed(*parts: Any) -> int:
     """Hash the parts into a 64-bit seed, the same on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
@@ -43,7 +43,7 @@ def seed_rng(seed: int) -> None:
 
 def seed_forward(seed: int, step: int, micro_batch: int, device: torch.device) -> None:
     """Seed the random state that the model uses (dropout) in one micro-batch of one step."""
-    derived = seed_of(seed, "model", step, micro_batch)
+    derived = derive_seed(seed, "model", step, micro_batch)
     seed_rng(derived)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(derived)

@@ -18,7 +18,7 @@ from ..config import Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout
 from .loader import make_loader, on_device, start_iterating
-from .seeding import fork_rng, seed_of, seed_rng
+from .seeding import derive_seed, fork_rng, seed_rng
 from .workers import check_sendable
 
 
@@ -39,15 +39,15 @@ class LaneReader(IterableDataset):
         start: int,
         seed_samples: bool,
     ) -> None:
-        """Open no lane yet: that is done where they are read.
+        """Store the arguments; lanes are opened in the process that reads them.
 
         Args:
-            stream: what has `lane(i, epoch, start, seed)`.
-            lanes: of each micro-batch of a step.
-            per_step: samples that a lane gives to each step.
-            seed: of the run.
-            epoch: of the stream.
-            start: samples of each lane that are skipped.
+            stream: an object with `lane(i, epoch, start, seed)`.
+            lanes: the lanes of each micro-batch of a step.
+            per_step: samples per lane and step.
+            seed: the run's seed.
+            epoch: the stream's epoch.
+            start: the number of samples to skip in each lane.
             seed_samples: whether to seed the random state before each sample.
         """
         self.stream = stream
@@ -82,7 +82,7 @@ class LaneReader(IterableDataset):
         read = []
         with fork_rng():
             for index in range(position, position + self.per_step):
-                seed_rng(seed_of(self.seed, "sample", self.epoch, lane, index))
+                seed_rng(derive_seed(self.seed, "sample", self.epoch, lane, index))
                 read += islice(samples, 1)
         return read
 
@@ -94,9 +94,10 @@ class StreamBatches:
     size over the number of lanes. So the position of each sample follows from the step, for any
     world size that the lanes allow, and a rank reads its own lanes only.
 
-    The first lane that ends, ends the epoch on all ranks, before the step that it cannot feed. For
-    that each rank reads two steps ahead and votes, in the all-reduce of step k, that it cannot feed
-    step k + 2. The host reads that sum one step late, which is in time, and waits for nothing.
+    When one lane is exhausted, the epoch ends on all ranks, before the first step that lacks
+    samples. To agree on it without a sync, each rank reads two steps ahead and votes, in the
+    all-reduce of step k, if it cannot feed step k + 2. The host reads the votes one step later,
+    which is early enough.
     """
 
     def __init__(
@@ -111,12 +112,12 @@ class StreamBatches:
         """Start at steps.start.
 
         Args:
-            config: of the run.
+            config: the run's config.
             data: the stream.
-            layout: of the global batch.
-            steps: those to be trained.
+            layout: the global batch's division.
+            steps: the steps to train.
             accelerator: gives this process's rank and device.
-            epoch: of the stream at steps.start, and the step at which it began.
+            epoch: the stream's epoch at steps.start, and the step at which it began.
         """
         self.config = config
         self.data = data
@@ -143,7 +144,7 @@ class StreamBatches:
         return self.batches
 
     def end_epoch_after(self, step: int) -> None:
-        """End the epoch with the next step: at this one some rank's lanes were short."""
+        """End the epoch after step + 1: in this step some rank voted that its lanes are short."""
         if self.epoch_end is None and step >= self.opened_at:
             self.epoch_end = step + 2
 
@@ -174,7 +175,7 @@ class StreamBatches:
             reader,
             self.device,
             batch_size=None,
-            most_workers=sum(map(len, self.lanes)),
+            max_workers=sum(map(len, self.lanes)),
             pin_memory=False,
             persistent_workers=False,
         )
@@ -205,7 +206,7 @@ class StreamBatches:
         self._open(step)
 
     def _read_ahead(self, step: int, count: int) -> None:
-        """Read ahead so many steps, this one included; fewer at the end of the epoch."""
+        """Read up to `count` steps, starting with this one; fewer at the end of the epoch."""
         while self.has_more and len(self.ahead) < count:
             batches = self._read_step(step + len(self.ahead))
             self.has_more = batches is not None
@@ -224,7 +225,7 @@ class StreamBatches:
                 samples |= part
             with fork_rng():
                 micro_batch = j * self.layout.world_size + self.rank
-                seed_rng(seed_of(self.config.seed, "collate", step, micro_batch))
+                seed_rng(derive_seed(self.config.seed, "collate", step, micro_batch))
                 batch = self.collate([sample for lane in lanes for sample in samples[lane]])
             if self.device.type == "cuda":
                 batch = recursively_apply(torch.Tensor.pin_memory, batch)

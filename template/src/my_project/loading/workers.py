@@ -55,7 +55,7 @@ def ignore_signals_except_parents() -> None:
 
 
 class _TrialPickler(ForkingPickler):
-    """Pickle as the queue of a loader worker does, but for the contents of tensors."""
+    """Pickle as the queue of a loader worker does, but without the contents of tensors."""
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle a number in place of a tensor that can be sent."""
@@ -67,7 +67,7 @@ class _TrialPickler(ForkingPickler):
 
 
 def check_sendable(batch: Any) -> None:
-    """Refuse, in a loader worker, what cannot be sent from it: its queue would drop it silently.
+    """Raise a ConfigError in a loader worker for a batch that its queue would drop silently.
 
     The training process would wait for it until the watchdog ends the run.
     """

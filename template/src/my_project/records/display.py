@@ -65,7 +65,7 @@ def log_start(
     model: nn.Module,
     resume_from: Path | None,
 ) -> None:
-    """Log in a few lines what starts, where, and from what."""
+    """Log the devices, the batch layout, the model's size and the checkpoint to resume from."""
     if not accelerator.is_main_process:
         return
     logger.info(
@@ -86,7 +86,7 @@ def log_start(
         run.total_steps,
         sum(p.numel() for p in model.parameters()),
     )
-    logger.info("resumed from %s" if resume_from else "from the beginning%.0s", resume_from or "")
+    logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 
 
 def format_metric(value: float) -> str:

@@ -2,8 +2,8 @@
 
     python -m my_project logs runs/image_classification
 
-Reads the files that launch.py has the processes' output written to, of the newest start of each
-node: <run folder>/logs/node_<n>/<start>/attempt_<n>/<process>/stdout.log and stderr.log.
+Reads the files that launch.py has processes write: of the newest launch on each node,
+<run folder>/logs/node_<n>/<start>/attempt_<n>/<process>/stdout.log and stderr.log.
 """
 
 import argparse
@@ -20,7 +20,7 @@ QUIET_SECONDS = 3.0  # after which a run that has ended has nothing more to say
 
 
 def newest(folder: Path) -> Iterator[tuple[str, Path]]:
-    """List the label and path of each file that the newest start of each node writes."""
+    """Yield the label and path of each log file of the newest launch on each node."""
     nodes = [path for path in folder.glob("logs/node_*/") if path.name[5:].isdecimal()]
     for node in sorted(nodes, key=lambda path: int(path.name[5:])):
         starts = [path for path in node.iterdir() if path.is_dir()]
@@ -37,8 +37,8 @@ def follow(folder: Path, lines: int, poll_seconds: float = 0.5) -> Iterator[str]
     """Yield each line with the node and the process that printed it.
 
     Args:
-        folder: of the run.
-        lines: how many of the last ones of each file to begin with.
+        folder: the run folder.
+        lines: the number of existing lines of each file to yield first, as with tail -n.
         poll_seconds: how often to look for more.
     """
     offsets: dict[Path, int] = {}
@@ -61,12 +61,12 @@ def follow(folder: Path, lines: int, poll_seconds: float = 0.5) -> Iterator[str]
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Print until the run ends, and how it did."""
+    """Print the output until the run ends, then its outcome."""
     folder = Path(arguments.run)
     if not any(newest(folder)):
         raise ConfigError(
-            f"{folder}/logs holds nothing: the launchers in launch/ write it, for more than one"
-            " process."
+            f"{folder}/logs has no log files: they are written for runs of several processes that"
+            " the scripts in launch/ start; check the path, or start the run with one of them."
         )
     for text in follow(folder, arguments.lines):
         print(text, flush=True)
@@ -77,6 +77,6 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = make_parser(__doc__)
     parser.add_argument("run", help="the run folder")
-    parser.add_argument("--lines", type=int, default=20, help="of each process to begin with")
+    parser.add_argument("--lines", type=int, default=20, help="existing lines to show per file")
     with suppress(KeyboardInterrupt):
         run(main, parser.parse_args())

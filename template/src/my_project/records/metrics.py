@@ -1,6 +1,6 @@
 """One record per interval, by rank 0: metrics.jsonl, trackers, a bar or plain lines.
 
-It is given the numbers of the steps and decides nothing.
+It only records; state.py and the loop decide.
 """
 
 import json
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Clock(NamedTuple):
-    """Seconds so far: all of them, waiting for data, and outside of steps."""
+    """Seconds since the start: in total, waiting for data, and paused (evaluations, saves)."""
 
     total: float
     data: float
@@ -38,7 +38,7 @@ class Clock(NamedTuple):
 
 
 class MetricsWriter:
-    """Count what the steps did, and write it down every so often."""
+    """Aggregate the step reports, and write a record every telemetry.every_steps."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MetricsWriter:
         count = optional(run.config.recipe, "per_sample")
         self.per_sample: dict[str, float] = count(model) if count else {}
         self.path = run.folder / "metrics.jsonl"
-        self.unwritten = ""  # what a full disk did not take
+        self.unwritten = ""  # lines that a full disk has not taken yet
         self.trackers = Trackers(accelerator, run)
         self.progress = Progress(run)
         self.data_seconds = 0.0
@@ -90,9 +90,9 @@ class MetricsWriter:
         self.trackers.finish()
 
     def _is_kept(self, record: dict[str, Any]) -> bool:
-        """Return whether a record is not newer than the state, nor of an evaluation to come."""
+        """Return whether a record is kept: not newer than the state, nor to be written again."""
         step, is_evaluation = self.state.step, "samples_per_second" not in record
-        if "changed" in record:  # this start writes that of its own step again, if it still holds
+        if "changed" in record:  # one at this step is written again, if it still applies
             return record["step"] < step
         to_come = is_evaluation and self.state.evaluated_step != step
         return record["step"] < step or (record["step"] == step and not to_come)
@@ -187,7 +187,7 @@ class MetricsWriter:
         self.progress.show(record)
 
     def _append(self, line: str) -> None:
-        """Append to metrics.jsonl; what a full disk does not take waits for the next time."""
+        """Append to metrics.jsonl; lines that fail (full disk) are retried with the next record."""
         is_first_failure = not self.unwritten
         self.unwritten += line
         size = self.path.stat().st_size if self.path.exists() else 0
@@ -197,9 +197,9 @@ class MetricsWriter:
             self.unwritten = ""
         except OSError as error:
             if is_first_failure:
-                logger.error("%s cannot be written, records wait: %s", self.path, error)
+                logger.error("%s cannot be written, so records are kept: %s", self.path, error)
             if self.path.exists():
-                os.truncate(self.path, size)  # no half line
+                os.truncate(self.path, size)  # drop the partial line
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -214,7 +214,7 @@ def read_records(run: Run) -> tuple[list[dict[str, Any]], bool]:
     """Read metrics.jsonl.
 
     Returns:
-        The records, and whether there is anything else; a last line cut off by a kill is not.
+        The records, and whether the file is damaged; a last line cut off by a kill is no damage.
     """
     try:
         lines = (run.folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Trackers, by accelerate: none of them ends a run."""
+"""Accelerate's trackers; a tracker that fails never ends the run."""
 
 import logging
 import os
@@ -20,10 +20,10 @@ class Trackers:
         self.run = run
 
     def start(self, step: int) -> None:
-        """Start each tracker by itself, so that one which cannot start is left out alone.
+        """Start the trackers one by one, so that a failing one does not affect the others.
 
         Args:
-            step: those done; a resumed run goes on in the same curves.
+            step: steps done; a resumed run continues the same curves.
         """
         name = self.run.config.run_name
         started: list[Any] = []
@@ -50,7 +50,7 @@ class Trackers:
         self._each("log", lambda tracker: tracker.log(dict(values), step=step))
 
     def finish(self) -> None:
-        """Let each tracker write what it still holds."""
+        """Flush and close each tracker."""
         self._each("finish", lambda tracker: tracker.finish())
 
     def _each(self, action: str, function: Callable[[Any], Any]) -> None:
@@ -63,6 +63,6 @@ class Trackers:
 
 
 def report(tracker: str, action: str, error: Exception) -> None:
-    """Say in one line which tracker failed."""
+    """Log in one line which tracker failed."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    logger.error("tracker %s cannot %s, the run goes on without it: %s", tracker, action, reason)
+    logger.error("tracker %s could not %s and is disabled: %s", tracker, action, reason)

@@ -186,7 +186,7 @@ def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:
             yield name
 
 
-def refuse_secrets(settings: Any) -> str:
+def secrets_problem(settings: Any) -> str:
     """Return the message that refuses settings with a secret; empty if there is none."""
     for name in secrets_in(settings):
         return (
