@@ -166,7 +166,7 @@ def find_package(folder: Path) -> Package:
         Refused: it cannot be a package.
     """
     if not folder.is_dir():
-        raise Refused(f"{folder} is no folder; give that of your package.")
+        raise Refused(f"{folder} is not a folder; give your package's folder.")
     if folder.is_symlink():
         raise Refused(f"{folder} is a link to {folder.resolve()}; give that folder.")
     folder = folder.resolve()
@@ -326,7 +326,7 @@ def check_writable(paths: Iterable[Path]) -> None:
     for path in paths:
         there = next(place for place in (path, *path.parents) if os.path.lexists(place))
         if there != path and not there.is_dir():
-            raise Refused(f"{path} cannot be written: {there} is no folder.")
+            raise Refused(f"{path} cannot be written: {there} is not a folder.")
         if not os.access(there, os.W_OK):
             raise Refused(f"{path} cannot be written: you may not write to {there}.")
 

@@ -598,7 +598,7 @@ def test_nothing_is_written_through_a_link_to_a_subpackage(tmp_path, module, nam
     ("recipe", "folder", "sentence"),
     [
         ("cats", "your_package", "there is no recipe cats; there are causal_lm, "),
-        ("causal_lm", "nowhere", "nowhere is no folder"),
+        ("causal_lm", "nowhere", "nowhere is not a folder"),
         ("causal_lm", "my-things", "my-things cannot be imported as a package"),
         ("causal_lm", "class", "class cannot be imported as a package"),
         ("causal_lm", "", "their-repo is a repository (.git); give the folder of its package"),

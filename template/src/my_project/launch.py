@@ -463,7 +463,7 @@ def run(launch: Launch, child: Child, errors: str) -> int:
     status = wait_for_status(folder, before, launch.nodes)
     outcome = status.get("outcome")
     is_new = status != before
-    # stopped in start-up, each process exits by itself, and the others may report a lost connection
+    # stopped in startup, each process exits by itself, and the others may report a lost connection
     is_unsaved = not is_new or outcome == "running" or "unexplained" in status
     if child.stop_signal_at and code and is_unsaved:
         print("stopped before it could save; run the same command again", flush=True)

@@ -27,7 +27,7 @@ def process_name() -> str:
 
 POLL_SECONDS = 1.0
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
-# After a stop signal in start-up, how long a process may take to reach the loop, which saves. It
+# After a stop signal in startup, how long a process may take to reach the loop, which saves. It
 # may never reach it: a collective with a rank that has exited does not return.
 REACH_LOOP_SECONDS = 30.0
 SET_BY_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # accelerate, torchrun

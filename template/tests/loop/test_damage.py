@@ -237,7 +237,7 @@ def nest(folder: Path) -> None:
 )
 def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, caplog):
     newest = copied.folder / "checkpoints/step_00000006"
-    find_damage(newest)
+    damage(newest)
     given = change(copied, resume=str(newest))
     with pytest.raises(ConfigError, match=sentence):
         resuming.check_path(given)

@@ -324,7 +324,7 @@ def seconds_per_call(accelerator: Accelerator, call: Callable[[], None]) -> floa
         torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)
         return float(seconds)
 
-    mean_seconds(1)  # warm-up: the first call opens connections
+    mean_seconds(1)  # warmup: the first call opens connections
     return mean_seconds(min(20, max(1, int(0.3 / mean_seconds(1)))))
 
 
@@ -411,7 +411,7 @@ def pair_bandwidth(
             if rank in (firsts[a], firsts[b]):
                 partner = firsts[b] if rank == firsts[a] else firsts[a]
         seconds = 0.0
-        for _ in range(2):  # the first is a warm-up that opens the connection
+        for _ in range(2):  # the first is a warmup that opens the connection
             accelerator.wait_for_everyone()
             started = time.perf_counter()
             if partner is not None:
