@@ -288,9 +288,8 @@ class Finetune:
         )
         adapted = get_peft_model(model, settings)
         for parameter in adapted.parameters():
-            if (
-                parameter.requires_grad
-            ):  # LoRA and the head: bfloat16 would round small updates away
+            # LoRA and the head: bfloat16 would round small updates away
+            if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         return adapted
 
@@ -434,9 +433,8 @@ class Finetune:
             base = source.absolute() if source.is_dir() else self.model
             base = self._model_folder() if self.model == "minilm" else base
             model.peft_config["default"].base_model_name_or_path = str(base)
-            settings["save_embedding_layers"] = (
-                False  # else peft looks up the vocabulary on the Hub
-            )
+            # else peft looks up the vocabulary on the Hub
+            settings["save_embedding_layers"] = False
         model.save_pretrained(folder, **settings)
         _tokenizer_of(self._model_folder()).save_pretrained(folder)
 

@@ -452,9 +452,8 @@ def _parser(description: str, prog: str | None):
     parser.add_argument("--config", action="config", help="A YAML file; configs/ holds examples.")
     parser.add_class_arguments(Config)
     for action in parser._actions:
-        if (
-            action.dest == "optim"
-        ):  # its class_path names the optimizer, not a subclass of OptimConfig
+        # the class_path in optim names the optimizer, not a subclass of OptimConfig
+        if action.dest == "optim":
             setattr(action, "basetype", None)  # noqa: B010 - an attribute of jsonargparse
     return parser
 
@@ -533,9 +532,8 @@ def parse_command_line(description: str) -> Config:
     except ConfigError as error:
         exit_with_error(error)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if (
-        restarted and config.resume == "never"
-    ):  # the moved-aside run has been replaced: continue the new one
+    # the run that was moved aside has been replaced: continue the new one
+    if restarted and config.resume == "never":
         return dataclasses.replace(config, resume="auto")
     return config
 

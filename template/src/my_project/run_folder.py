@@ -81,10 +81,9 @@ class Run:
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
         self.token = ""  # of this launch, set by begin() or sees()
         self.hosts: list[str] = []  # by rank
-        self.numerics: dict[str, Any] = {}  # of this start, see devices.numerics
-        self.changed: dict[
-            str, list[Any]
-        ] = {}  # numerics that differ from the checkpoint's: [old, new]
+        self.numerics: dict[str, Any] = {}  # of this launch, see devices.numerics
+        # of the numerics, those that differ from the checkpoint's: [old, new]
+        self.changed_numerics: dict[str, list[Any]] = {}
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the --resume path at which this run began
         with writing(self.folder):
@@ -113,14 +112,14 @@ class Run:
             logger.error("%s/status.json cannot be written: %s", self.folder, error)
 
     @property
-    def who(self) -> str:
+    def process_label(self) -> str:
         """Return rank, host and step of this process."""
         return f"rank {self.rank} on {socket.gethostname()}, step {self.step}"
 
     def fail(self, reason: str, **more: Any) -> None:
         """Record the first failure of any rank: later failures are usually its consequences."""
         if self.token and self.status().get("outcome") != "failed":
-            self.write_status("failed", f"{self.who}: {reason}", **more)
+            self.write_status("failed", f"{self.process_label}: {reason}", **more)
 
     def record_error(self, reason: str, details: str) -> None:
         """Write an error file of this rank into errors/; the names sort by time."""
@@ -129,7 +128,7 @@ class Run:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = mask(f"{reason}\n\n{details}")
-            write_atomically(path, f"{self.who}\nlaunch {self.token}\n{text}")
+            write_atomically(path, f"{self.process_label}\nlaunch {self.token}\n{text}")
         except OSError as error:
             logger.error("%s cannot be written: %s", path, error)
 
@@ -176,13 +175,15 @@ class Run:
     def compare_numerics(self, folder: Path, before: Any) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
         before = before if isinstance(before, dict) else {}  # older checkpoints have none
-        self.changed = {
+        self.changed_numerics = {
             name: [before[name], now]
             for name, now in self.numerics.items()
             if name in before and before[name] != now
         }
-        if self.changed and self.rank == 0:
-            differing = [f"{name} {old} (now {new})" for name, (old, new) in self.changed.items()]
+        if self.changed_numerics and self.rank == 0:
+            differing = [
+                f"{name} {old} (now {new})" for name, (old, new) in self.changed_numerics.items()
+            ]
             logger.warning(
                 "%s was trained with %s: the curve may differ from here on",
                 folder,

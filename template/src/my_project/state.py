@@ -118,7 +118,7 @@ class TrainState:
         due |= self.step > 0 and is_due(run.config.evaluation.every_steps, self.step)
         return due and self.evaluated_step != self.step
 
-    def note_evaluation(self, config: Config, results: dict[str, float]) -> bool:
+    def record_evaluation(self, config: Config, results: dict[str, float]) -> bool:
         """Record the results of an evaluation; return whether they are the best so far."""
         self.results = results
         self.evaluated_step = self.step

@@ -118,7 +118,7 @@ class Watchdog:
         self._has_progress = True
         self.limit = self.short
 
-    def pause(self) -> None:
+    def allow_long_limit(self) -> None:
         """Allow the long limit until a step has been completed."""
         self._has_progress = True
         self.limit = self.long
@@ -147,7 +147,7 @@ class Watchdog:
         place, waits = current_line(sys._current_frames()[threading.main_thread().ident or 0])
         stack = stacks()
         print(
-            f"{self.run.who}: {no_progress}; this process stalled at {place}\n{stack}",
+            f"{self.run.process_label}: {no_progress}; this process stalled at {place}\n{stack}",
             file=sys.__stderr__,
             flush=True,
         )
@@ -181,7 +181,7 @@ def save_nccl_trace(run: Run) -> None:
         path = run.folder / "errors" / f"nccl_trace_rank_{run.rank:05d}.json"
         path.write_bytes(trace if isinstance(trace, bytes) else str(trace).encode())
     except (OSError, RuntimeError, TypeError) as error:
-        print(f"{run.who}: no NCCL trace: {error}", file=sys.__stderr__, flush=True)
+        print(f"{run.process_label}: no NCCL trace: {error}", file=sys.__stderr__, flush=True)
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -240,11 +240,12 @@ def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
     Some ranks notice only when others exit, so later reports are more complete.
     """
     reason = mask(reason)
-    run.fail(reason, unexplained=f"{run.who}: {reason}")  # at once: there may be little time
+    # at once: there may be little time
+    run.fail(reason, unexplained=f"{run.process_label}: {reason}")
     if not run.hosts:  # not connected yet
         return
     cause = likely_cause(run, seconds)
-    print(f"{run.who}: {reason}. {cause}", file=sys.__stderr__, flush=True)
+    print(f"{run.process_label}: {reason}. {cause}", file=sys.__stderr__, flush=True)
     status = run.status()
     if first := status.get("unexplained"):
         step = status.get("step", run.step)

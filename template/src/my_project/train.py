@@ -109,26 +109,26 @@ def main(config: Config) -> int:
 
             def save() -> None:
                 state.epoch, state.epoch_start = feed.epoch, feed.epoch_start
-                watchdog.pause()
+                watchdog.allow_long_limit()
                 with metrics.paused():
                     checkpoints.save(state)
                     if state.step == run.total_steps:  # on the disk before the last evaluation
                         checkpoints.wait()
                         accelerator.wait_for_everyone()
 
-            def evaluate_and_note() -> None:
-                watchdog.pause()
+            def evaluate_and_record() -> None:
+                watchdog.allow_long_limit()
                 with metrics.paused(), ema_swapped_in():
                     results = evaluate(accelerator, config, evaluation_model, validation_sets)
-                    if state.note_evaluation(config, results):  # the best so far
+                    if state.record_evaluation(config, results):  # the best so far
                         export.export_best(run, data_info, raw_model)
                 metrics.write({"step": state.step} | results)
                 checkpoints.add_evaluation(state)
 
             if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
-                evaluate_and_note()
+                evaluate_and_record()
             elif config.evaluation.sanity_check and state.step == 0:
-                watchdog.pause()
+                watchdog.allow_long_limit()
                 with metrics.paused():
                     sanity_check(accelerator, config, evaluation_model, validation_sets)
             end_reason = state.end_reason(run)  # empty until the run is at its end
@@ -187,7 +187,7 @@ def main(config: Config) -> int:
                     if save_due or stop_agreed:
                         save()
                     if evaluation_due and not stop_agreed:  # else the next start evaluates
-                        evaluate_and_note()
+                        evaluate_and_record()
                     end_reason = state.end_reason(run)
                     if end_reason and not save_due:
                         save()
@@ -195,7 +195,7 @@ def main(config: Config) -> int:
                         break
 
         # ---- finish, or leave to be continued ----------------------------------------------------
-        watchdog.pause()
+        watchdog.allow_long_limit()
         if not end_reason:
             accelerator.wait_for_everyone()  # torchrun kills ranks that save once another exits
             if rank == 0:

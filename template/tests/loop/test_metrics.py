@@ -97,6 +97,6 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path):
     config = make_config(tmp_path, evaluation__best_metric="validation/loss")
     state = TrainState(items_per_micro_batch=1.0)
     values = [float("nan"), 0.5, float("nan"), 0.7]
-    better = [state.note_evaluation(config, {"validation/loss": value}) for value in values]
+    better = [state.record_evaluation(config, {"validation/loss": value}) for value in values]
     assert better == [False, True, False, True]
     assert state.best == 0.7

@@ -174,7 +174,9 @@ def test_a_run_in_which_every_step_was_skipped_is_not_finished(tmp_path):
     recipe = Ragged(empty_at=tuple(range(4)))
     config = make_config(tmp_path, recipe, steps=4)
     for _ in range(2):  # the same command cannot finish it either
-        with pytest.raises(RuntimeError, match=r"all 4 steps were skipped .* no weight has changed"):
+        with pytest.raises(
+            RuntimeError, match=r"all 4 steps were skipped .* no weight has changed"
+        ):
             train(config)
         assert status(config)["outcome"] == "failed"
         assert not (config.folder / "export").exists()

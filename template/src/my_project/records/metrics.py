@@ -78,7 +78,7 @@ class MetricsWriter:
                 move_aside(self.path)
             kept = [record for record in records if self._is_kept(record)]
             write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-        if changed := self.run.changed:  # not for trackers, which take numbers
+        if changed := self.run.changed_numerics:  # not for trackers, which take numbers
             self._append(json.dumps({"step": self.state.step, "changed": changed}) + "\n")
         self.trackers.start(self.state.step)
         self.progress.start(self.state.step)
