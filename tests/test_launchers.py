@@ -188,7 +188,7 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
     shown = slurm.output(job)
     assert shown.count("preempted; requeueing job") >= 2, "by scancel, and by the time limit"
     assert int(slurm.about(job)["Restarts"]) == shown.count("preempted; requeueing job")
-    assert shown.count("node 0 of 2 (host0, veth0)") == shown.count("preempted; queueing") + 1
+    assert shown.count("node 0 of 2 (host0, veth0)") == shown.count("preempted; requeueing") + 1
     assert_finished_with_the_right_weights(hosts, 220)
 
 
