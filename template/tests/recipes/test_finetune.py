@@ -628,6 +628,9 @@ def test_the_default_config_trains_the_packaged_encoder(tmp_path):
     assert len(rows) > 1500
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
 def test_your_own_texts_are_read_and_transformers_loads_the_export_as_the_document_says(
     tmp_path, monkeypatch, capsys
 ):

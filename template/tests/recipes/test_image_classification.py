@@ -223,11 +223,11 @@ def test_your_own_images_are_read_as_the_document_says(tmp_path, monkeypatch):
         table.to_parquet(data / "trees" / f"{part}.parquet")
         folder = data / "birds" / split
         folder.mkdir(parents=True)
-        lines = ["file_name,label"]
+        lines = []
         for number, path in enumerate(sorted((data / "leaves" / split).glob("*/*.png"))):
             (folder / f"{number}.png").write_bytes(path.read_bytes())
-            lines.append(f"{number}.png,{number % 2}")
-        (folder / "metadata.csv").write_text("\n".join(lines))
+            lines.append(json.dumps({"file_name": f"{number}.png", "label": number % 2}))
+        (folder / "metadata.jsonl").write_text("\n".join(lines))
 
     classes = {}
     for name, config in train_on_own_data("image_classification", tmp_path).items():
