@@ -176,6 +176,14 @@ def train_blindly(config: Config) -> int:
     return train(config)
 
 
+def test_a_rank_beyond_the_world_size_is_refused(tmp_path, monkeypatch):
+    """As of a job array that sets RANK: the run would train and write nothing."""
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError, match="RANK is 3, but WORLD_SIZE is 1"):
+        train(make_config(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def test_processes_that_do_not_see_each_other_end_at_once(tmp_path):
     """Without the choice of the CPU, accelerate would make two runs that think they are alone."""
     pytest.importorskip("accelerate", minversion="1.13")  # before it, they find each other
