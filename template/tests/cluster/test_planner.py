@@ -184,6 +184,7 @@ def sharded_state_bytes(folder: str) -> int:
     return held
 
 
+@pytest.mark.slow
 def test_sharded_state_is_what_fully_shard_holds(tmp_path):
     model = cost.inspect_recipe(make_config(tmp_path, Blocks()), "no")
     two = replace(CLUSTER, nodes=1, gpus_per_node=2)

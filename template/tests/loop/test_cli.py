@@ -69,6 +69,7 @@ def test_a_misspelled_command_ends_with_one_sentence_and_exit_code_2(call, typed
     assert sentence.startswith(f"error: there is no command {typed}; {remedy}")
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_from_the_folder_of_weights(call, tmp_path: Path):
     """Not either where PYTHONPATH has an empty entry, which means the current folder."""
     for module in ("argparse", "json", "socket", "yaml"):
