@@ -51,8 +51,8 @@ class BatchesConfig:
     global_batch_size: int
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0)
-    """Samples per forward pass and rank; 0: the global batch divided by the world size.
-    Accumulation follows: global = micro x world size x accumulation."""
+    """The most samples per forward pass and rank; 0: no limit. A rank whose part of the global batch
+    is smaller takes all of it. Accumulation follows: global = micro x world size x accumulation."""
     workers: int | None = may_change(None)
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: bool = True

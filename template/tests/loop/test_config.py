@@ -102,12 +102,22 @@ def test_a_missing_config_names_the_remedy():
 def test_a_batch_that_does_not_split_is_refused_with_the_arithmetic():
     batches = make_config(TESTS).batches
     assert batch_layout(batches, 2).accumulation == 2
-    with pytest.raises(ConfigError, match=r"16 / \(4 x 3\) = 1.33333"):
+    with pytest.raises(ConfigError, match="16 does not split over 3 processes: 16 / 3 = 5.33333"):
         batch_layout(batches, 3)
-    with pytest.raises(ConfigError, match="does not split"):
-        batch_layout(change(batches, micro_batch_size=32), 1)
+    with pytest.raises(ConfigError, match=r"16 / \(5 x 1\) = 3.2.*that divides 16, or 0"):
+        batch_layout(change(batches, micro_batch_size=5), 1)
     with pytest.raises(ConfigError, match="does not split"):
         batch_layout(change(batches, micro_batch_size=0), 32)
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "micro", "accumulation"),
+    [(4, 2, 4, 2), (4, 4, 4, 1), (4, 8, 2, 1), (4, 16, 1, 1), (0, 2, 8, 1), (32, 2, 8, 1)],
+)
+def test_a_rank_takes_at_most_its_part_of_the_global_batch(given, processes, micro, accumulation):
+    """So one config starts on any number of processes that divides the global batch."""
+    layout = batch_layout(change(make_config(TESTS).batches, micro_batch_size=given), processes)
+    assert (layout.micro_batch_size, layout.accumulation) == (micro, accumulation)
 
 
 @pytest.mark.parametrize(

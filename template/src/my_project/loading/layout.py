@@ -25,23 +25,28 @@ class BatchLayout:
 
 
 def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
-    """Derive the accumulation, or refuse with the arithmetic."""
+    """Derive the micro-batch and the accumulation, or refuse with the arithmetic."""
     total = config.global_batch_size
-    micro = config.micro_batch_size or total // world_size
-    accumulation = total // (micro * world_size) if micro else 0
-    if accumulation * micro * world_size != total:
+    if total % world_size:
         raise ConfigError(
-            f"batches.global_batch_size {total} does not split into micro-batches of"
-            f" {max(micro, 1)} on {world_size} process(es): {total} / ({max(micro, 1)} x"
-            f" {world_size}) = {total / (max(micro, 1) * world_size):g}. Lower"
-            " batches.micro_batch_size, or choose a global batch size that is a multiple of"
-            " micro_batch_size x processes."
+            f"batches.global_batch_size {total} does not split over {world_size} processes:"
+            f" {total} / {world_size} = {total / world_size:g}. Choose a number of processes that"
+            " divides it, or a global batch size that is a multiple of the processes."
+        )
+    share = total // world_size  # samples per step and rank
+    micro = min(config.micro_batch_size or share, share)
+    if share % micro:
+        raise ConfigError(
+            f"batches.global_batch_size {total} does not split into micro-batches of {micro} on"
+            f" {world_size} process(es): {total} / ({micro} x {world_size}) ="
+            f" {share / micro:g}. Choose a batches.micro_batch_size that divides {share}, or 0 for"
+            " all of it at once."
         )
     return BatchLayout(
         global_batch_size=total,
         micro_batch_size=micro,
         world_size=world_size,
-        accumulation=accumulation,
+        accumulation=share // micro,
     )
 
 
