@@ -56,7 +56,7 @@ def train_as_typed(command: str, more: str = "") -> Any:
     """
     from runs import train
 
-    from my_project.config import parse
+    from my_project.command_line import parse
 
     *start, module = (words := shlex.split(command))[:3]
     assert start == ["python", "-m"], command

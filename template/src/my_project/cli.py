@@ -13,24 +13,26 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import ConfigError, exit_with_error
-from .process import world
+from .command_line import did_you_mean
+from .config import ConfigError
+from .failures import exit_with_error, folded, record_of, report
+from .process import LOGS, world, write_logs
 from .safety.redaction import MaskedFormatter
 
-COMMANDS = (
-    "launch",
-    "evaluate",
-    "predict",
-    "export",
-    "records.logs",
-    "cluster.planner",
-    "cluster.preflight",
-    "cluster.hosts",
-)
+COMMANDS = {  # and their modules
+    "train": "train_command",
+    "evaluate": "evaluate",
+    "predict": "predict",
+    "export": "export",
+    "logs": "records.logs",
+    "planner": "cluster.planner",
+    "preflight": "cluster.preflight",
+    "launch": "launch",
+    "hosts": "cluster.hosts",
+}
 FOLDER = Path(__file__).parent
 
 logger = logging.getLogger(__name__)
@@ -38,27 +40,32 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Run the command given as the first argument, or list all commands."""
-    files = {name: FOLDER / f"{name.replace('.', '/')}.py" for name in COMMANDS}
-    modules = {name.rpartition(".")[2]: name for name in COMMANDS if files[name].exists()}
+    files = {name: FOLDER / f"{at.replace('.', '/')}.py" for name, at in COMMANDS.items()}
+    commands = {name: file for name, file in files.items() if file.exists()}
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
-        for name, module in modules.items():
-            text = files[module].read_text(encoding="utf-8")
+        for name, file in commands.items():
+            text = file.read_text(encoding="utf-8")
             print(f"  {name:10} {text.split(chr(10))[0].strip(chr(34))}")
         return
-    if command not in modules:
-        similar = get_close_matches(command, modules, n=1)
-        remedy = f"did you mean {similar[0]}?" if similar else f"use one of {', '.join(modules)}."
-        exit_with_error(ConfigError(f"there is no command {command}; {remedy}"))
+    if command not in commands:
+        hint = did_you_mean(command, commands) or f"; use one of {', '.join(commands)}."
+        exit_with_error(ConfigError(f"there is no command {command}{hint}"))
     del sys.argv[1]
-    runpy.run_module(f"{__package__}.{modules[command]}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"{__package__}.{COMMANDS[command]}", run_name="__main__", alter_sys=True)
+
+
+def command_name() -> str:
+    """Return the name of the current command."""
+    stem = Path(sys.argv[0]).stem
+    return next((name for name, at in COMMANDS.items() if at.split(".")[-1] == stem), stem)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return an argument parser with the name of the current command."""
     return argparse.ArgumentParser(
-        prog=f"python -m {__package__} {Path(sys.argv[0]).stem}",
+        prog=f"python -m {__package__} {command_name()}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -77,8 +84,9 @@ def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
     """Run main on this rank and exit with its code.
 
     A ConfigError, which the user can fix, exits with a message and its own code; any other
-    exception exits with 1, after the rank and the traceback are logged.
+    exception exits with 1, after an error file is written (failures.py) and the traceback logged.
     """
+    write_logs()
     set_up_logging()
     code = 1
     try:
@@ -88,9 +96,15 @@ def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
         code = 130
-    except (Exception, SystemExit):  # also SystemExit: a recipe's sys.exit(0) is no success
+    except (Exception, SystemExit) as error:  # a recipe's sys.exit(0) is no success
+        failure = record_of(error)
+        report(failure)
+        traceback = "\n".join([*folded(failure["frames"]), failure["reason"]])
         world_size, rank = world()
-        logger.exception("rank %d of %d failed on %s", rank, world_size, socket.gethostname())
+        host = socket.gethostname()
+        logging.getLogger(OUTPUT).error(
+            "rank %d of %d failed on %s\n%s", rank, world_size, host, traceback
+        )
     if code == 75 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # on another code torchrun would restart the preempted run at once
     sys.stdout.flush()
@@ -100,15 +114,28 @@ def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
     raise SystemExit(code)
 
 
+OUTPUT = "stderr"  # the logger of what only the log file shows under launch.py
+
+
 def set_up_logging() -> None:
-    """Log all messages of rank 0; of other ranks only warnings and errors, with the rank."""
+    """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
+
+    Under launch.py, which ends a run in one block, what libraries log goes to stderr, and so to the
+    log file only.
+    """
     world_size, rank = world()
     prefix = f"[rank {rank} on {socket.gethostname()}] " if world_size > 1 and rank else ""
-    handler = logging.StreamHandler(sys.stdout)
-    text = f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s"
-    handler.setFormatter(MaskedFormatter(text))
+    formatter = MaskedFormatter(f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s")
     level = logging.WARNING if rank else logging.INFO
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    has_file = LOGS in os.environ
+    shown = logging.StreamHandler(sys.stdout)
+    kept = logging.StreamHandler(sys.stderr) if has_file else shown
+    for handler in (shown, kept):
+        handler.setFormatter(formatter)
+    logging.basicConfig(level=level, handlers=[kept], force=True)
+    ours = logging.getLogger(__package__)
+    ours.handlers = [shown]
+    ours.propagate = False
     for library in ("accelerate", "torch", "httpx", "datasets"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)

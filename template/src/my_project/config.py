@@ -10,18 +10,13 @@ changes the training curve, so an existing run continues only with the same valu
 import dataclasses
 import os
 import re
-import sys
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from .process import LAUNCHER
-from .recipe import Recipe, problems_of
-from .safety.redaction import mask, secrets_problem
+from .recipe import Recipe
+from .safety.redaction import secrets_problem
 
 
 class ConfigError(ValueError):
@@ -36,9 +31,6 @@ class TransientError(ConfigError):
     exit_code = 1
 
 
-CONFIG_ERRORS = "LAUNCH_CONFIG_ERRORS"  # the folder in which launch.py looks for config errors
-
-
 def may_change(default: Any) -> Any:
     """Declare a field that may change between two starts of a run."""
     return field(default=default, metadata={"changes_curve": False})
@@ -51,8 +43,8 @@ class BatchesConfig:
     global_batch_size: int
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0)
-    """The most samples per forward pass and rank; 0: no limit. A rank whose part of the global batch
-    is smaller takes all of it. Accumulation follows: global = micro x world size x accumulation."""
+    """The most samples per forward pass and rank; 0: no limit. A rank whose part of the global
+    batch is smaller takes all of it. global = micro x world size x accumulation."""
     workers: int | None = may_change(None)
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: bool = True
@@ -289,7 +281,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a YAML type that `parse` reads back."""
+    """Convert a value to a YAML type that command_line.parse reads back."""
     match value:
         case Enum():
             plain: Any = value.name
@@ -307,7 +299,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """Return a config as YAML that `parse` reads back.
+    """Return a config as YAML that command_line.parse reads back.
 
     Raises:
         ConfigError: a setting has a type that YAML lacks, or holds a secret.
@@ -433,125 +425,3 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} holds a {type(settings).__name__}, not named settings.")
     return settings
-
-
-# ---- the command line ----------------------------------------------------------------------------
-def _parser(description: str, prog: str | None):
-    import yaml
-    from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
-
-    def load(text: str) -> Any:
-        check_yaml(text)
-        return get_loader("yaml")(text)
-
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    set_loader("checked_yaml", load, (yaml.YAMLError,))
-    parser = ArgumentParser(
-        prog=prog, description=description, exit_on_error=False, parser_mode="checked_yaml"
-    )
-    parser.add_argument("--config", action="config", help="A YAML file; configs/ holds examples.")
-    parser.add_class_arguments(Config)
-    for action in parser._actions:
-        # the class_path in optim names the optimizer, not a subclass of OptimConfig
-        if action.dest == "optim":
-            setattr(action, "basetype", None)  # noqa: B010 - an attribute of jsonargparse
-    return parser
-
-
-def parse(
-    arguments: list[str] | dict[str, Any], description: str = "", prog: str | None = None
-) -> Config:
-    """Parse `--config file.yaml --dotted.key value ...`; the last argument wins.
-
-    Args:
-        arguments: command-line arguments, or the settings as plain data.
-        description: for --help.
-        prog: the command's name in --help.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or has a wrong value.
-    """
-    from argparse import ArgumentError
-
-    parser = _parser(description, prog)
-    try:
-        if isinstance(arguments, dict):
-            settings = parser.parse_object(arguments)
-        else:
-            settings = parser.parse_args(arguments)
-        if settings.config:
-            settings.run_name = _run_name(settings.run_name, str(settings.config[-1]))
-        values = vars(parser.instantiate(settings))
-        values.pop("config")
-        return Config(**values)
-    except ConfigError:
-        raise
-    except (ArgumentError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())[:1000]  # it may quote a whole file
-        if "does not implement protocol" in message:
-            class_path = message.split("Import path ")[-1].split(" ")[0]
-            found = "; ".join(problems_of(class_path)) or message
-            message = f"recipe {class_path}: {found} (recipe.py describes all methods)."
-        elif "required" in message and "--config" not in " ".join(arguments):
-            message += "; give a config file: --config configs/<name>.yaml"
-        raise ConfigError(message.removeprefix("Parser key ")) from error
-
-
-def _run_name(name: str, config_file: str) -> str:
-    """Return the run's name: the config file's where none was given ("run" is the default)."""
-    return Path(config_file).stem if name == "run" else name
-
-
-def run_folder_of(arguments: Iterable[str]) -> Path:
-    """Return the run folder that `parse` would find, without importing the recipe (and torch)."""
-    runs_folder = "runs"
-    name = "run"
-    config_file = "run"
-    words = [part for argument in arguments for part in argument.split("=", 1)]
-    for word, value in pairwise(words):
-        if word == "--config":
-            config_file = value
-            settings = read_yaml(Path(value)) if Path(value).is_file() else {}
-            runs_folder = str(settings.get("runs_folder", runs_folder))
-            name = str(settings.get("run_name", name))
-        elif word == "--runs_folder":
-            runs_folder = value
-        elif word == "--run_name":
-            name = value
-    return Path(runs_folder) / _run_name(name, config_file)
-
-
-def parse_command_line(description: str) -> Config:
-    """Parse the command line of the train module; an error ends the process with exit code 2.
-
-    Call it first: from here on the process ends when the launcher that started it ends.
-    """
-    LAUNCHER.watch()
-    try:
-        config = parse(sys.argv[1:], description)
-    except ConfigError as error:
-        exit_with_error(error)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    # the run that was moved aside has been replaced: continue the new one
-    if restarted and config.resume == "never":
-        return dataclasses.replace(config, resume="auto")
-    return config
-
-
-def exit_with_error(error: ConfigError) -> NoReturn:
-    """Print the error and exit with its code.
-
-    All processes of a launch meet the same error. Local rank 0 prints it at once; the others print
-    it only if the launcher has not ended them within 5 s. Launchers return 1 for any exit code of
-    their processes, so launch.py reads code and message from a file.
-    """
-    if folder := os.environ.get(CONFIG_ERRORS):
-        with suppress(OSError):
-            path = Path(folder, f"{error.exit_code}_{os.getpid()}")
-            path.write_text(mask(str(error)), encoding="utf-8")
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        import time
-
-        time.sleep(5)
-    print(mask(f"error: {error}"), file=sys.stderr, flush=True)
-    raise SystemExit(error.exit_code)

@@ -58,12 +58,8 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
             f"RANK is {own_rank}, but WORLD_SIZE is {world_size}, so this process would train and"
             " write nothing: unset RANK, or start the processes with `accelerate launch`."
         )
-    if not asked_for_cpu() and launched() and not torch.accelerator.is_available():
-        raise ConfigError(
-            "the accelerate config asks for a GPU, but torch finds none (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); fix the driver, or use"
-            " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
-        )
+    if not asked_for_cpu() and launched():
+        check_gpus(1)
     precision = config.precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if use_cpu() and precision not in ("no", "bf16"):
         raise ConfigError(f"precision {precision} needs a GPU; on a CPU choose no or bf16.")
@@ -87,6 +83,19 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
         raise ConfigError(
             "DeepSpeed reduces gradients inside backward, so the gradient of ragged batches would"
             " be wrong; use DDP or FSDP."
+        )
+
+
+def check_gpus(needed: int) -> None:
+    """Refuse an accelerate config for more GPUs than torch finds on this machine."""
+    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if found < needed:
+        asked = "a GPU" if needed == 1 else f"{needed} GPUs"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise ConfigError(
+            f"the accelerate config asks for {asked}, but torch finds {found or 'none'}"
+            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver, or use fewer processes, or"
+            " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )
 
 
@@ -311,6 +320,7 @@ def open_run(
             )
 
     run.numerics = numerics(accelerator, run.config)
+    run.lengths = lengths
 
     def begin() -> str:
         with writing(run.folder):

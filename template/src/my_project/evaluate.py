@@ -44,7 +44,8 @@ from .files import finite
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import fork_rng
 from .recipe import optional
-from .records.display import format_metric, print_table
+from .records.display import print_table
+from .records.outcome import format_metric
 from .safety.trust import add_trust
 
 logger = logging.getLogger(__name__)

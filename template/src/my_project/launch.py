@@ -8,45 +8,43 @@ Takes the options of accelerate launch, and in this order:
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all are there and reach each other (cluster/rendezvous.py);
 3. with --preflight, checks the cluster (cluster/preflight.py), and exits with 1 if that fails;
-4. trains; the output of each process is also written to <run folder>/logs/node_<n>/;
+4. trains; shows what rank 0 prints, and writes the output of each process to a file of its own
+   in <run folder>/logs/node_<n>/ (command logs);
 5. forwards signals, so that the run saves and exits; leaves no process running;
-6. exits with the run's outcome: 0 finished; 75 preempted; 2 an error that another attempt would
-   repeat (a wrong setting); 1 any other error (a node that is late or lost, an exception).
+6. ends with one block (records/outcome.py), and exits with the run's outcome: 0 finished; 75
+   preempted; 2 an error that another attempt would repeat (a wrong setting); 1 any other error (a
+   node that is late or lost, an exception).
 """
 
 import argparse
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import re
-import signal
+import shlex
+import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-import time
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from . import cli
-from .config import CONFIG_ERRORS, ConfigError, read_yaml, run_folder_of
-from .files import wait_until, writing
-from .run_folder import read_status
+from . import cli, failures
+from .child import PREEMPTED, Child, stop_at_end_of_input
+from .command_line import check
+from .config import Config, ConfigError, read_yaml
+from .files import read_json, wait_until, writing
+from .process import LOGS
+from .records import outcome
+from .run_folder import read_errors, read_status
 from .safety.redaction import mask_command, secrets_problem
 
-PREEMPTED = 75
+TRAIN = f"{__package__}.train"
 PREFLIGHT = f"{__package__}.cluster.preflight"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# A second stop signal kills the run if it comes this long after the first: launchers and
-# schedulers send each signal twice, at almost the same time.
-KILL_AFTER_SECONDS = 5.0
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
 SHUTDOWN_TIMEOUT_SINCE = (2, 12)  # the first torch that reads TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 # Variables of a scheduler or an outer launcher that torchrun would read as its own.
@@ -69,24 +67,36 @@ class Launch:
     address: str  # of node 0
     port: int
     precision: str
+    gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     elastic: bool
     preflight: bool
     join_timeout_seconds: float
+    config: Config | None  # of train and preflight, with the recipe not imported
+
+    @property
+    def run_folder(self) -> Path:
+        """Return the run folder that the module will use."""
+        return self.config.folder if self.config else Path()
 
     @property
     def processes_per_node(self) -> int:
         """Return the number of processes on each node."""
         return self.world_size // self.nodes
 
-    @property
-    def run_folder(self) -> Path:
-        """Return the run folder that the module will use."""
-        return run_folder_of(self.arguments)
-
     def command(self, module: str) -> list[str]:
         """Return the command that runs a module through accelerate launch."""
-        launcher = (sys.executable, "-m", "accelerate.commands.launch")
-        return [*launcher, *self.flags, "-m", module, *self.arguments]
+        # with one node, the recipe's settings are checked in the launcher's own process
+        if module == TRAIN and self.nodes == 1:
+            launcher = [f"{__package__}.checked_launch", str(self.gpus)]
+        else:
+            launcher = ["accelerate.commands.launch"]
+        return [sys.executable, "-m", *launcher, *self.flags, "-m", module, *self.arguments]
+
+    @property
+    def line(self) -> str:
+        """Return the command that this launch equals, as one would type it."""
+        words = ["accelerate", "launch", *self.flags, "-m", self.module, *self.arguments]
+        return shlex.join(mask_command(words))
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -167,10 +177,17 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         address=value("main_process_ip", "") or "127.0.0.1",
         port=value("main_process_port", None) or 29500,
         precision=str(value("mixed_precision", "no")),
+        gpus=0 if uses_cpu(where) else world_size // nodes,
         elastic=elastic,
         preflight=wants_preflight,
         join_timeout_seconds=own.join_timeout_seconds,
+        config=check(module_arguments) if module in (TRAIN, PREFLIGHT) else None,
     )
+
+
+def uses_cpu(where: dict[str, Any]) -> bool:
+    """Return whether an accelerate config trains on the CPU."""
+    return bool(where.get("use_cpu")) or str(where.get("gpu_ids", "")).startswith("-1")
 
 
 def sizes_for(where: dict[str, Any], nodes: int, processes_per_node: int) -> dict[str, Any]:
@@ -260,7 +277,8 @@ def summary(launch: Launch, interface: str = "") -> str:
         + (f" to {last}" if last > first else "")
         + f" of {launch.world_size}"
         + (f", main node {launch.address}:{launch.port}" if launch.nodes > 1 else "")
-        + f", precision {launch.precision}, run folder {launch.run_folder}"
+        + f", precision {launch.precision}"
+        + (f", run folder {launch.run_folder}" if launch.config else "")
     )
 
 
@@ -294,117 +312,7 @@ def wait_for_other_nodes(launch: Launch) -> None:
     )
 
 
-class Child:
-    """The process of `accelerate launch` on this node, with all its descendants."""
-
-    def __init__(self, *, torchrun: bool) -> None:
-        self.torchrun = torchrun  # False: accelerate starts a single process without torchrun
-        self.process: subprocess.Popen | None = None
-        self.stop_signal_at: float | None = None  # time.monotonic() of the first stop signal
-        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                signal.signal(number, self._handle)
-
-    def _handle(self, number: int, _: object) -> None:
-        now = time.monotonic()
-        is_first = self.stop_signal_at is None
-        self.stop_signal_at = self.stop_signal_at or now
-        if self.process is None:
-            raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
-        if is_first:
-            for process in self._signal_targets():
-                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-        elif now - self.stop_signal_at > KILL_AFTER_SECONDS:
-            self.kill_all()
-
-    def _signal_targets(self) -> list[psutil.Process]:
-        """Return the processes to signal: torchrun, which forwards signals, or the training one."""
-        assert self.process
-        try:
-            accelerate = psutil.Process(self.process.pid)
-            return (not self.torchrun and accelerate.children()) or [accelerate]
-        except psutil.NoSuchProcess:
-            return []
-
-    def run(self, command: list[str]) -> int:
-        """Run a command; return its exit code when it and all its descendants have ended."""
-        # a signal is held back until there is a process to forward it to
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self.process = subprocess.Popen(
-                command,
-                preexec_fn=partial(_exit_with_parent, os.getpid()),  # noqa: PLW1509 - system calls
-                start_new_session=True,  # Ctrl-C in a terminal signals this process only
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        try:
-            return self.process.wait()
-        finally:
-            self.kill_all()
-            self.process = None
-
-    def kill_all(self) -> None:
-        """Kill all descendants: a launcher that was killed leaves its processes training."""
-        running = psutil.Process().children(recursive=True)
-        for process in running:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs([p for p in running if not self.process or p.pid != self.process.pid], 10)
-
-
-def _exit_with_parent(parent: int) -> None:
-    """Reset the signal handlers in a new child process, and let it end with its parent."""
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the mask outlives exec
-    prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)  # the parent ended before the line above
-
-
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def prctl(option: int, value: int) -> None:
-    """Call Linux's prctl; do nothing on other systems."""
-    if LIBC:
-        LIBC.prctl(option, value)
-
-
-def stop_at_end_of_input() -> None:
-    """Send SIGTERM to this process when its standard input ends."""
-
-    def wait() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the main thread handles them
-        while os.read(0, 4096):  # not sys.stdin, whose lock would still be held at exit
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 # ---- the outcome ---------------------------------------------------------------------------------
-def exit_code(status: dict[str, Any], before: dict[str, Any], code: int) -> int:
-    """Return the exit code for a run's status.
-
-    Args:
-        status: the content of status.json.
-        before: the same, when the launcher started.
-        code: of the launcher, or of a process that exited with a ConfigError.
-    """
-    outcome = status.get("outcome")
-    if outcome == "preempted" and status != before:
-        return PREEMPTED
-    if code == 0 or (outcome == "finished" and status != before):
-        return 0
-    return code if code > 0 else 1
-
-
 def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[str, Any]:
     """Return the status of a run whose processes have ended, once this node sees its outcome."""
 
@@ -420,13 +328,65 @@ def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[st
     return read_status(folder)
 
 
+def log_folder(launch: Launch, module: str) -> Path:
+    """Return the folder for the output of this node's processes of this start."""
+    start = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    kind = "preflight" if module == PREFLIGHT else "node"
+    return launch.run_folder / "logs" / f"{kind}_{launch.node_rank}" / f"{start}_{os.getpid()}"
+
+
+def run_module(launch: Launch, child: Child, module: str) -> tuple[int, Path | None]:
+    """Run a module through accelerate launch.
+
+    Returns:
+        The exit code of the launcher, and the folder of the logs; None for a module without.
+    """
+    os.environ.pop(LOGS, None)
+    if module not in (TRAIN, PREFLIGHT):
+        return child.run(launch.command(module)), None
+    logs = log_folder(launch, module)
+    with writing(launch.run_folder):
+        logs.mkdir(parents=True, exist_ok=True)
+    os.environ[LOGS] = str(logs.absolute())
+    return child.run(launch.command(module), logs / "launcher.log"), logs
+
+
+def remove_logs(run_folder: Path, logs: Path) -> None:
+    """Remove the logs of a start that was refused, and the folders that are empty without them."""
+    shutil.rmtree(logs, ignore_errors=True)
+    for folder in (*logs.parents,):
+        if folder != run_folder.parent and folder.is_relative_to(run_folder):
+            with suppress(OSError):
+                folder.rmdir()
+
+
 def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
     own, launch = parse(arguments)
-    refuse_secret_arguments(launch.arguments)
-    child = Child(torchrun=launch.world_size > 1)
     if own.stop_at_end_of_input:
         stop_at_end_of_input()
+    return start(launch)
+
+
+def start(
+    launch: Launch,
+    *,
+    shown: str = "",
+    command: str = "the same command",
+    is_dry_run: bool = False,
+) -> int:
+    """Run this node's part of the run; return the exit code.
+
+    The outcome is printed last, below all output of the processes.
+
+    Args:
+        launch: the settings.
+        shown: printed first; "" for a line about this node.
+        command: what continues the run.
+        is_dry_run: leave the block of a finished run to the caller.
+    """
+    refuse_secret_arguments(launch.arguments)
+    child = Child(torchrun=launch.world_size > 1)
     prepare_environment()
     installed = importlib.metadata.version("torch")  # importing torch takes 4 s
     if child.torchrun and (limitation := torch_limitation(installed)):
@@ -434,67 +394,76 @@ def main(arguments: list[str]) -> int:
     if launch.nodes > 1:
         wait_for_other_nodes(launch)
     else:
-        print(summary(launch), flush=True)
+        print(shown or summary(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
-        os.environ[CONFIG_ERRORS] = errors
-        if launch.preflight and child.run(launch.command(PREFLIGHT)) != 0:
+        os.environ[failures.FOLDER] = errors
+        if launch.preflight and run_module(launch, child, PREFLIGHT)[0] != 0:
+            if child.stop_signal_at:
+                return PREEMPTED
             print("preflight failed, so nothing was trained; see the errors above", flush=True)
-            return PREEMPTED if child.stop_signal_at else repeat_error(errors) or 1
+            return print_setting_error(read_failures(Path(errors))) or 1
         if child.stop_signal_at:  # at the end of the preflight
             return PREEMPTED
-        return run(launch, child, errors)
+        about = run(launch, child, Path(errors), command)
+    if isinstance(about, int):
+        return about
+    if not (is_dry_run and about.kind == "finished"):
+        about.print()
+    return about.exit_code
 
 
-def run(launch: Launch, child: Child, errors: str) -> int:
-    """Run the module; return the exit code.
+def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Outcome | int:
+    """Run the module.
 
-    The outcome is printed last, below all output of the launchers.
+    Returns:
+        How the run ended; for a module that is not a run, its exit code.
     """
     folder = launch.run_folder
     before = read_status(folder)
-    command = launch.command(launch.module)
-    if launch.world_size > 1:
-        at = command.index("-m", 3)
-        logs = folder / "logs" / f"node_{launch.node_rank}"
-        with writing(folder):
-            logs.mkdir(parents=True, exist_ok=True)
-        command[at:at] = ["--tee", "3", "--log_dir", str(logs)]
-    code = child.run(command)
+    code, logs = run_module(launch, child, launch.module)
+    found = read_failures(errors)
+    if launch.module != TRAIN or logs is None:
+        return print_setting_error(found) or (code if code >= 0 else 1)
     status = wait_for_status(folder, before, launch.nodes)
-    outcome = status.get("outcome")
-    is_new = status != before
-    # stopped in startup, each process exits by itself, and the others may report a lost connection
-    is_unsaved = not is_new or outcome == "running" or "unexplained" in status
-    if child.stop_signal_at and code and is_unsaved:
-        print("stopped before it could save; run the same command again", flush=True)
-        return PREEMPTED
-    has_ended = outcome == "finished" or (outcome == "preempted" and is_new)
-    if code == 0 and launch.module == f"{__package__}.train" and not has_ended:
-        print(
-            f"error: the processes exited with 0, but {folder}/status.json does not say finished:"
-            " some code in them called os._exit. The same command continues the run.",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 1
-    if is_new:
-        print(f"{folder}: {outcome}: {status.get('reason')}", flush=True)
-    if code:
-        code = repeat_error(errors) or code
-    return exit_code(status, before, code)
+    if status != before:
+        token = read_json(folder / "run.json").get("launch", "")
+        found = sorted([*found, *read_errors(folder, token)], key=lambda one: one["time"])
+    if code and not (folder / "config.yaml").exists() and any(map(is_setting, found)):
+        remove_logs(folder, logs)
+    return outcome.Outcome(
+        folder=folder,
+        logs=logs,
+        status=status,
+        is_new=status != before,
+        is_first_node=launch.node_rank == 0,
+        failures=found,
+        stop_signal=child.stop_signal,
+        was_killed=child.was_killed,
+        command=command,
+        code=code,
+    )
 
 
-def repeat_error(errors: str) -> int:
-    """Print again the ConfigError with which a process exited (config.exit_with_error).
+def read_failures(errors: Path) -> list[dict[str, Any]]:
+    """Read the error files that processes of this node have left, the first failure first."""
+    return [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
+
+
+def is_setting(failure: dict[str, Any]) -> bool:
+    """Return whether a failure is an error that the user can fix, of which one line is shown."""
+    return failure["cause"] == "setting"
+
+
+def print_setting_error(found: list[dict[str, Any]]) -> int:
+    """Print again the ConfigError with which a process exited.
 
     Returns:
-        Its exit code, 2 if any process had that; 0 without such an error.
+        Its exit code; 0 without such an error.
     """
-    found = sorted(Path(errors).iterdir())
-    if not found:
-        return 0
-    print(f"error: {found[-1].read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
-    return int(found[-1].name.split("_")[0])
+    for failure in filter(is_setting, found):
+        print(f"error: {failure['reason']}", file=sys.stderr, flush=True)
+        return failure["exit_code"]
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The launcher of this process: the rank and world size it gave, and whether it still runs.
+"""The launcher of this process: rank, world size, where output goes, whether it still runs.
 
 A launcher that is killed sends no signal, so each of its processes polls whether the launcher is
 still its parent, and exits if it is not: no orphan keeps training. A process that was started
@@ -10,9 +10,11 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 
 def world() -> tuple[int, int]:
@@ -23,6 +25,47 @@ def world() -> tuple[int, int]:
 def process_name() -> str:
     """Return the rank and host of this process; needs no process group."""
     return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+
+
+LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
+
+
+class _Copied:
+    """A text stream whose output is also written to a file."""
+
+    def __init__(self, stream: Any, file: Any) -> None:
+        self._stream = stream
+        self._file = file
+
+    def write(self, text: str) -> int:
+        self._file.write(text.encode(errors="replace"))
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def write_logs() -> None:
+    """Under launch.py, write the output of this process to a file of its own.
+
+    The terminal gets what rank 0 prints; stderr, with the warnings of libraries, only the file.
+    """
+    folder = os.environ.get(LOGS)
+    if not folder or isinstance(sys.stdout, _Copied):
+        return
+    rank = world()[1]
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file = open(os.path.join(folder, f"rank_{rank:05d}.log"), "ab", buffering=0)  # noqa: SIM115
+    except OSError:  # a full disk: the start of the run says so
+        return
+    sys.stderr.flush()
+    os.dup2(file.fileno(), 2)
+    if rank == 0:
+        sys.stdout = _Copied(sys.stdout, file)
+    else:
+        sys.stdout.flush()
+        os.dup2(file.fileno(), 1)
 
 
 POLL_SECONDS = 1.0

@@ -4,8 +4,8 @@ runs/<run_name>/
   config.yaml      the resolved config
   run.json         the command, versions, git commit, numerics, chosen environment variables
   status.json      running, finished, preempted or failed; step; reason
-  logs/            the output of each process, by node (launch.py)
-  errors/          a file per failed rank: rank, host, step, traceback
+  logs/            the output of each process, by node (records/logs.py)
+  errors/          a file per failed rank: rank, host, step, reason, frames (failures.py)
   metrics.jsonl    one record per interval, per evaluation and per change of numerics
   checkpoints/     step_00000100/ ...
   export/  best/   weights for inference: model.safetensors, config.yaml, data_info.json
@@ -21,6 +21,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -37,6 +38,7 @@ from .config import (
     saved_fixed_settings,
     to_yaml,
 )
+from .failures import report
 from .files import (
     finite,
     move_aside,
@@ -60,7 +62,7 @@ RECORDED_PACKAGES = (
 # Temporary files that write_atomically leaves behind when it is killed.
 TEMPORARY = re.compile(
     r"\.((config\.yaml|(status|run|manifest)\.json|metrics\.jsonl)"
-    r"|\d{8}T\d{6}_rank_\d+_step_\d+\.txt)\.\d+"
+    r"|\d{8}T\d{6}_rank_\d+_step_\d+\.json)\.\d+"
 )
 START_BYTES = 1 << 16  # the start of a run writes less
 
@@ -84,6 +86,9 @@ class Run:
         self.numerics: dict[str, Any] = {}  # of this launch, see devices.numerics
         # of the numerics, those that differ from the checkpoint's: [old, new]
         self.changed_numerics: dict[str, list[Any]] = {}
+        self.began = time.monotonic()
+        self.paused_seconds = 0.0  # for evaluations and saves, since then
+        self.lengths: dict[str, int] = {}  # of the datasets
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the --resume path at which this run began
         with writing(self.folder):
@@ -105,6 +110,10 @@ class Run:
         }
         if "result" in more:
             more["result"] = finite(more["result"])
+        record |= {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "paused_seconds": round(self.paused_seconds, 3),
+        }
         record |= more
         try:
             write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
@@ -121,26 +130,23 @@ class Run:
         if self.token and self.status().get("outcome") != "failed":
             self.write_status("failed", f"{self.process_label}: {reason}", **more)
 
-    def record_error(self, reason: str, details: str) -> None:
-        """Write an error file of this rank into errors/; the names sort by time."""
+    def record_error(self, failure: dict[str, Any]) -> None:
+        """Write an error file of this rank into errors/ (failures.py); the names sort by time."""
+        failure |= {"step": self.step, "launch": self.token}
+        report(failure)
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-        path = self.folder / "errors" / f"{now}_rank_{self.rank:05d}_step_{self.step:08d}.txt"
+        path = self.folder / "errors" / f"{now}_rank_{self.rank:05d}_step_{self.step:08d}.json"
+        if not self.token:
+            return  # the folder may be that of another run
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = mask(f"{reason}\n\n{details}")
-            write_atomically(path, f"{self.process_label}\nlaunch {self.token}\n{text}")
+            write_atomically(path, json.dumps(failure, indent=1) + "\n")
         except OSError as error:
             logger.error("%s cannot be written: %s", path, error)
 
-    def errors(self) -> dict[int, str]:
-        """Return the reasons in the error files of this launch, by rank."""
-        reasons = {}
-        for path in (self.folder / "errors").glob("*_rank_*.txt"):
-            with suppress(OSError):
-                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-                if lines[1:2] == [f"launch {self.token}"]:
-                    reasons[int(lines[0].split()[1])] = " ".join(lines[2:3])
-        return reasons
+    def errors(self) -> dict[int, dict[str, Any]]:
+        """Return the error files of this launch, by rank."""
+        return {one["rank"]: one for one in read_errors(self.folder, self.token)}
 
     @property
     def finished(self) -> bool:
@@ -169,7 +175,8 @@ class Run:
         self.write_status("running")
         about = self.folder / "run.json"
         self.id = str(read_json(about).get("run") or self.id)
-        record = {"run": self.id, "launch": self.token, "numerics": self.numerics} | provenance()
+        record = {"run": self.id, "launch": self.token, "numerics": self.numerics}
+        record |= {"lengths": self.lengths} | provenance()
         write_atomically(about, json.dumps(record, indent=1) + "\n")
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
@@ -307,6 +314,20 @@ def read_status(folder: Path) -> dict[str, Any]:
     ):
         return {}
     return status
+
+
+def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
+    """Read the error files of a launch from a run folder, the first failure first."""
+    kinds = {"rank": int, "host": str, "reason": str, "cause": str, "time": (int, float)}
+    kinds |= {"frames": list, "exit_code": int}
+    found = []
+    for path in (folder / "errors").glob("*_rank_*.json"):
+        failure = read_json(path)
+        if failure.get("launch") == launch and all(
+            isinstance(failure.get(name), kind) for name, kind in kinds.items()
+        ):
+            found.append(failure)
+    return sorted(found, key=lambda failure: failure["time"])
 
 
 def _masked(name: str, settings: dict[str, Any]) -> str:

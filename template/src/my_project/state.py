@@ -17,8 +17,18 @@ from .run_folder import Run
 
 logger = logging.getLogger(__name__)
 
-EVALUATION = ("results", "evaluated_step", "best", "evaluations_since_best")  # fields of the state
+EVALUATION = (
+    "results",
+    "evaluated_step",
+    "best",
+    "best_step",
+    "evaluations_since_best",
+)  # fields of the state
 ROUNDING = 1e-6  # relative: sums differ by less on another CPU or world size
+
+
+class NotFiniteError(RuntimeError):
+    """Too many steps were skipped, since their gradient was not finite or they had no items."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class TrainState:
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
+    best_step: int = 0
     evaluations_since_best: int = 0
     interval_loss_sum: float = 0.0  # summed since the last record
     interval_num_items: float = 0.0  # items since the last record
@@ -74,7 +85,7 @@ class TrainState:
         """Count a finished step.
 
         Raises:
-            RuntimeError: too many steps in a row were skipped.
+            NotFiniteError: too many steps in a row were skipped.
         """
         if not self._knows_num_items and report.num_items > 0:
             self.items_per_micro_batch = report.num_items / layout.micro_batches_per_step
@@ -105,7 +116,7 @@ class TrainState:
             return
         count = f"in {self.consecutive_skipped_steps} steps in a row, up to step {report.step}"
         limit = f"optim.max_skipped_steps is {most}"
-        raise RuntimeError(
+        raise NotFiniteError(
             f"the recipe's loss returned num_items 0 {count} ({limit}): check the data and labels"
             if report.num_items == 0
             else f"the gradient was not finite {count} ({limit}); the loss on this rank is"
@@ -137,6 +148,7 @@ class TrainState:
         )
         if is_better:
             self.best = value
+            self.best_step = self.step
         self.evaluations_since_best = 0 if is_better else self.evaluations_since_best + 1
         return is_better
 
@@ -153,7 +165,7 @@ class TrainState:
         """Refuse to finish a run in which no step has changed the weights."""
         if self.skipped_steps >= self.step:
             remedy = "train longer: fp16 finds its loss scale in the first steps; or " * is_fp16
-            raise RuntimeError(
+            raise NotFiniteError(
                 f"all {self.step} steps were skipped (the gradient was not finite, or num_items was"
                 f" 0), so no weight has changed: {remedy}check the data, or lower optim.lr"
             )

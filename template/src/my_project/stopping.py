@@ -19,12 +19,14 @@ from typing import Any
 import psutil
 import torch
 
+from . import failures
 from .config import Config, ConfigError, seconds_of
 from .files import wait_until
 from .process import LAUNCHER
 from .run_folder import Run
 from .safety.redaction import mask
 from .stack_traces import current_line, stacks
+from .state import NotFiniteError
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -151,15 +153,24 @@ class Watchdog:
             file=sys.__stderr__,
             flush=True,
         )
-        stalled = WAITS if waits and len(self.run.hosts) > 1 else STALLED
-        self.run.record_error(f"{no_progress}{stalled}{place}", stack)
+        waits &= len(self.run.hosts) > 1
+        state = "waits for other ranks" if waits else "stalled"
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        frames = [
+            failures.frame(f.filename, f.lineno or 0, f.name, f.line or "")
+            for f in traceback.extract_stack(main)
+        ]
+        self.run.record_error(
+            failures.record(
+                reason=f"{no_progress}; {state} at {place}",
+                cause="waiting" if waits else "stalled",
+                frames=frames,
+                details=stack,
+            )
+        )
         save_nccl_trace(self.run)
         fail_with_cause(self.run, no_progress, ABORT_WAIT_SECONDS)
         os._exit(1)
-
-
-STALLED = "; stalled at "
-WAITS = "; waits for other ranks at "
 
 
 def turn_on_flight_recorder(config: Config) -> None:
@@ -185,6 +196,7 @@ def save_nccl_trace(run: Run) -> None:
 
 
 # ---- failures ------------------------------------------------------------------------------------
+WORKER_EXITED = "exited unexpectedly"  # torch's DataLoader
 LOST_CONTACT = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
@@ -194,13 +206,14 @@ def failures_recorded(run: Run) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        run.record_error(failures.record_of(error))
         run.fail(str(error))
         raise
     except torch.OutOfMemoryError as error:
         error.add_note(
             "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the same."
         )
-        _record(run, error)
+        _record(run, error, "out of memory")
         raise
     except BaseException as error:
         if isinstance(error, SystemExit):
@@ -211,15 +224,20 @@ def failures_recorded(run: Run) -> Iterator[None]:
         raise
 
 
-def _record(run: Run, error: BaseException) -> None:
-    reason = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+def _record(run: Run, error: BaseException, cause: str = "") -> None:
+    reason = failures.reason_of(error)
     # torch raises RuntimeErrors; a ConnectionError is a loader worker's or the user's
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT)
     if lost:
+        cause = "lost contact"
         reason = f"lost contact with another process ({str(error).split('. ')[0]})"
-    elif _is_of_multiprocessing(error):
+    elif isinstance(error, NotFiniteError):
+        cause = "not finite"
+        reason = str(error)
+    elif _is_of_multiprocessing(error) or WORKER_EXITED in str(error):
+        cause = "loader worker"
         reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
-    run.record_error(reason, "".join(traceback.format_exception(error)))
+    run.record_error(failures.record_of(error, cause=cause) | {"reason": mask(reason)})
     if lost and run.hosts:
         fail_with_cause(run, reason, REPORT_WAIT_SECONDS)
     else:
@@ -259,8 +277,9 @@ def likely_cause(run: Run, seconds: float) -> str:
     names = [f"rank {rank} on {host}" for rank, host in enumerate(run.hosts)]
     if silent := [name for rank, name in enumerate(names) if rank not in reports]:
         return f"No report from {', '.join(silent)}: killed, stopped or cut off; look there first."
-    places = {rank: reason.partition(STALLED)[2] for rank, reason in sorted(reports.items())}
-    if 0 < len(stuck := [rank for rank in places if places[rank]]) < len(names):
-        found = "; ".join(f"{names[rank]} stalled at {places[rank]}" for rank in stuck)
+    stalled = [rank for rank in sorted(reports) if reports[rank]["cause"] == "stalled"]
+    if 0 < len(stalled) < len(names):
+        places = {rank: reports[rank]["reason"].partition("stalled at ")[2] for rank in stalled}
+        found = "; ".join(f"{names[rank]} stalled at {places[rank]}" for rank in stalled)
         return f"Likely cause, for which the other ranks wait: {found}."
     return f"Every rank has reported: see {run.folder / 'errors'}."

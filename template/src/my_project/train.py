@@ -4,7 +4,8 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
     -m my_project.train --config configs/image_classification.yaml --optim.lr 3e-3
 """
 
-from .config import Config, parse_command_line
+from .command_line import parse_command_line
+from .config import Config
 
 # Before torch is imported, so that --help and a wrong config answer at once.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
@@ -21,7 +22,7 @@ from .loading.feed import train_batches
 from .loading.layout import batch_layout, lengths, total_steps
 from .loading.seeding import seed_forward
 from .process import world
-from .records import display
+from .records import display, outcome
 from .records.metrics import MetricsWriter
 from .run_folder import Run
 from .state import StepReport, TrainState, check_best_metric, is_due
@@ -52,7 +53,7 @@ def main(config: Config) -> int:
     run.total_steps = total_steps(config, train_set, layout)
     if run.finished:
         if rank == 0:
-            display.print_result(run)
+            outcome.print_finished(run.folder, run.status())
         return 0
     resuming.check_path(config)
 
@@ -211,7 +212,7 @@ def main(config: Config) -> int:
             patience = config.evaluation.patience if is_early else 0
             reason = end_reason + checkpoints.note
             run.write_status("finished", reason, result=result, patience=patience)
-            display.print_result(run)
+            outcome.print_finished(run.folder, run.status())
     return 0
 
 

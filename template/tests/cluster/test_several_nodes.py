@@ -12,7 +12,7 @@ import pytest
 from documents import PROJECT
 from world import TESTS
 
-from my_project import config, launch
+from my_project import failures, launch
 from my_project.cluster import rendezvous
 from my_project.config import ConfigError
 
@@ -54,34 +54,37 @@ def test_a_preflight_that_fails_ends_it_with_the_exit_code_of_a_wrong_setting(
 ):
     class Refuses:
         def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.stop_signal_at = torchrun, None
+            self.torchrun, self.stop_signal, self.stop_signal_at = torchrun, "", None
 
-        def run(self, command: list[str]) -> int:
+        def run(self, command: list[str], log: Path | None = None) -> int:
             assert "my_project.cluster.preflight" in command
             with pytest.raises(SystemExit, match="2"):
-                config.exit_with_error(ConfigError("lr is -1."))
+                failures.exit_with_error(ConfigError("lr is -1."))
             return 1
 
     monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Child", Refuses)
     assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"]) == 2
     assert capsys.readouterr().err == "error: lr is -1.\n" * 2
 
 
-def test_the_launcher_tells_other_nodes_no_secret(monkeypatch):
+def test_the_launcher_tells_other_nodes_no_secret(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(rendezvous, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))  # it names the interface to the others
-    arguments = ["--config_file", "accelerate_configs/multi_node_cpu.yaml", "--num_machines", "2",
+    arguments = ["--config_file", f"{WHERE}/multi_node_cpu.yaml", "--num_machines", "2",
                  "--num_processes", "2", "--main_process_ip", "127.0.0.1",
-                 "-m", "my_project.train", "--pwd", SECRET]  # fmt: skip
-    monkeypatch.chdir(PROJECT)
+                 *TRAIN, "--telemetry.trackers", f"[pwd={SECRET}]"]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
     monkeypatch.setattr(launch, "Child", lambda **_: SimpleNamespace(torchrun=True))
     with pytest.raises(ZeroDivisionError):
         launch.main(arguments)
-    assert told[0].run == "my_project.train --pwd ***"
+    assert SECRET not in told[0].run
+    assert told[0].run.startswith("my_project.train --config tiny.yaml")
     with pytest.raises(ConfigError, match=r"hub_token holds a secret, .* HF_TOKEN") as refusal:
         launch.main([*arguments, "--recipe.init_args.hub_token", SECRET])
     assert SECRET not in str(refusal.value)

@@ -39,8 +39,8 @@ def test_commands_are_listed_before_anything_heavy_is_imported(call):
     done = call(flags=("-X", "importtime"))
     assert done.returncode == 0, done.stderr
     listed = re.findall(r"(?m)^  (\w+) +\S", done.stdout)
-    there = [name for name in COMMANDS if not name.startswith("cluster.") or HAS_CLUSTER]
-    assert listed == [name.rpartition(".")[2] for name in there]
+    there = [name for name, at in COMMANDS.items() if HAS_CLUSTER or not at.startswith("cluster.")]
+    assert listed == there
     imported = set(re.findall(r"\| +(\w+)\S*$", done.stderr, re.M))
     assert {"my_project", "argparse"} <= imported
     assert not imported & set(HEAVY)
@@ -51,16 +51,16 @@ def test_a_command_runs(call, tmp_path: Path):
     shown = call("logs", "--help")
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("usage: python -m my_project logs ")
-    (tmp_path / "logs/node_0/none_a/attempt_0/0").mkdir(parents=True)
-    (tmp_path / "logs/node_0/none_a/attempt_0/0/stdout.log").write_text("step 8 of 8\n")
+    (tmp_path / "logs/node_0/20260101T000000_7").mkdir(parents=True)
+    (tmp_path / "logs/node_0/20260101T000000_7/rank_00000.log").write_text("step 8 of 8\n")
     (tmp_path / "status.json").write_text('{"outcome": "finished", "reason": "all steps done"}')
     done = call("logs", ".", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "node_0:0 | step 8 of 8\n.: finished all steps done\n"
+    assert done.stdout == "node 0 rank 0 | step 8 of 8\n.: finished all steps done\n"
 
 
 @pytest.mark.parametrize(
-    ("typed", "remedy"), [("evalute", "did you mean evaluate?"), ("xyz", "use one of launch, ")]
+    ("typed", "remedy"), [("evalute", "did you mean evaluate?"), ("xyz", "use one of train, ")]
 )
 def test_a_misspelled_command_ends_with_one_sentence_and_exit_code_2(call, typed, remedy):
     done = call(typed)

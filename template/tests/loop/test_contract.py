@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from world import run_world
 
 from my_project import contract
-from my_project.config import Config, ConfigError, parse, to_yaml
+from my_project.command_line import parse
+from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
 
 Recipe = dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,9 @@ from world import run_world
 
 from my_project import files, run_folder
 from my_project.checkpoint import resuming
-from my_project.config import Config, ConfigError, parse, read_yaml
+from my_project.command_line import parse
+from my_project.config import Config, ConfigError, read_yaml
+from my_project.failures import record_of
 from my_project.records import logs
 from my_project.run_folder import Run
 
@@ -134,9 +136,9 @@ def test_what_is_in_the_way_of_a_folder_or_a_report_is_moved_aside(copied, tmp_p
 def test_damaged_error_files_name_no_rank(copied):
     now = Run(copied, rank=1)
     now.token = "abc"
-    now.record_error("it failed", "")
+    now.record_error(record_of(RuntimeError("it failed")))
     for kind in ("empty", "zeros", "not UTF-8"):
-        name = f"20200101T000000_rank_00003_step_{len(kind):08d}.txt"
+        name = f"20200101T000000_rank_00003_step_{len(kind):08d}.json"
         (copied.folder / "errors" / name).write_bytes(KINDS[kind] or b"")
     assert now.errors().keys() == {1}
 
@@ -249,7 +251,7 @@ def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, c
 # ---- what a kill leaves --------------------------------------------------------------------------
 def test_temporary_files_of_killed_launches_are_removed_and_no_others(copied):
     old = [".config.yaml.17", ".status.json.18", ".run.json.19", ".metrics.jsonl.20"]
-    old += ["errors/.20260101T000000_rank_00001_step_00000003.txt.21"]
+    old += ["errors/.20260101T000000_rank_00001_step_00000003.json.21"]
     old += ["checkpoints/step_00000004/.manifest.json.22", ".export.partial", ".best.partial"]
     others = [".notes.txt.17", ".config.yaml.swp", "errors/.mine.21", ".status.json.23"]
     (copied.folder / "errors").mkdir()

@@ -212,7 +212,7 @@ def test_a_worker_that_is_killed_or_stopped_ends_the_run_and_is_named(tmp_path, 
     assert left["outcome"] == "failed"
     assert f"No report from rank 1 on {socket.gethostname()}" in left["reason"], shown
     assert left["reason"] in shown or "No report from rank 1" in shown
-    assert len(list((tmp_path / "runs/tiny/errors").glob("*_rank_00000_*.txt"))) == 1
+    assert len(list((tmp_path / "runs/tiny/errors").glob("*_rank_00000_*.json"))) == 1
 
 
 @pytest.mark.slow

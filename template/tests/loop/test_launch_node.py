@@ -12,9 +12,10 @@ import test_launch
 from documents import PROJECT
 from test_launch import CONFIG, outcome
 
-from my_project import config, launch
+from my_project import command_line, failures, launch
 from my_project.config import ConfigError, TransientError
 from my_project.records import logs
+from my_project.records.outcome import Outcome
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
@@ -66,7 +67,8 @@ def test_the_run_folder_is_the_one_that_the_run_will_use(arguments, tmp_path, mo
     Path("tiny.yaml").write_text(CONFIG)
     Path("named.yaml").write_text("run_name: named\nruns_folder: there\n")
     arguments = ["--config", "tiny.yaml", *arguments]
-    assert config.run_folder_of(arguments) == config.parse(arguments).folder
+    launched = launch.parse(["--config_file", f"{WHERE}/cpu.yaml", "-m", launch.TRAIN, *arguments])
+    assert launched[1].run_folder == command_line.parse(arguments).folder
 
 
 @pytest.mark.parametrize(
@@ -84,8 +86,21 @@ def test_the_run_folder_is_the_one_that_the_run_will_use(arguments, tmp_path, mo
         ("", "", 2, 2),
     ],
 )
-def test_the_exit_code_is_the_runs_outcome(status, before, code, wanted):
-    assert launch.exit_code({"outcome": status}, {"outcome": before}, code) == wanted
+def test_the_exit_code_is_the_runs_outcome(status, before, code, wanted, tmp_path):
+    setting_error = failures.record_of(ConfigError("lr is -1."))
+    about = Outcome(
+        folder=tmp_path,
+        logs=tmp_path,
+        status={"outcome": status},
+        is_new=status != before,
+        is_first_node=True,
+        failures=[setting_error] if code == 2 else [],
+        stop_signal="",
+        was_killed=False,
+        command="",
+        code=1 if code == 2 else code,
+    )
+    assert about.exit_code == wanted
 
 
 def test_what_a_scheduler_set_does_not_reach_torchrun(monkeypatch):
@@ -116,18 +131,29 @@ def test_what_the_installed_torch_cannot_do_is_said_in_one_line(version, missing
     assert "\n" not in said
 
 
+class FakeChild:
+    """Stands for accelerate launch in a test of what launch.py makes of its end."""
+
+    def __init__(self, torchrun: bool) -> None:
+        self.torchrun = torchrun
+        self.stop_signal = ""
+        self.stop_signal_at: float | None = None
+        self.was_killed = False
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_launch_says_it_where_torchrun_starts_the_processes(
     processes, tmp_path, monkeypatch, capsys
 ):
-    class RunsNothing:
+    class RunsNothing(FakeChild):
         def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.stop_signal_at = torchrun, None
+            super().__init__(torchrun)
 
-        def run(self, command: list[str]) -> int:
+        def run(self, command: list[str], log: Path | None = None) -> int:
             return 0
 
     monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Child", RunsNothing)
     monkeypatch.setattr(launch.importlib.metadata, "version", {"torch": "2.10.0"}.get)
@@ -150,19 +176,20 @@ def test_launch_says_it_where_torchrun_starts_the_processes(
 def test_the_exit_code_where_no_process_wrote_how_the_run_ended(
     arguments, code, error, wanted, tmp_path, monkeypatch, capsys
 ):
-    class LeavesRunning:
+    class LeavesRunning(FakeChild):
         def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.stop_signal_at = torchrun, None
+            super().__init__(torchrun)
 
-        def run(self, command: list[str]) -> int:
-            (tmp_path / "runs/tiny").mkdir(parents=True)
+        def run(self, command: list[str], log: Path | None = None) -> int:
+            (tmp_path / "runs/tiny").mkdir(parents=True, exist_ok=True)
             (tmp_path / "runs/tiny/status.json").write_text('{"outcome": "running"}')
             if error:
                 with pytest.raises(SystemExit, match=str(error.exit_code)):
-                    config.exit_with_error(error)
+                    failures.exit_with_error(error)
             return code
 
     monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Child", LeavesRunning)
     where = f"{WHERE}/cpu.yaml"
@@ -195,17 +222,19 @@ def test_only_a_run_that_says_so_has_ended_well(
         lost = {"unexplained": "rank 1: lost contact"} if outcome == "failed" else {}
         path.write_text(json.dumps({"outcome": outcome} | lost) if outcome else "")
 
-    class Says:
+    class Says(FakeChild):
         def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.stop_signal_at = torchrun, None
+            super().__init__(torchrun)
 
-        def run(self, command: list[str]) -> int:
+        def run(self, command: list[str], log: Path | None = None) -> int:
             self.stop_signal_at = stopped
+            self.stop_signal = "SIGTERM" if stopped else ""
             says(after)
             return code
 
     says(before)
     monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Child", Says)
     assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN]) == wanted
@@ -253,7 +282,7 @@ def test_a_signal_saves_and_leaves_with_75_and_the_next_start_goes_on(project, w
 def test_whoever_is_killed_nothing_keeps_training(project):
     """SIGKILL for accelerate's launcher, then for launch.py itself."""
     long = ("--steps", "100000", "--telemetry.every_steps", "1")
-    for whom in ("accelerate.commands.launch", "my_project.launch"):
+    for whom in ("my_project.checked_launch", "my_project.launch"):
         before = steps(project)
         with start(project, "cpu_2_processes", *long) as run:
             while steps(project) < before + 3:
@@ -272,18 +301,16 @@ def test_whoever_is_killed_nothing_keeps_training(project):
 
 # ---- logs ----------------------------------------------------------------------------------------
 def test_logs_begin_with_the_last_lines_of_the_newest_start_and_go_on(tmp_path):
-    attempt = tmp_path / "logs/node_0/none_b/attempt_0/0"
-    for number, folder in enumerate(("none_a", "none_b")):
-        path = tmp_path / f"logs/node_0/{folder}/attempt_0/0"
-        path.mkdir(parents=True)
-        (path / "stdout.log").write_text(f"of {folder}\none\ntwo\nunfinis")
-        os.utime(path.parent, (number, number))
+    for start in ("20260101T000000_7", "20260102T000000_3"):
+        folder = tmp_path / f"logs/node_0/{start}"
+        folder.mkdir(parents=True)
+        (folder / "rank_00000.log").write_text(f"of {start}\none\ntwo\nunfinis")
     following = logs.follow(tmp_path, lines=2, poll_seconds=0.01)
-    assert [next(following), next(following)] == ["node_0:0 | one", "node_0:0 | two"]
-    with (attempt / "stdout.log").open("a") as file:
+    assert [next(following), next(following)] == ["node 0 rank 0 | one", "node 0 rank 0 | two"]
+    with (folder / "rank_00000.log").open("a") as file:
         file.write("hed\n")
-    assert next(following) == "node_0:0 | unfinished"
-    other = tmp_path / "logs/node_10/none_c/attempt_0/3"
+    assert next(following) == "node 0 rank 0 | unfinished"
+    other = tmp_path / "logs/node_10/20260102T000000_4"
     other.mkdir(parents=True)
-    (other / "stderr.log").write_text("also here\n")
-    assert next(following) == "node_10:3 | also here"
+    (other / "launcher.log").write_text("also here\n")
+    assert next(following) == "node 10 launcher | also here"

@@ -10,7 +10,8 @@ from ragged import Ragged
 from runs import make_config, status, train
 
 from my_project import cli, run_folder
-from my_project.config import Config, ConfigError, exit_with_error, to_dict
+from my_project.config import Config, ConfigError, to_dict
+from my_project.failures import exit_with_error
 from my_project.safety.redaction import is_secret, mask, mask_command
 
 SECRET = "hf_QWERTYqwerty123"

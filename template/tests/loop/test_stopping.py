@@ -1,5 +1,6 @@
 """Signals, hangs and failures: every process leaves in time, and one place says why."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -26,8 +27,10 @@ HERE = socket.gethostname()
 def errors(config: Config) -> dict[int, str]:
     """Read errors/ by rank."""
     found = {}
-    for path in sorted((config.folder / "errors").glob("*.txt")):
-        found[int(path.name.split("_")[2])] = path.read_text()
+    for path in sorted((config.folder / "errors").glob("*.json")):
+        one = json.loads(path.read_text())
+        head = f"rank {one['rank']} on {one['host']}, step {one['step']}\n"
+        found[one["rank"]] = f"{head}{one['reason']}\n{one['details']}"
     return found
 
 

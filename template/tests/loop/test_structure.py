@@ -14,7 +14,12 @@ IMPORTS_TORCH = {"torch", "accelerate", "torchmetrics", "torchvision", "transfor
 # Commands that answer before torch is imported, and what they import.
 LIGHT = (
     "config",
+    "command_line",
     "cli",
+    "train_command",
+    "child",
+    "failures",
+    "records.outcome",
     "__main__",
     "launch",
     "process",

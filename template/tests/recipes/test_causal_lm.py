@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from world import run_world
 
 from my_project import export
-from my_project.config import Config, ConfigError, parse
+from my_project.command_line import parse
+from my_project.config import Config, ConfigError
 from my_project.contract import build_datasets, prepare_data
 from my_project.loading.streams import LaneReader
 from my_project.recipes import causal_lm

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from world import run_world
 
 from my_project import export
-from my_project.config import Config, ConfigError, parse
+from my_project.command_line import parse
+from my_project.config import Config, ConfigError
 from my_project.recipes.embedding import (
     Embedding,
     RecallAtK,

@@ -12,7 +12,8 @@ from world import run_world
 
 from my_project import evaluate, export
 from my_project.checkpoint import resuming
-from my_project.config import Config, ConfigError, parse
+from my_project.command_line import parse
+from my_project.config import Config, ConfigError
 from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
 from my_project.run_folder import Run

@@ -15,7 +15,8 @@ from runs import change, make_config, records, train, weights
 from world import run_world
 
 from my_project import export
-from my_project.config import ConfigError, parse
+from my_project.command_line import parse
+from my_project.config import ConfigError
 from my_project.recipes.image_classification import ImageClassification
 
 NO_NETWORK = {"model": "mini_resnet", "width": 4}

@@ -10,7 +10,8 @@ from runs import change, make_config, records, train, weights
 from world import run_world
 
 from my_project import export
-from my_project.config import Config, ConfigError, parse
+from my_project.command_line import parse
+from my_project.config import Config, ConfigError
 from my_project.recipes.segmentation import IGNORE_INDEX, Segmentation
 
 SMALL = Segmentation(scenes=28, width=4)

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import make_parser, run
-from ..config import ConfigError, parse
+from ..command_line import parse
+from ..config import ConfigError
 from ..cost import Model, inspect_recipe
 
 GB = 1e9

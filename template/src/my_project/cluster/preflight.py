@@ -10,7 +10,8 @@ that would stop or slow training, a message with the remedy. The launchers run i
 measurements are saved for planner.py in <runs_folder>/preflight.json.
 """
 
-from ..config import Config, parse_command_line
+from ..command_line import parse_command_line
+from ..config import Config
 
 # read before torch is imported, so that --help and errors in the config appear at once
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None

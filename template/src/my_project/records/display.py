@@ -89,26 +89,6 @@ def log_start(
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 
 
-def format_metric(value: float) -> str:
-    """Format a metric: four decimals, or none where it is large."""
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-def print_result(run: Run) -> None:
-    """Show how a finished run ended."""
-    status = run.status()
-    rows = {
-        "outcome": f"{status.get('outcome')} {status.get('reason', '')}".strip(),
-        "steps": f"{status.get('step')} of {status.get('steps')}",
-    }
-    for name, value in status.get("result", {}).items():
-        rows[name] = "not a number" if value is None else format_metric(value)
-    rows["run folder"] = str(run.folder)
-    rows["metrics"] = str(run.folder / "metrics.jsonl")
-    rows["exported weights"] = str(run.folder / "export")
-    print_table(rows)
-
-
 def print_table(rows: dict[str, str], title: str | None = None) -> None:
     """Print names and values in two columns."""
     from rich.console import Console

@@ -1,9 +1,11 @@
 """Follow the output of all processes of a run until it ends.
 
     python -m my_project logs runs/image_classification
+    python -m my_project logs configs/image_classification.yaml --optim.lr 3e-3
 
-Reads the files that launch.py has processes write: of the newest launch on each node,
-<run folder>/logs/node_<n>/<start>/attempt_<n>/<process>/stdout.log and stderr.log.
+Takes the run folder, or what was typed after train. Reads the files that each process writes
+(process.write_logs): of the newest start on each node, <run folder>/logs/node_<n>/<start>/, with
+rank_<rank>.log for a process, and launcher.log for accelerate launch.
 """
 
 import argparse
@@ -13,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..cli import make_parser, run
+from ..command_line import check
 from ..config import ConfigError
 from ..run_folder import read_status
 
@@ -20,17 +23,14 @@ QUIET_SECONDS = 3.0  # after which a run that has ended has nothing more to say
 
 
 def newest(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the label and path of each log file of the newest launch on each node."""
+    """Yield the label and path of each log file of the newest start on each node."""
     nodes = [path for path in folder.glob("logs/node_*/") if path.name[5:].isdecimal()]
     for node in sorted(nodes, key=lambda path: int(path.name[5:])):
-        starts = [path for path in node.iterdir() if path.is_dir()]
-        attempts = [a for start in starts for a in start.glob("attempt_*/")]
-        if attempts:
-            latest = max(attempts, key=lambda path: path.stat().st_mtime)
-            for process in sorted(latest.iterdir(), key=lambda path: path.name.zfill(4)):
-                for stream in ("stdout.log", "stderr.log"):
-                    if (process / stream).is_file():
-                        yield f"{node.name}:{process.name}", process / stream
+        # their names begin with the time
+        starts = sorted(path for path in node.iterdir() if path.is_dir())
+        for path in sorted(starts[-1].glob("*.log")) if starts else ():
+            kind, _, rank = path.stem.partition("_")
+            yield f"node {node.name[5:]} {kind} {int(rank) if rank else ''}".strip(), path
 
 
 def follow(folder: Path, lines: int, poll_seconds: float = 0.5) -> Iterator[str]:
@@ -60,12 +60,19 @@ def follow(folder: Path, lines: int, poll_seconds: float = 0.5) -> Iterator[str]
         time.sleep(poll_seconds)
 
 
-def main(arguments: argparse.Namespace) -> None:
+def find_folder(arguments: argparse.Namespace, settings: list[str]) -> Path:
+    """Return the run folder that is given, or that the settings name."""
+    if not settings and Path(arguments.run).suffix not in (".yaml", ".yml"):
+        return Path(arguments.run)
+    return check(["--config", arguments.run, *settings]).folder
+
+
+def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     """Print the output until the run ends, then its outcome."""
-    folder = Path(arguments.run)
+    folder = find_folder(arguments, settings)
     if not any(newest(folder)):
         raise ConfigError(
-            f"{folder}/logs has no log files: they are written for runs of several processes that"
+            f"{folder}/logs has no log files: they are written for runs that the command train or"
             " the scripts in launch/ start; check the path, or start the run with one of them."
         )
     for text in follow(folder, arguments.lines):
@@ -76,7 +83,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = make_parser(__doc__)
-    parser.add_argument("run", help="the run folder")
+    parser.add_argument("run", help="the run folder, or the config file of the run")
     parser.add_argument("--lines", type=int, default=20, help="existing lines to show per file")
     with suppress(KeyboardInterrupt):
-        run(main, parser.parse_args())
+        run(main, *parser.parse_known_args())

@@ -115,6 +115,7 @@ class MetricsWriter:
         start = time.perf_counter()
         yield
         self.paused_seconds += time.perf_counter() - start
+        self.run.paused_seconds = self.paused_seconds
 
     def _clock(self) -> Clock:
         return Clock(time.perf_counter(), self.data_seconds, self.paused_seconds)

@@ -1,0 +1,252 @@
+"""The block that ends a run, last on the screen: finished, stopped or failed. Imports no torch."""
+
+import os
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..child import PREEMPTED
+from ..failures import folded, own_frame, short_path
+from ..files import read_json, read_manifest, step_of
+from ..process import LOGS
+
+# Of failures that follow from another one, on the same or another rank.
+CONSEQUENCES = ("lost contact", "waiting")
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric: four decimals, or none where it is large."""
+    if value is None:
+        return "not a number"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration: 41 s, 3 min 5 s, 2 h 10 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, the oldest first; their hashes are not read."""
+    found = [path for path in folder.glob("checkpoints/step_*") if step_of(path) >= 0]
+    return sorted((path for path in found if (path / "manifest.json").is_file()), key=step_of)
+
+
+def best_of(folder: Path) -> str:
+    """Return the best evaluation of a run, as the newest checkpoint has it; "" without one."""
+    name, found = _best_metric(folder), checkpoints(folder)
+    if not name or not found:
+        return ""
+    try:
+        evaluation = read_manifest(found[-1]).get("evaluation", {})
+    except (OSError, ValueError):
+        return ""
+    state = read_json(found[-1] / "state.json") | evaluation
+    if not isinstance(state.get("best"), (int, float)):
+        return ""
+    return f"{name} {format_metric(state['best'])} at step {state.get('best_step')}"
+
+
+def _best_metric(folder: Path) -> str:
+    import yaml
+
+    try:
+        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        return settings["evaluation"]["best_metric"] or ""
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return ""
+
+
+# ---- layout --------------------------------------------------------------------------------------
+def width() -> int:
+    """Return the number of columns: of the terminal, at most 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+def rows(pairs: list[tuple[str, str]]) -> list[str]:
+    """Return names and values in two columns; long values go on below."""
+    lines = []
+    for name, value in pairs:
+        wrapped = textwrap.wrap(
+            value, width() - 11, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+        lines.append(f"  {name:8} {wrapped[0]}")
+        lines += [f"{'':11}{line}" for line in wrapped[1:]]
+    return lines
+
+
+def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
+    """Print a title under a rule, and lines."""
+    text = [("--- " + title + " ").ljust(width(), "-"), *lines]
+    print("\n".join(text), file=to or sys.stdout, flush=True)
+
+
+def print_finished(folder: Path, status: dict[str, Any]) -> None:
+    """Show how a finished run ended, unless launch.py does."""
+    if LOGS not in os.environ:
+        _print_finished(folder, status)
+
+
+def _print_finished(folder: Path, status: dict[str, Any]) -> None:
+    step, steps, reason = status.get("step"), status.get("steps"), status.get("reason", "")
+    pairs = [("steps", f"{step} of {steps}" + (f", {reason}" if step != steps else ""))]
+    if "; " in reason:  # a note on checkpoints
+        pairs.append(("note", reason.split("; ", 1)[1]))
+    if "seconds" in status:
+        pairs.append(("time", f"{format_seconds(status['seconds'])} in the last start"))
+    if best := best_of(folder):
+        pairs.append(("best", best))
+    results = [f"{name} {format_metric(value)}" for name, value in status.get("result", {}).items()]
+    pairs.append(("result", ", ".join(results)))
+    pairs.append(("weights", str(folder / "export")))
+    pairs.append(("metrics", f"{folder / 'metrics.jsonl'}, tensorboard --logdir {folder.parent}"))
+    module = __package__.partition(".")[0] if __package__ else ""
+    lines = rows([(name, value) for name, value in pairs if value])
+    lines.append("next:")
+    lines += [f"  python -m {module} {command} {folder}" for command in ("predict", "evaluate")]
+    print_block(f"finished: {folder}", lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended, as its launcher knows it."""
+
+    folder: Path
+    logs: Path
+    status: dict[str, Any]  # the content of status.json
+    is_new: bool  # whether this start has changed it
+    is_first_node: bool  # the others show one line
+    failures: list[dict[str, Any]]  # error files of this start (failures.py), the first first
+    stop_signal: str  # which the launcher has received
+    was_killed: bool  # by a second signal
+    command: str  # what continues the run
+    code: int  # the exit code of accelerate launch
+
+    @property
+    def kind(self) -> str:
+        """Return finished, preempted, stopped (nothing saved), refused, failed, or unknown."""
+        outcome = self.status.get("outcome")
+        if self.is_new and outcome == "preempted":
+            return "preempted"
+        if outcome == "finished" and (self.is_new or self.code == 0):
+            return "finished"
+        # stopped in startup, each process exits by itself, and others may report a lost connection
+        unsaved = not self.is_new or outcome == "running" or "unexplained" in self.status
+        if self.stop_signal and self.code and (unsaved or self.was_killed):
+            return "stopped"
+        refused = self._first is not None and self._first["cause"] == "setting"
+        if self.code == 0:
+            return "unknown"
+        return "refused" if refused and not self._first_step else "failed"
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0 finished; 75 preempted or stopped; 2 if a retry would fail too; 1 else."""
+        kind = self.kind
+        if kind in ("preempted", "stopped"):
+            return PREEMPTED
+        if kind == "finished":
+            return 0
+        codes = [one["exit_code"] for one in self.failures if one["cause"] == "setting"]
+        if codes and kind != "unknown":
+            return max(codes)
+        return self.code if self.code > 0 else 1
+
+    @property
+    def _first(self) -> dict[str, Any] | None:
+        """Return the failure that the others follow from, as far as is known."""
+        causes = [one for one in self.failures if one["cause"] not in CONSEQUENCES]
+        return next(iter(causes or self.failures), None)
+
+    @property
+    def _first_step(self) -> int:
+        return (self._first or {}).get("step") or 0
+
+    def _continues(self) -> str:
+        """Return from which step the same command continues."""
+        if found := checkpoints(self.folder):
+            return f"continues from step {step_of(found[-1])}"
+        return "starts again from step 0"
+
+    def print(self) -> None:
+        """Print the block; on other nodes than the first one line."""
+        kind = self.kind
+        if not self.is_first_node and kind != "refused":
+            reason = self.status.get("reason", "")
+            print(f"{self.folder}: {kind}: {reason if self.is_new else ''}", flush=True)
+        elif kind == "finished":
+            _print_finished(self.folder, self.status)
+        elif kind == "refused":
+            assert self._first
+            print(f"error: {self._first['reason']}", file=sys.stderr, flush=True)
+        elif kind in ("preempted", "stopped"):
+            self._print_stopped()
+        elif kind == "unknown":
+            print(
+                f"error: the processes exited with 0, but {self.folder}/status.json does not say"
+                " finished: some code in them called os._exit. The same command continues the run.",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            self._print_failed()
+
+    def _print_stopped(self) -> None:
+        step, steps = self.status.get("step", 0), self.status.get("steps", 0)
+        reason = self.status.get("reason", "")
+        if self.kind == "preempted":
+            title = f"stopped: saved at step {step} of {steps}"
+            pairs = [("reason", reason), ("run", str(self.folder))]
+        else:
+            title = "stopped before it could save"
+            pairs = [("reason", self.stop_signal), ("run", str(self.folder))]
+        lines = rows(pairs)
+        lines.append(f"the same command {self._continues()}:")
+        print_block(title, [*lines, f"  {self.command}"])
+
+    def _print_failed(self) -> None:
+        failure = self._first or {}
+        frames = failure.get("frames", [])
+        lines = []
+        if frames:
+            lines += ["traceback, the innermost frame last:", *folded(frames)]
+        step = failure.get("step")
+        title = "failed" + (f" at step {step} of {self.status.get('steps')}" if step else "")
+        if failure:
+            title += f", rank {failure['rank']} on {failure['host']}"
+        reason = failure.get("reason") or self._unexplained()
+        pairs = [("error", reason)]
+        status_reason = self.status.get("reason", "") if self.is_new else ""
+        if failure.get("cause", "") in ("", *CONSEQUENCES) and status_reason:
+            pairs = [("error", status_reason)]
+        if (at := own_frame(frames)) and failure.get("cause") != "setting":
+            place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
+            pairs.append(("at", place))
+        if others := len({one["rank"] for one in self.failures}) - 1:
+            text = f"{others} more rank{'s' * (others > 1)} failed: {self.folder / 'errors'}"
+            pairs.append(("ranks", text))
+        pairs.append(("logs", str(self.logs)))
+        lines = [*(f"{line}"[: 4 * width()] for line in lines), *rows(pairs)]
+        lines.append(f"fix it; then the same command {self._continues()}:")
+        print_block(title, [*lines, f"  {self.command}"], to=sys.stderr)
+
+    def _unexplained(self) -> str:
+        """Return what the launcher's log says of processes that left no error file."""
+        try:
+            text = (self.logs / "launcher.log").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            text = ""
+        errors = [line for line in text.splitlines() if "Error: " in line or "error: " in line]
+        signals = [line.strip() for line in text.splitlines() if "Signal " in line]
+        found = [*signals, *errors]
+        hint = f" ({found[-1].strip()[:300]})" if found else ""
+        return (
+            "a process ended without an error file: killed, out of host memory, or crashed in C"
+            f" code{hint}."
+        )
