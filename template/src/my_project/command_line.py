@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -185,23 +186,31 @@ def _value(text: str) -> Any:
 
 
 def _source_of(module: str) -> Path | None:
-    """Return the file of a module; unlike importlib.util.find_spec, imports no parent package."""
-    search: list[str] | None = None
-    spec = None
-    for number in range(len(parts := module.split("."))):
-        spec = PathFinder.find_spec(".".join(parts[: number + 1]), search)
-        if spec is None:
-            return None
-        search = [*spec.submodule_search_locations] if spec.submodule_search_locations else []
-    origin = spec.origin if spec else None
-    return Path(origin) if origin and origin.endswith(".py") else None
+    """Return the file of a module; unlike importlib.util.find_spec, import no parent package.
+
+    Raises:
+        ModuleNotFoundError: there is no such module.
+    """
+    first, *rest = module.split(".")
+    try:
+        spec = find_spec(first)
+    except ValueError:  # __main__
+        return None
+    name = first
+    for part in rest:
+        locations = spec.submodule_search_locations if spec else None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, [*locations]) if locations else None
+    if spec is None:
+        raise ModuleNotFoundError(name)
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
 def _tree_of(class_path: str) -> ast.Module | None:
-    path = _source_of(class_path.rpartition(".")[0])
     try:
+        path = _source_of(class_path.rpartition(".")[0])
         return ast.parse(path.read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError, SyntaxError):
+    except (ImportError, OSError, ValueError, SyntaxError):
         return None  # importing it says what is wrong
 
 
@@ -213,10 +222,15 @@ def check_recipe_exists(class_path: str) -> None:
             " class_path: ..."
         )
     module, _, name = class_path.rpartition(".")
-    if not module or (_source_of(module) is None and _source_of(module.split(".")[0])):
-        own = [f"{__package__}.recipes.{path.stem}" for path in _own_recipes()]
-        hint = did_you_mean(module, own) or "; the class path of a recipe is <module>.<class>."
-        raise ConfigError(f"recipe {class_path}: there is no module {module or class_path}{hint}")
+    try:
+        _source_of(module)
+    except (ImportError, ValueError):
+        own = sorted((Path(__file__).parent / "recipes").glob("[!_]*.py"))
+        names = [f"{__package__}.recipes.{path.stem}" for path in own]
+        hint = did_you_mean(module, names) or "; the class path of a recipe is <module>.<class>."
+        raise ConfigError(
+            f"recipe {class_path}: there is no module {module or class_path}{hint}"
+        ) from None
     if tree := _tree_of(class_path):
         bound = {
             alias.asname or alias.name
@@ -231,10 +245,6 @@ def check_recipe_exists(class_path: str) -> None:
                 did_you_mean(name, classes) or f"; it has {', '.join(sorted(classes)) or 'none'}."
             )
             raise ConfigError(f"recipe {class_path}: {module} has no class {name}{hint}")
-
-
-def _own_recipes() -> list[Path]:
-    return sorted((Path(__file__).parent / "recipes").glob("[!_]*.py"))
 
 
 def literal_defaults(class_path: str) -> dict[str, Any]:
@@ -325,9 +335,11 @@ def name_of_run(files: list[Path], in_files: Config | None, config: Config) -> s
     }
     parts = ["+".join(file.stem for file in files) or "run"]
     last = [name.rpartition(".")[2] for name in changed]
-    for name, text in sorted(changed.items()):
-        short = name.rpartition(".")[2]
-        parts.append(f"{short if last.count(short) == 1 else name}={text}")
+    shown = {
+        key if last.count(key := name.rpartition(".")[2]) == 1 else name: text
+        for name, text in changed.items()
+    }
+    parts += [f"{key}={shown[key]}" for key in sorted(shown)]
     whole = "-".join(parts)
     name = re.sub(r"[^\w.,+=-]", "_", whole)
     if len(name) > NAME_LENGTH:

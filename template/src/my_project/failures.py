@@ -77,8 +77,11 @@ def frames_of(error: BaseException) -> list[dict[str, Any]]:
         found = FRAME.findall(message.split(WORKER_TRACEBACK, 1)[1])
         if found:
             return [frame(file, int(line), name, code) for file, line, name, code in found]
-    stack = traceback.extract_tb(error.__traceback__)
-    return [frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in stack]
+    return [
+        frame(f.filename, f.lineno or 0, f.name, f.line or "")
+        for f in traceback.extract_tb(error.__traceback__)
+        if f.name != "failures_recorded"  # the context around the loop
+    ]
 
 
 def own_frame(frames: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -237,7 +237,10 @@ def _record(run: Run, error: BaseException, cause: str = "") -> None:
     elif _is_of_multiprocessing(error) or WORKER_EXITED in str(error):
         cause = "loader worker"
         reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
-    run.record_error(failures.record_of(error, cause=cause) | {"reason": mask(reason)})
+    failure = failures.record_of(error, cause=cause) | {"reason": mask(reason)}
+    if cause == "not finite":  # where the loop noticed it says nothing
+        failure["frames"] = []
+    run.record_error(failure)
     if lost and run.hosts:
         fail_with_cause(run, reason, REPORT_WAIT_SECONDS)
     else:

@@ -231,7 +231,7 @@ class Outcome:
         if others := len({one["rank"] for one in self.failures}) - 1:
             text = f"{others} more rank{'s' * (others > 1)} failed: {self.folder / 'errors'}"
             pairs.append(("ranks", text))
-        pairs.append(("logs", str(self.logs)))
+        pairs.append(("logs", str(self.folder / "logs")))
         lines = [*(f"{line}"[: 4 * width()] for line in lines), *rows(pairs)]
         lines.append(f"fix it; then the same command {self._continues()}:")
         print_block(title, [*lines, f"  {self.command}"], to=sys.stderr)

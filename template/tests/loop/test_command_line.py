@@ -1,0 +1,200 @@
+"""Reading settings, and the names of runs: before the recipe, and so torch, is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from my_project.command_line import NAME_LENGTH, check, parse, split
+from my_project.config import ConfigError
+
+CONFIG = """
+recipe: {class_path: sweep.Sweep, init_args: {width: 8}}
+batches: {global_batch_size: 16, micro_batch_size: 4}
+epochs: 2
+optim: {lr: 1.0e-3}
+"""
+RECIPE = '''
+from dataclasses import dataclass, field
+
+import torch
+
+QUIET = {"changes_curve": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    width: int = 64
+    """Channels of the first layer."""
+    rate: float = 0.5
+    sizes: list[int] = field(default_factory=list)
+    data_path: str = field(default="data", metadata=QUIET | {"staged": True})
+    label: str = "a"
+
+    def prepare_data(self): ...
+    def build_datasets(self, data_info): ...
+    def build_model(self, data_info): ...
+    def loss(self, model, batch, step): ...
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "first.yaml").write_text(CONFIG)
+    (tmp_path / "second.yaml").write_text("optim: {warmup_steps: 3}\n")
+    (tmp_path / "sweep.py").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("sweep", None)
+    return tmp_path
+
+
+def name(*arguments: str) -> str:
+    return check(["--config", "first.yaml", *arguments]).run_name
+
+
+# ---- names of runs -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("", "first"),
+        ("--seed 3", "first-seed=3"),
+        ("--optim.lr 3e-3", "first-lr=0.003"),
+        ("--optim.lr=0.003", "first-lr=0.003"),
+        ("--optim.lr 1e-3", "first"),  # as in the file
+        ("--seed 0 --recipe.rate 0.5", "first"),  # as by default
+        ("--recipe.width 8", "first"),
+        ("--recipe.init_args.width 9", "first-width=9"),
+        ("--seed 1 --optim.lr 1", "first-lr=1-seed=1"),
+        ("--optim.lr 1 --seed 1", "first-lr=1-seed=1"),
+        ("--seed 1 --seed 2", "first-seed=2"),
+        ("--recipe.sizes [1,2]", "first-sizes=1,2"),
+        ("--optim.init_args.betas [0.9,0.95]", "first-betas=0.9,0.95"),
+        ("--optim.init_args {betas:[0.9,0.95]}", "first"),  # not YAML: a key betas:[...]
+        ("--recipe.label ../a:b", "first-label=.._a_b"),
+        ("--optim.clip_norm null", "first-clip_norm=null"),
+        ("--optim.class_path torch.optim.SGD", "first-class_path=torch.optim.SGD"),
+        # these continue or extend the same run
+        ("--steps 500", "first"),
+        ("--epochs 9", "first"),
+        ("--batches.micro_batch_size 2 --batches.workers 3", "first"),
+        ("--resume never --stop_after 3h --distributed.timeout_seconds 9", "first"),
+        ("--recipe.data_path /elsewhere/data --runs_folder there", "first"),
+        ("--config second.yaml --seed 4", "first+second-seed=4"),
+        ("--run_name mine --seed 4", "mine"),
+    ],
+)
+def test_a_run_is_named_after_its_config_and_what_was_typed(typed, wanted):
+    if ":[" in typed:
+        with pytest.raises(ConfigError):
+            name(*typed.split())
+    else:
+        assert name(*typed.split()) == wanted
+
+
+def test_keys_with_the_same_last_part_are_written_out():
+    typed = ("--optim.class_path", "torch.optim.SGD", "--optim.init_args.width", "3",
+             "--recipe.width", "9")  # fmt: skip
+    assert name(*typed) == (
+        "first-class_path=torch.optim.SGD-optim.init_args.width=3-recipe.width=9"
+    )
+
+
+def test_a_long_name_is_cut_and_still_its_own():
+    one, two = (name("--recipe.label", "x" * 300 + end) for end in "ab")
+    assert len(one) == len(two) == NAME_LENGTH
+    assert one != two
+    assert one == name("--recipe.label", "x" * 300 + "a")
+    assert one[:-9] == two[:-9] == ("first-label=" + "x" * 300)[: NAME_LENGTH - 9]
+
+
+def test_every_way_in_gives_the_same_name_and_config_yaml_keeps_it():
+    typed = ["--config", "first.yaml", "--recipe.width", "9", "--seed", "5"]
+    config = parse(typed)
+    assert config.folder == check(typed).folder == Path("runs/first-seed=5-width=9")
+    Path("resolved.yaml").write_text(f"run_name: {config.run_name}\n{CONFIG}")
+    assert check(["--config", "resolved.yaml", "--seed", "5"]).run_name == "first-seed=5-width=9"
+    assert "sweep" in sys.modules
+
+
+def test_a_name_is_found_before_the_recipe_is_imported():
+    code = (
+        "import sys; from my_project.command_line import check\n"
+        "print(check(sys.argv[1:]).run_name, 'torch' in sys.modules, 'sweep' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--config", "first.yaml", "--recipe.width", "9"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "first-width=9 False False\n"
+
+
+# ---- what is typed -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("typed", "steps", "epochs"),
+    [
+        ("", None, 2),
+        ("--steps 4", 4, None),
+        ("--epochs 5", None, 5),
+        ("--epochs null --steps 4", 4, None),
+        ("--config steps.yaml", 7, None),
+        ("--config steps.yaml --epochs 3", None, 3),
+    ],
+)
+def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
+    Path("steps.yaml").write_text("steps: 7\n")
+    config = parse(["--config", "first.yaml", *typed.split()])
+    assert (config.steps, config.epochs) == (steps, epochs)
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        ("--optim.lrr 1", "there is no setting --optim.lrr; did you mean --optim.lr?"),
+        ("--optim.l 1", "there is no setting --optim.l; did you mean --optim.lr?"),  # no prefixes
+        ("--sed 1", "did you mean --seed?"),
+        ("--xyz 1", "there is no setting --xyz; python -m my_project train --help lists all"),
+        ("--seed", "--seed has no value"),
+        ("3", "'3' is not an option"),
+        ("--config frist.yaml", "no config file frist.yaml; did you mean first.yaml?"),
+        (
+            "--config wrong.yaml",
+            "wrong.yaml: there is no setting optim.lrr; did you mean optim.lr",
+        ),
+        ("--recipe.class_path swep.Sweep", "there is no module swep"),
+        ("--recipe.class_path sweep.Swep", "sweep has no class Swep; did you mean Sweep?"),
+        ("--recipe.class_path my_project.recipes.causal_lmm.CausalLm", "there is no module"),
+        ("--recipe.widht 3", "'widht' is not accepted; did you mean width?"),
+        ("--recipe.width wide", "width"),
+        ("--seed x", "seed: Expected a <class 'int'>. Got value: x"),
+    ],
+)
+def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
+    Path("wrong.yaml").write_text("optim: {lrr: 1}\n")
+    with pytest.raises(ConfigError) as refusal:
+        parse(["--config", "first.yaml", *typed.split()])
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_hyphens_in_the_names_of_options_are_underscores():
+    assert parse(["--config", "first.yaml", "--run-name", "a-b", "--tf32=false"]).run_name == "a-b"
+    assert split(["--a-b.c-d=e-f"]) == ([], {"a_b.c_d": "e-f"})
+
+
+def test_help_lists_the_fields_of_the_recipe_where_a_config_is_given():
+    def shown(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "my_project", "train", *arguments, "--help"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+
+    alone = shown()
+    assert "--optim.lr" in alone.stdout
+    assert "The highest learning rate of the schedule" in alone.stdout
+    assert " torch\n" not in alone.stderr
+    both = shown("first.yaml")
+    assert "--recipe.width" in both.stdout
+    assert "Channels of the first layer" in both.stdout
+    assert "prepare_data" not in both.stdout

@@ -1,0 +1,73 @@
+"""A real pseudo-terminal: type a command, and read what stands on the screen."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
+
+
+class Terminal:
+    """A terminal of some columns in which a command of the package runs."""
+
+    def __init__(
+        self, words: list[str], folder: Path, columns: int = 80, environment: dict | None = None
+    ) -> None:
+        self.text = ""
+        self.started = time.monotonic()
+        self.pid, self.master = pty.fork()
+        if self.pid == 0:  # the child: its controlling terminal is the new one
+            os.chdir(folder)
+            os.environ |= {"TERM": "xterm-256color"} | (environment or {})
+            for name in ("COLUMNS", "LINES"):
+                os.environ.pop(name, None)
+            os.execv(sys.executable, [sys.executable, "-m", "my_project", *words])
+        size = struct.pack("HHHH", 24, columns, 0, 0)
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, size)
+
+    def read(self, until: Callable[[str], bool] | None = None, seconds: float = 120) -> str:
+        """Read until a condition on all text is true, or until the command has ended."""
+        deadline = time.monotonic() + seconds
+        while not (until and until(self.shown)):
+            assert time.monotonic() < deadline, f"still waiting after {seconds} s:\n{self.shown}"
+            if select.select([self.master], [], [], 0.2)[0]:
+                try:
+                    data = os.read(self.master, 65536)
+                except OSError:  # Linux's end of file of a terminal
+                    break
+                if not data:
+                    break
+                self.text += data.decode(errors="replace")
+        return self.shown
+
+    @property
+    def shown(self) -> str:
+        """Return the text without control sequences; of a line that was overwritten the last."""
+        lines = CONTROL.sub("", self.text).replace("\r\n", "\n").split("\n")
+        return "\n".join(line.rpartition("\r")[2] for line in lines)
+
+    def type(self, keys: str) -> None:
+        """Type keys, such as Ctrl-C, which is a byte 3."""
+        os.write(self.master, keys.encode())
+
+    def end(self, seconds: float = 120) -> tuple[list[str], int]:
+        """Wait for the end; return the last 15 lines on the screen and the exit code."""
+        try:
+            self.read(seconds=seconds)
+            _, status = os.waitpid(self.pid, 0)
+        except BaseException:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            raise
+        finally:
+            os.close(self.master)
+        return self.shown.rstrip("\n").splitlines()[-15:], os.waitstatus_to_exitcode(status)
