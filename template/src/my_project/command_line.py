@@ -199,6 +199,8 @@ def _source_of(module: str) -> Path | None:
     name = first
     for part in rest:
         locations = spec.submodule_search_locations if spec else None
+        if name in sys.modules:  # a package may extend its own path
+            locations = getattr(sys.modules[name], "__path__", locations)
         name = f"{name}.{part}"
         spec = PathFinder.find_spec(name, [*locations]) if locations else None
     if spec is None:

@@ -90,12 +90,14 @@ def check_gpus(needed: int) -> None:
     """Refuse an accelerate config for more GPUs than torch finds on this machine."""
     found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if found < needed:
-        asked = "a GPU" if needed == 1 else f"{needed} GPUs"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise ConfigError(
-            f"the accelerate config asks for {asked}, but torch finds {found or 'none'}"
-            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver, or use fewer processes, or"
-            " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
+            "the accelerate config asks for a GPU, but torch finds none"
+            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver, or use accelerate_configs/cpu.yaml"
+            " or cpu_2_processes.yaml."
+            if not found
+            else f"the accelerate config asks for {needed} GPUs, but torch finds {found}"
+            f" (CUDA_VISIBLE_DEVICES={visible}); set --num_processes {found}."
         )
 
 

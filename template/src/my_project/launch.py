@@ -335,29 +335,22 @@ def log_folder(launch: Launch, module: str) -> Path:
     return launch.run_folder / "logs" / f"{kind}_{launch.node_rank}" / f"{start}_{os.getpid()}"
 
 
-def run_module(launch: Launch, child: Child, module: str) -> tuple[int, Path | None]:
-    """Run a module through accelerate launch.
+def run_module(launch: Launch, child: Child, module: str, logs: Path | None) -> int:
+    """Run a module through accelerate launch; return the launcher's exit code.
 
-    Returns:
-        The exit code of the launcher, and the folder of the logs; None for a module without.
+    Args:
+        launch: the settings.
+        child: runs it.
+        module: the module.
+        logs: the folder for the output of its processes; None for this terminal only.
     """
     os.environ.pop(LOGS, None)
-    if module not in (TRAIN, PREFLIGHT):
-        return child.run(launch.command(module)), None
-    logs = log_folder(launch, module)
+    if logs is None:
+        return child.run(launch.command(module))
     with writing(launch.run_folder):
         logs.mkdir(parents=True, exist_ok=True)
     os.environ[LOGS] = str(logs.absolute())
-    return child.run(launch.command(module), logs / "launcher.log"), logs
-
-
-def remove_logs(run_folder: Path, logs: Path) -> None:
-    """Remove the logs of a start that was refused, and the folders that are empty without them."""
-    shutil.rmtree(logs, ignore_errors=True)
-    for folder in (*logs.parents,):
-        if folder != run_folder.parent and folder.is_relative_to(run_folder):
-            with suppress(OSError):
-                folder.rmdir()
+    return child.run(launch.command(module), logs / "launcher.log")
 
 
 def main(arguments: list[str]) -> int:
@@ -397,7 +390,8 @@ def start(
         print(shown or summary(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
-        if launch.preflight and run_module(launch, child, PREFLIGHT)[0] != 0:
+        logs = log_folder(launch, PREFLIGHT)
+        if launch.preflight and run_module(launch, child, PREFLIGHT, logs) != 0:
             if child.stop_signal_at:
                 return PREEMPTED
             print("preflight failed, so nothing was trained; see the errors above", flush=True)
@@ -420,16 +414,22 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Out
     """
     folder = launch.run_folder
     before = read_status(folder)
-    code, logs = run_module(launch, child, launch.module)
+    logs = log_folder(launch, launch.module)
+    if launch.module != TRAIN:
+        code = run_module(launch, child, launch.module, logs if launch.config else None)
+        return print_setting_error(read_failures(errors)) or (code if code >= 0 else 1)
+    made = [path for path in (logs, *logs.parents) if not path.exists()]
+    code = run_module(launch, child, launch.module, logs)
     found = read_failures(errors)
-    if launch.module != TRAIN or logs is None:
-        return print_setting_error(found) or (code if code >= 0 else 1)
     status = wait_for_status(folder, before, launch.nodes)
     if status != before:
         token = read_json(folder / "run.json").get("launch", "")
         found = sorted([*found, *read_errors(folder, token)], key=lambda one: one["time"])
     if code and not (folder / "config.yaml").exists() and any(map(is_setting, found)):
-        remove_logs(folder, logs)
+        shutil.rmtree(logs, ignore_errors=True)
+        for path in made:  # a refused start leaves no folder
+            with suppress(OSError):
+                path.rmdir()
     return outcome.Outcome(
         folder=folder,
         logs=logs,

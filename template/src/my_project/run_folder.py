@@ -132,12 +132,12 @@ class Run:
 
     def record_error(self, failure: dict[str, Any]) -> None:
         """Write an error file of this rank into errors/ (failures.py); the names sort by time."""
-        failure |= {"step": self.step, "launch": self.token}
+        failure |= {"rank": self.rank, "step": self.step, "launch": self.token}
         report(failure)
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         path = self.folder / "errors" / f"{now}_rank_{self.rank:05d}_step_{self.step:08d}.json"
-        if not self.token:
-            return  # the folder may be that of another run
+        if not self.token and failure["cause"] == "setting":
+            return  # refused before the run began: the folder may be that of another one
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(failure, indent=1) + "\n")

@@ -251,8 +251,8 @@ def dry_run(config: Config, flags: list[str], settings: tuple[str, ...]) -> int:
         _, started = launch.parse(
             [
                 *(*flags, "-m", launch.TRAIN, *settings),
-                *(f"--steps={DRY_RUN_STEPS}", f"--runs_folder={name}", "--resume=never"),
-                *("--telemetry.every_steps=1", "--telemetry.trackers=[]"),
+                *(f"--steps={DRY_RUN_STEPS}", "--epochs=null", "--resume=never"),
+                *(f"--runs_folder={name}", "--telemetry.every_steps=1", "--telemetry.trackers=[]"),
                 *("--evaluation.sanity_check=false", "--evaluation.every_steps=null"),
             ]
         )

@@ -31,7 +31,9 @@ def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
     return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])[1]
 
 
-def test_flags_win_over_the_file_and_what_follows_from_them_is_added():
+def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
     four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
     assert (four.nodes, four.world_size, four.node_rank, four.processes_per_node) == (2, 8, 1, 4)
     assert "--gpu_ids=-1,-1,-1,-1" in four.flags

@@ -33,7 +33,8 @@ def test_yaml_then_typed_overrides(config_file):
          "--optim.init_args.betas", "[0.9, 0.95]", "--steps", "7"]
     )  # fmt: skip
     assert config.recipe == Ragged(samples=50)
-    assert (config.optim.lr, config.steps, config.run_name) == (3e-4, 7, "my_experiment")
+    assert (config.optim.lr, config.steps) == (3e-4, 7)
+    assert config.run_name == "my_experiment-betas=0.9,0.95-lr=0.0003-samples=50"
     assert config.optim.init_args == {"betas": [0.9, 0.95]}
 
 
@@ -42,7 +43,7 @@ def test_the_resolved_config_reads_back_the_same(config_file, tmp_path):
     (tmp_path / "resolved.yaml").write_text(to_yaml(config))
     again = parse(["--config", str(tmp_path / "resolved.yaml")])
     assert to_dict(again) == to_dict(config)
-    assert again.run_name == "my_experiment"
+    assert again.run_name == "my_experiment-empty_at=1,2"
 
 
 def test_an_optimizer_may_be_named_without_a_learning_rate(config_file):
@@ -198,7 +199,7 @@ def test_processes_that_do_not_see_each_other_end_at_once(tmp_path):
 def test_help_and_print_config_import_no_torch(config_file):
     code = (
         "import sys\n"
-        "from my_project.config import parse\n"
+        "from my_project.command_line import parse\n"
         "try: parse(sys.argv[1:])\n"
         "except SystemExit as e: assert not e.code\n"
         "else: raise AssertionError('help did not exit')\n"

@@ -114,7 +114,7 @@ def test_who_is_told_to_stop_before_the_loop_has_some_time_to_reach_it():
 # ---- signals around the start of a child ---------------------------------------------------------
 CHILD = """
 import os, signal, sys
-from my_project import launch
+from my_project import child as launch
 child = launch.Child(torchrun=True)
 child.run(["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"])
 exit_with_parent = launch._exit_with_parent
@@ -128,8 +128,9 @@ print(child.run(["sleep", "600"]), bool(child.stop_signal_at), flush=True)
 
 @pytest.mark.parametrize("before", [[], ["nohup"]])
 def test_a_signal_while_the_child_is_started_reaches_it_and_nohup_holds_for_it(before):
-    _, blocked, _, ignored, *ended = script(CHILD, *before)
-    assert ended == [str(-signal.SIGTERM), "True"]
+    _, blocked, _, ignored, *said, code, stopped = script(CHILD, *before)
+    assert (code, stopped) == (str(-signal.SIGTERM), "True")
+    assert said[:5] == ["SIGTERM:", "the", "run", "saves", "after"]
     assert int(blocked, 16) == 0
     assert bool(int(ignored, 16) & 1 << signal.SIGHUP - 1) == bool(before)
 

@@ -208,6 +208,8 @@ class Outcome:
             pairs = [("reason", self.stop_signal), ("run", str(self.folder))]
         lines = rows(pairs)
         lines.append(f"the same command {self._continues()}:")
+        if self.stop_signal:
+            print()  # the terminal may have shown ^C
         print_block(title, [*lines, f"  {self.command}"])
 
     def _print_failed(self) -> None:
