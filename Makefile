@@ -8,7 +8,7 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 train: .venv/installed ## Generate a project with the default answers and train it on 2 processes
-	cd $(PROJECT) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train
+	cd $(PROJECT) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train WHERE=cpu_2_processes
 
 test: .venv/installed ## Run the quick tests: about 5 minutes, no root
 	cd template && $(BIN)/pytest -q -m "not slow and not gpu"
