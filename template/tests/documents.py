@@ -48,7 +48,7 @@ def commands(text: str) -> list[str]:
 
 
 def train_as_typed(command: str, more: str = "") -> Any:
-    """Run `python -m my_project.train ...` here, which is faster, and return its config.
+    """Run `python -m my_project train ...` here, which is faster, and return its config.
 
     Args:
         command: as a document has it; its paths are those of the current folder.
@@ -57,11 +57,11 @@ def train_as_typed(command: str, more: str = "") -> Any:
     from runs import train
 
     from my_project.command_line import parse
+    from my_project.train_command import read_options
 
-    *start, module = (words := shlex.split(command))[:3]
-    assert start == ["python", "-m"], command
-    assert module == "my_project.train", command
-    config = parse(words[3:] + more.split())
+    words = shlex.split(command)
+    assert words[:4] == ["python", "-m", "my_project", "train"], command
+    config = parse([*read_options(words[4:]).settings, *more.split()])
     assert train(config) == 0, command
     return config
 

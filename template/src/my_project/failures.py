@@ -40,6 +40,7 @@ LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
 )
 OWN_FOLDER = os.path.dirname(__file__)
+CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
 # As printed in the message of an exception that a loader worker passed on.
 FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
 WORKER_TRACEBACK = "Original Traceback (most recent call last):"
@@ -176,9 +177,10 @@ def report(failure: dict[str, Any]) -> None:
         shown = "\n".join([*folded(failure["frames"]), failure["reason"]])
         if failure["cause"] == "setting":
             shown = f"error: {shown}"
-        # torchrun shows py_callstack, and takes the failure with the smallest timestamp for the
-        # first; an error file of another process of this launch must not be hidden by a later one
-        extra = {"py_callstack": shown, "timestamp": str(int(failure["time"]))}
+        # torchrun shows py_callstack of the failure with the smallest timestamp, in whole seconds:
+        # a minute later, so that what follows from the failure of another rank does not hide it
+        when = int(failure["time"]) + 60 * (failure["cause"] in CONSEQUENCES)
+        extra = {"py_callstack": shown, "timestamp": str(when)}
         content = {"message": {"message": failure["reason"], "extraInfo": extra}}
         with suppress(OSError):
             if not Path(file).exists():

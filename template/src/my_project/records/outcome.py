@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..child import PREEMPTED
-from ..failures import folded, own_frame, short_path
+from ..failures import CONSEQUENCES, folded, own_frame, short_path
 from ..files import read_json, read_manifest, step_of
 from ..process import LOGS
-
-# Of failures that follow from another one, on the same or another rank.
-CONSEQUENCES = ("lost contact", "waiting")
 
 
 def format_metric(value: float | None) -> str:
