@@ -172,5 +172,5 @@ def test_the_commands_of_your_own_recipe_run_as_they_stand(project):
     for command in commands(OWN):
         done = run_as_typed(command, project, PYTHONPATH=str(project / "src"))
         assert done.returncode == 0, done.stdout + done.stderr
-    for run in ("table", "wide"):
+    for run in ("table", "table-width=64"):
         assert (project / "runs" / run / "export/model.safetensors").is_file()

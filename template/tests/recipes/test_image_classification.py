@@ -248,8 +248,8 @@ def exported(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(PROJECT / "configs")
-    command = "python -m my_project.train --config configs/image_classification.yaml"
-    train_as_typed(command, "--epochs null --steps 4")
+    command = "python -m my_project train configs/image_classification.yaml"
+    train_as_typed(command, "--steps 4")
     pixels = (load_digits().images[4] / 16 * 255).astype("uint8")
     Image.fromarray(pixels).save("picture.png")
     return text_of("docs/your-own-recipe.md", "## Using an export")
