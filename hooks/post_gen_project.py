@@ -51,7 +51,6 @@ TEMPLATE_FILES = (
     "docs/your-own-recipe.md",
     "launch/kubeflow.yaml",
     "launch/kubernetes.yaml",
-    "launch/local.sh",
     "launch/network.sh",
     "launch/slurm.sbatch",
     "launch/ssh.sh",
