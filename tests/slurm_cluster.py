@@ -1,4 +1,7 @@
-"""A Slurm cluster on two emulated hosts: munged, slurmctld on host 0, a slurmd on each."""
+"""A Slurm cluster on two emulated hosts: munged, slurmctld on host 0, a slurmd on each.
+
+Each host has 8 GPUs for the scheduler, which are empty files.
+"""
 
 import os
 import shutil
@@ -30,8 +33,15 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
-NodeName=host[0-1] CPUs=4 State=UNKNOWN
+SchedulerParameters=sched_interval=2
+MailProg={0}/mail
+GresTypes=gpu
+NodeName=host[0-1] CPUs=128 Gres=gpu:8 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=gpu Nodes=ALL MaxTime=INFINITE State=UP
+"""
+MAIL = """#!/bin/bash
+printf '%s\\n' "$*" >> "$(dirname "$0")/mails"
 """
 
 
@@ -51,6 +61,11 @@ class SlurmCluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         (self.folder / "slurm.conf").write_text(CONF.format(self.folder))
+        for gpu in range(8):
+            (self.folder / f"gpu{gpu}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
+        (self.folder / "mail").write_text(MAIL)
+        (self.folder / "mail").chmod(0o755)
         self.environment = environment | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         hosts.start(
             0, "/usr/sbin/munged", "--foreground", "--force",

@@ -1,6 +1,7 @@
 """The launchers of a generated project, on two hosts: ssh over real sshd, and what pods run."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -164,7 +165,8 @@ def slurm(hosts):
 
 def submit(slurm, *arguments: str, limit: str = "10", before_the_end: str = "60") -> str:
     return slurm.submit(
-        "--gres=none", "--cpus-per-task=2", f"--time={limit}", f"--signal=USR1@{before_the_end}",
+        "--gpus-per-node=0", "--cpus-per-task=2", f"--time={limit}",
+        f"--signal=USR1@{before_the_end}",
         "launch/slurm.sbatch", "--config", "tiny.yaml", *arguments,
     )  # fmt: skip
 
@@ -199,6 +201,107 @@ def test_slurm_ends_a_job_of_which_a_process_fails(hosts, slurm):
     wait_for(hosts, lambda: ended(slurm, job, "FAILED"))
     assert "No report from rank 2 on host1" in status(hosts)["reason"]
     assert slurm.about(job)["Restarts"] == "0"
+
+
+# ---- Slurm: all that can be uncommented or typed ------------------------------------------------
+SBATCH = (PROJECT / "launch/slurm.sbatch").read_text()
+OPTIONAL = re.compile(r"(?m)^# (#SBATCH|module|eval|source|container|set --|values)(.*)$")
+# The launcher: notes its arguments; the last task of an array is preempted when it first runs.
+LAUNCHER = """
+echo "launched ${SLURM_ARRAY_TASK_ID:-} $*" >> "$NOTES"
+[ "${SLURM_ARRAY_TASK_ID:-}" != 2 ] || [ -n "${SLURM_RESTART_COUNT:-}" ] || exit 75
+"""
+STANDS_FOR = {
+    "python": LAUNCHER,
+    "module": 'echo "module $*" >> "$NOTES"',
+    "conda": """echo 'conda() { echo "conda $* $NEVER_SET" >> "$NOTES"; }'""",
+    # pyxis adds options to srun; what it does with them is not tried
+    "srun": """
+for word; do
+    shift
+    case $word in --container-*) echo "$word" >> "$NOTES" ;; *) set -- "$@" "$word" ;; esac
+done
+exec /usr/bin/srun "$@"
+""",
+}
+
+
+@pytest.fixture
+def noting(hosts):
+    """A cluster on which stubs in place of python, module, conda and pyxis note what they get."""
+    if not slurm_cluster.available():
+        pytest.skip("needs Slurm and munge (Debian: slurm-wlm munge)")
+    stubs = hosts.folder / "stubs"
+    stubs.mkdir()
+    for name, script in STANDS_FOR.items():
+        (stubs / name).write_text(f"#!/bin/bash\n{script}\n")
+        (stubs / name).chmod(0o755)
+    activate = hosts.folder / ".venv/bin/activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text('echo "activated $NEVER_SET" >> "$NOTES"\n')
+    notes = {"NOTES": str(hosts.folder / "notes"), "PATH": f"{stubs}:{os.environ['PATH']}"}
+    return slurm_cluster.SlurmCluster(hosts, notes)
+
+
+def run_to_its_end(slurm, *arguments: str) -> tuple[str, list[str]]:
+    """Submit a job and wait until it has left the queue; return its number and the notes."""
+    job = slurm.submit(*arguments, "--config", "tiny.yaml")
+    wait_for(slurm.hosts, lambda: not slurm.call("squeue", "-h", "-j", job))
+    path = slurm.hosts.folder / "notes"
+    return job, path.read_text().splitlines() if path.exists() else []
+
+
+def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_alone(noting):
+    assert len(OPTIONAL.findall(SBATCH)) == 12
+    folder = noting.hosts.folder
+    script = folder / "launch/slurm.sbatch"
+    for line in OPTIONAL.finditer(SBATCH):
+        script.write_text(SBATCH.replace(line[0], line[0][2:]))
+        told = noting.call("sbatch", "--test-only", "launch/slurm.sbatch", "--config", "tiny.yaml")
+        assert "to start at" in told, (line[0], told)
+    script.write_text(OPTIONAL.sub(r"\1\2", SBATCH))
+    job, notes = run_to_its_end(noting, "launch/slurm.sbatch")
+
+    launched = [line.split() for line in notes if line.startswith("launched")]
+    tasks = [line[1] for line in launched]
+    assert sorted(tasks) == ["0"] * 2 + ["1"] * 2 + ["2"] * 4, "two nodes; the last is tried again"
+    for line in launched:
+        assert line[line.index("--num_processes") + 1] == "16"
+        assert "accelerate_configs/multi_node.yaml" in line
+        added = ("--seed", line[1], "--optim.lr", ("1e-3", "3e-3", "1e-2")[int(line[1])])
+        assert tuple(line[-6:]) == ("--config", "tiny.yaml", *added)
+    ports = {(line[1], line[line.index("--main_process_port") + 1]) for line in launched}
+    assert len({port for _, port in ports}) == len(ports) == 3
+    assert {
+        "module load cuda",
+        "conda activate my_project ",
+        "activated ",
+        "--container-image=registry.example.com#my-project:latest",
+        f"--container-mounts={folder}:/workspace",
+        "--container-workdir=/workspace",
+    } <= set(notes)
+    shown = (folder / f"slurm-{job}_2.out").read_text()
+    assert f"preempted; requeueing job {job}_2\n" in shown
+    assert not list(folder.glob(".preempted-*"))
+    mails = (folder / "slurm/mails").read_text()
+    assert "Requeued" in mails
+    assert mails.count("Ended") == 1
+    assert mails.count("me@example.com") == len(mails.splitlines())
+
+
+def test_slurm_sbatch_starts_one_process_per_gpu_of_the_job(noting):
+    cases = {
+        ("--nodes=2", "--gpus-per-node=4"): ("multi_node", "2", "8"),
+        ("--nodes=1",): ("multi_gpu", "1", "8"),
+        ("--nodes=1", "--gpus-per-node=1"): ("gpu", "1", "1"),
+    }
+    for options, (where, nodes, processes) in cases.items():
+        _, notes = run_to_its_end(noting, *options, "launch/slurm.sbatch")
+        wanted = f"accelerate_configs/{where}.yaml --num_machines {nodes} --num_processes"
+        assert f"{wanted} {processes} " in notes[-1]
+    job, _ = run_to_its_end(noting, "--gpus-per-node=0", "launch/slurm.sbatch")
+    assert "error: the job has no GPUs: give sbatch --gpus-per-node=8" in noting.output(job)
+    assert noting.about(job)["ExitCode"] == "2:0"
 
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
