@@ -1,5 +1,6 @@
-"""kubernetes.yaml, kubeflow.yaml and the Dockerfile, against the schemas of those who read them."""
+"""The files in launch/ that are read and not run: manifests, network.sh; and the Dockerfile."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,26 @@ def test_the_manifests_agree_with_themselves():
     ours, theirs = container["args"][0], trainer["args"][0]
     theirs = theirs.replace("$PET_NODE_RANK", "$JOB_COMPLETION_INDEX")
     assert theirs.replace('"$PET_MASTER_ADDR"', "my-run-0.my-run") == ours, "one command"
+
+
+def test_each_network_setting_names_its_source_and_is_recorded_with_a_run():
+    sys.path.insert(0, str(PROJECT / "src"))
+    from my_project.safety.redaction import RECORDED_VARIABLES
+
+    text = (PROJECT / "launch/network.sh").read_text()
+    sources = set(re.findall(r"(?m)^# \[(\d)\] https://\S+", text))
+    settings = re.findall(r"(?m)^# export (\w+)=(\S+)(?: +# (.*))?$", text)
+    assert len(settings) == text.count("# export ") == 16
+    for name, _, comment in settings:
+        ours = name == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        assert ours or re.match(r"\[\d\]", comment), f"{name} has no source"
+        assert name in RECORDED_VARIABLES.split(), f"run.json does not record {name}"
+    assert set(re.findall(r"\[(\d)\]", text)) == sources, "each is named, and each has an address"
+    uncommented = text.replace("# export ", "export ") + "\nenv"
+    shown = subprocess.run(
+        ["bash", "-euc", uncommented], capture_output=True, text=True, check=True, env={}
+    )
+    assert {f"{name}={value}" for name, value, _ in settings} <= set(shown.stdout.splitlines())
 
 
 def test_the_dockerfile_is_clean_and_copies_what_is_there():

@@ -1,35 +1,60 @@
-# Settings of NCCL and gloo. Every launcher sources this file on each node.
-# Start without any, and uncomment those that preflight or your cluster's documentation names. An
-# uncommented line overrides a variable that was set before (sbatch --export, the pod's env).
+# Settings of NCCL and gloo, by the network between the nodes. Every launcher sources this file on
+# each node; on one machine run `source launch/network.sh` before the command.
+#
+# Start without any: NCCL finds the network by itself, and NCCL_DEBUG=INFO (below) says which it is.
+# Uncomment what preflight or your cluster's documentation names. An uncommented line overrides a
+# variable that was set before (sbatch --export, the pod's env).
+#
+# | network    | NCCL needs                                              | NCCL_DEBUG=INFO says |
+# |------------|---------------------------------------------------------|----------------------|
+# | InfiniBand | nothing [1]; no limit on pinned memory, ulimit -l [2]   | Using network IB     |
+# | RoCE       | as InfiniBand; often a traffic class, NCCL_IB_TC [2]    | Using network IB     |
+# | AWS EFA    | the plugin aws-ofi-nccl, 1.7 or newer [3], else TCP     | NET/OFI              |
+# | TCP        | of several interfaces, the one between the nodes [2]    | Using network Socket |
+#
+# Not run by us: InfiniBand, RoCE, EFA, and NCCL over TCP; no GPU has run this yet. We ran gloo over
+# TCP. The number in brackets says where a value comes from; read in November 2026:
+# [1] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+# [2] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html, its pages
+# [3] https://github.com/aws/aws-ofi-nccl/blob/master/doc/efa-env-var.md
+# [4] https://pytorch.org/docs/stable/distributed.html
 # shellcheck shell=bash
 
-# ---- interfaces ----------------------------------------------------------------------------------
+# ---- TCP, and how all networks start -------------------------------------------------------------
 # The interface between the nodes (ip -br addr lists all). launch.py sets gloo's to the one with the
-# route to the main node. NCCL takes prefixes; ^ excludes, = means a whole name.
-# export GLOO_SOCKET_IFNAME=eth0
-# export NCCL_SOCKET_IFNAME=eth0
+# route to the main node. NCCL takes prefixes; = means a whole name, ^ excludes. By itself it takes
+# neither lo nor docker*, and prefers ib* [1].
+# export GLOO_SOCKET_IFNAME=eth0     # [4]
+# export NCCL_SOCKET_IFNAME==eth0    # [1] the second = is part of the value
+# export NCCL_SOCKET_NTHREADS=4      # [1] for 100 Gb/s; the default is 1, on AWS 2
+# export NCCL_NSOCKS_PERTHREAD=4     # [1] with the line above; the product is 64 at most
 
 # ---- InfiniBand and RoCE -------------------------------------------------------------------------
-# export NCCL_IB_DISABLE=1           # use TCP, to find out whether InfiniBand is the cause
-# export NCCL_IB_HCA=mlx5            # the adapters (ibstat lists them); =mlx5_0:1 for one port
-# export NCCL_IB_GID_INDEX=3         # RoCE v2 on most clusters (show_gids)
-# export NCCL_IB_TIMEOUT=22          # for large or busy fabrics; 4 us x 2^22 = 17 s per try
-# export NCCL_NET_GDR_LEVEL=SYS      # GPUDirect RDMA at any distance between GPU and adapter
+# export NCCL_IB_HCA==mlx5_0,mlx5_1  # [1] the adapters to use (ibstat lists them); mlx5_0:1, a port
+# export NCCL_IB_TIMEOUT=22          # [1] for error 12 on large networks: 17 s a try, not 4 s
+# export NCCL_IB_DISABLE=1           # [1] TCP instead, to find out whether InfiniBand is the cause
+
+# ---- RoCE ----------------------------------------------------------------------------------------
+# NCCL chooses the GID; the documentation says not to set NCCL_IB_GID_INDEX since NCCL 2.21 [2].
+# export NCCL_IB_TC=106              # [2] an example: your network's documentation has the number
 
 # ---- AWS EFA -------------------------------------------------------------------------------------
-# export FI_PROVIDER=efa
-# export NCCL_SOCKET_IFNAME=^lo,docker
+# FI_PROVIDER=efa and NCCL_PROTO=simple are for aws-ofi-nccl 1.5 and older, FI_EFA_USE_DEVICE_RDMA=1
+# for older than 1.7 [3].
+# export NCCL_NET_PLUGIN=ofi         # [1] where the plugin is there, but NCCL does not find it
+# export FI_EFA_USE_HUGE_PAGE=0      # [3] if loader workers fail with "Cannot allocate memory"
 
 # ---- inside a node -------------------------------------------------------------------------------
-# export NCCL_P2P_DISABLE=1          # if peer-to-peer transfers hang (some consumer boards, IOMMU on)
-# export NCCL_SHM_DISABLE=1          # if /dev/shm is too small and cannot be enlarged
+# export NCCL_P2P_DISABLE=1          # [1] if GPUs hang on each other: PCI ACS or an IOMMU [2]
+# export NCCL_SHM_DISABLE=1          # [1] if /dev/shm is too small and cannot be enlarged
 
-# ---- debugging -----------------------------------------------------------------------------------
-# export NCCL_DEBUG=INFO             # logs interface and adapter of each rank; WARN: errors only
-# export NCCL_DEBUG_SUBSYS=INIT,NET
-# export TORCH_DISTRIBUTED_DEBUG=DETAIL  # checks that all ranks call the same collectives; slow
+# ---- debugging: not to be kept [1] ---------------------------------------------------------------
+# export NCCL_DEBUG=INFO             # [1] the network and adapters of each rank; WARN: errors only
+# export NCCL_DEBUG_SUBSYS=INIT,NET  # [1]
+# export TORCH_DISTRIBUTED_DEBUG=DETAIL  # [4] checks that ranks call the same collectives; slow
 
 # ---- timeouts ------------------------------------------------------------------------------------
 # The limits of a step and of the start are in the config: distributed.timeout_seconds and
-# distributed.startup_timeout_seconds. This one is for a run that saves after a stop signal, in seconds:
+# distributed.startup_timeout_seconds. This one is for a run that saves after a stop signal, in
+# seconds, from torch 2.12:
 # export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600
