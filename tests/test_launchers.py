@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from test_manifests import manifests
+from test_manifests import manifests, values
 from two_hosts import TwoHosts, available
 from two_hosts_runs import (
     CONFIG,
@@ -313,7 +313,7 @@ PODS = {
         TRAIN_JOB,
         lambda rank: {
             "PET_NODE_RANK": str(rank),
-            "PET_MASTER_ADDR": "my-run-0.my-run",
+            "PET_MASTER_ADDR": "tiny-node-0-0.tiny",
             "PET_NNODES": "2",
             "PET_NPROC_PER_NODE": "8",
             "PET_MASTER_PORT": "29400",
@@ -327,17 +327,14 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts, name):
     """The container's own command, with what the pods' environment would hold, wrong ranks too."""
     container, of_rank = PODS[name]
     (hosts.folder / "hosts").write_text(
-        "127.0.0.1 localhost\n10.77.0.1 host0 my-run-0.my-run\n10.77.0.2 host1 my-run-1.my-run\n"
+        "127.0.0.1 localhost\n10.77.0.1 host0 tiny-0.training tiny-node-0-0.tiny\n10.77.0.2 host1\n"
     )
     (hosts.folder / "configs").mkdir()
     (hosts.folder / "configs/image_classification.yaml").write_text(CONFIG)
-    script = container["args"][0]
-    for there, here in {"/storage/runs": "runs", "--run_name my-run": "--run_name tiny"}.items():
-        assert there in script
-        script = script.replace(there, here)
-    script = script.rstrip() + " --steps 20"
-    given = {variable["name"]: variable["value"] for variable in container["env"]}
-    assert given == {"NODES": "2", "GPUS": "8", "WHERE": "multi_node"}
+    assert "/storage/runs" in container["args"][0]
+    script = container["args"][0].replace("/storage/runs", "runs").rstrip() + " --steps 20"
+    given = values(container) | {"RUN": "tiny"}
+    assert given == {"RUN": "tiny", "NODES": "2", "GPUS": "8", "WHERE": "multi_node"}
     for host in (0, 1):
         hosts.start(
             host, *container["command"], script,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 PROJECT = Path(__file__).parents[1] / "template"
@@ -50,7 +51,7 @@ def test_the_manifests_agree_with_themselves():
     job = manifests("kubernetes.yaml")["Job"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    given = values(container)
     assert int(given["NODES"]) == job["completions"] == job["parallelism"]
     assert given["GPUS"] == container["resources"]["limits"]["nvidia.com/gpu"]
     assert job["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [75]
@@ -58,8 +59,11 @@ def test_the_manifests_agree_with_themselves():
         volume["name"] for volume in pod["volumes"]
     }
     service = manifests("kubernetes.yaml")["Service"]
-    assert service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+    assert service["spec"]["selector"] == job["template"]["metadata"]["labels"]
     assert pod["subdomain"] == service["metadata"]["name"]
+    (apart,) = pod["affinity"]["podAntiAffinity"].popitem()[1]
+    assert apart["labelSelector"]["matchLabels"] == service["spec"]["selector"]
+    assert f'"$RUN-0.{service["metadata"]["name"]}"' in container["args"][0]
     flow = manifests("kubeflow.yaml")
     trainer = flow["TrainJob"]["spec"]["trainer"]
     runtime = flow["TrainingRuntime"]
@@ -73,7 +77,36 @@ def test_the_manifests_agree_with_themselves():
         assert spec["template"]["spec"]["containers"][0]["name"] == name
     ours, theirs = container["args"][0], trainer["args"][0]
     theirs = theirs.replace("$PET_NODE_RANK", "$JOB_COMPLETION_INDEX")
-    assert theirs.replace('"$PET_MASTER_ADDR"', "my-run-0.my-run") == ours, "one command"
+    assert theirs.replace("$PET_MASTER_ADDR", "$RUN-0.training") == ours, "one command"
+    assert values(container) == values(trainer)
+
+
+def values(container: dict) -> dict[str, str]:
+    """Return the environment variables of a container that have a value in the file."""
+    return {variable["name"]: variable["value"] for variable in container["env"][1:]}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "label"),
+    [
+        ("kubernetes.yaml", "Job", "batch.kubernetes.io/job-name"),
+        ("kubeflow.yaml", "TrainJob", "jobset.sigs.k8s.io/jobset-name"),
+    ],
+)
+def test_a_manifest_names_the_run_once_and_the_pods_read_it_from_a_label(name, kind, label):
+    text = (PROJECT / "launch" / name).read_text()
+    code = "\n".join(line.partition("#")[0] for line in text.splitlines())
+    assert code.count("my-run") == 1
+    manifest = manifests(name)[kind]
+    assert manifest["metadata"]["name"] == "my-run"
+    container = (
+        manifest["spec"]["template"]["spec"]["containers"][0]
+        if kind == "Job"
+        else manifest["spec"]["trainer"]
+    )
+    reference = {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}
+    assert container["env"][0] == {"name": "RUN", "valueFrom": reference}
+    assert '--run_name "$RUN"' in container["args"][0]
 
 
 def test_each_network_setting_names_its_source_and_is_recorded_with_a_run():
