@@ -2,6 +2,8 @@
 
 import ctypes
 import json
+import re
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from documents import PROJECT, blocks, text_of
 from runs import change, make_config, train
 from torch import Tensor, nn
 from world import run_world
@@ -259,12 +262,49 @@ def test_a_model_is_sharded_only_when_it_has_to_be():
     assert planner.choose(too_large, CLUSTER, 32)["best"] is None
 
 
-def test_more_nodes_are_faster_and_less_efficient():
+def test_more_gpus_are_faster_and_less_efficient():
     plans = planner.scaling(MODEL, CLUSTER, 32 * 64)
-    best = [each["best"] for each in plans]
-    assert [each["nodes"] for each in plans] == [1, 2, 4]
-    assert best[0]["step"] > best[1]["step"] > best[2]["step"]
-    assert 1 >= best[0]["efficiency"] >= best[1]["efficiency"] >= best[2]["efficiency"] > 0
+    sizes = [(plan["nodes"], plan["gpus_per_node"]) for plan in plans]
+    assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8)]
+    steps = [plan["best"]["step"] for plan in plans]
+    assert steps == sorted(steps, reverse=True)
+    efficiencies = [plan["best"]["efficiency"] for plan in plans]
+    assert max(efficiencies) <= 1
+    assert efficiencies[0] > efficiencies[-2] > efficiencies[-1] > 0
+    choice, ratio, *_ = planner.advice(plans, 0)
+    assert choice.startswith("Choose accelerate_configs/multi_node")
+    assert ratio == f"32 GPUs are {steps[0] / steps[-1]:.3g} times as fast as one."
+
+
+@pytest.mark.parametrize(
+    ("parameters", "speed", "network", "batch", "config", "sentence"),
+    [
+        (10**5, 1e7, 40e9, 64, "gpu", "A second GPU would not help: per step, 2 GPUs in place"),
+        (10**9, 100, 1e9, 64, "multi_gpu", "A second node would not help: per step, 16 GPUs in"),
+        (10**9, 100, 40e9, 2048, "multi_node", ""),
+    ],
+)
+def test_it_says_where_more_gpus_would_not_help(
+    parameters, speed, network, batch, config, sentence
+):
+    model = replace(MODEL, parameters=parameters, trained=parameters)
+    cluster = replace(CLUSTER, over_nodes=network, latency_seconds=20e-6, samples_per_second=speed)
+    choice, *others = planner.advice(planner.scaling(model, cluster, batch), 0)
+    assert choice.removeprefix("Choose accelerate_configs/").startswith(f"{config}.yaml")
+    told = [text for text in others if "help" in text]
+    assert len(told) == bool(sentence)
+    assert all(text.startswith(sentence) for text in told)
+    assert any("waits for Python" in text for text in others) == (parameters == 10**5)
+
+
+def test_the_advice_types_the_micro_batch_only_where_the_config_has_another():
+    plans = planner.scaling(MODEL, CLUSTER, 32 * 64)
+    assert plans[-1]["best"]["micro_batch"] == 32
+    for given, typed in ((32, ""), (64, " with --batches.micro_batch_size 32"), (0, None)):
+        wanted = " with --batches.micro_batch_size 32" if typed is None else typed
+        assert planner.advice(plans, given)[0].endswith(f"multi_node.yaml{wanted}.")
+    larger = replace(MODEL, parameters=10**13, trained=10**13)
+    assert planner.advice(planner.scaling(larger, CLUSTER, 32), 0)[0].startswith("No config fits")
 
 
 def test_a_batch_that_does_not_divide_is_refused():
@@ -285,8 +325,24 @@ def test_the_command_prints_and_uses_what_preflight_measured(tmp_path, capsys):
     planner.main(*planner.parser().parse_known_args([*arguments, "--json"]))
     told = json.loads(capsys.readouterr().out)
     assert told["cluster"]["over_nodes"] == 1e10
-    assert [each["nodes"] for each in told["plans"]] == [1, 2]
+    sizes = [(plan["nodes"], plan["gpus_per_node"]) for plan in told["plans"]]
+    assert sizes == [(1, 1), (1, 2), (1, 4), (2, 4)]
     planner.main(*planner.parser().parse_known_args([*arguments, "--recipe.init_args.depth", "2"]))
     shown = capsys.readouterr().out
-    assert "choose accelerate_configs/multi_node" in shown
+    assert "Choose accelerate_configs/gpu.yaml" in shown
     assert "40% of 989 TFLOPS, assumed" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (PROJECT / "configs/causal_lm.yaml").exists(), reason="another recipe")
+def test_the_example_of_the_readme_prints_what_stands_there(monkeypatch, capsys):
+    (example,) = (text for text in blocks(text_of("README.md"), "text") if " planner " in text)
+    command, shown = re.fullmatch(r"\$ (.*?[^\\])\n(.*)", example, re.DOTALL).groups()
+    monkeypatch.chdir(PROJECT)
+    start, *words = shlex.split(command.replace("\\\n", ""))[2:]
+    assert words.pop(0) == "planner", start
+    planner.main(*planner.parser().parse_known_args(words))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == shown.splitlines()
+    assert max(map(len, lines)) <= 80

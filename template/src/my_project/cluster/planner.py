@@ -1,13 +1,14 @@
 """Predict memory, traffic and step time for a cluster, and its config.
 
     python -m my_project planner --config configs/image_classification.yaml \
-        --nodes 64 --gpus-per-node 8 --gpu-memory-gb 80
+        --nodes 4 --gpus-per-node 8 --gpu-memory-gb 80
 
-The cluster need not exist. One step of the recipe's model on fake tensors, which take no memory,
-gives its parameters, saved activations and FLOPs (cost.py). The rest is arithmetic; each formula
-has its source in its function. The speed of a GPU comes from --samples-per-second, measured on one
-GPU, or else from --gpu-tflops and --mfu; the bandwidths come from preflight.py
-(--measured runs/preflight.json) or from options.
+It prints each config for the cluster, the same global batch on fewer GPUs, and which to use; also
+where more GPUs would not help. The cluster need not exist. One step of the recipe's model on fake
+tensors, which take no memory, gives its parameters, saved activations and FLOPs (cost.py). The rest
+is arithmetic; each formula has its source in its function. The speed of a GPU comes from
+--samples-per-second, measured on one GPU, or else from --gpu-tflops and --mfu; the bandwidths come
+from preflight.py (--measured runs/preflight.json) or from options.
 
 Tests compare the predicted memory with torch, and the predicted traffic with the interface counters
 of two hosts. Step times are estimates.
@@ -27,6 +28,11 @@ from ..cost import Model, inspect_recipe
 
 GB = 1e9
 KINDS = ("DDP", "HSDP", "FSDP2")
+# With twice the GPUs, a step has to be shorter by this factor to be worth them; also the factor by
+# which a simpler kind may be slower.
+SIMILAR = 1.1
+# About 1 ms of a step is Python, and data loading comes on top: neither is predicted.
+SHORT_STEP_SECONDS = 5e-3
 # The backward's share of a micro-batch's time: it has two matrix products where forward has one.
 BACKWARD_SHARE = 2 / 3
 
@@ -205,8 +211,13 @@ def choose(model: Model, cluster: Cluster, global_batch: int) -> dict[str, Any]:
         rows.append(row)
     fitting = [row for row in rows if row["micro_batch"]]
     shortest = min((row["step"] for row in fitting), default=0.0)
-    best = next((row for row in fitting if row["step"] <= 1.1 * shortest), None)
-    return {"nodes": cluster.nodes, "kinds": rows, "best": best}
+    best = next((row for row in fitting if row["step"] <= SIMILAR * shortest), None)
+    return {
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "kinds": rows,
+        "best": best,
+    }
 
 
 def config_name(kind: str, cluster: Cluster) -> str:
@@ -219,16 +230,82 @@ def config_name(kind: str, cluster: Cluster) -> str:
 
 
 def scaling(model: Model, cluster: Cluster, global_batch: int) -> list[dict[str, Any]]:
-    """Predict 1, 2, 4, ... nodes up to the cluster's number, with one global batch."""
-    counts = [2**k for k in range(cluster.nodes.bit_length()) if 2**k < cluster.nodes]
+    """Predict 1, 2, 4, ... GPUs of a node, then nodes, up to the cluster, with one global batch."""
+    sizes = [(1, gpus) for gpus in _doubled(cluster.gpus_per_node)]
+    sizes += [(nodes, cluster.gpus_per_node) for nodes in _doubled(cluster.nodes)[1:]]
     plans = []
-    for nodes in [*counts, cluster.nodes]:
+    for nodes, gpus in sizes:
+        part = replace(cluster, nodes=nodes, gpus_per_node=gpus)
         try:
-            plans.append(choose(model, replace(cluster, nodes=nodes), global_batch))
+            plans.append(choose(model, part, global_batch))
         except ConfigError:
-            if nodes == cluster.nodes:
+            if part == cluster:
                 raise
     return plans
+
+
+def _doubled(last: int) -> list[int]:
+    """Return 1, 2, 4, ... and the last."""
+    return [2**k for k in range(last.bit_length()) if 2**k < last] + [last]
+
+
+def fewest(plans: list[dict[str, Any]]) -> int | None:
+    """Return the index of the fewest GPUs that are about as fast as any; None if nothing fits."""
+    steps = {at: plan["best"]["step"] for at, plan in enumerate(plans) if plan["best"]}
+    shortest = min(steps.values(), default=0.0)
+    return next((at for at, step in steps.items() if step <= SIMILAR * shortest), None)
+
+
+def advice(plans: list[dict[str, Any]], micro_batch_size: int) -> list[str]:
+    """Return what to do, in sentences.
+
+    Args:
+        plans: for a growing number of GPUs; the last is for the whole cluster.
+        micro_batch_size: of the config; 0 for a rank's whole part of the global batch.
+    """
+    at = fewest(plans)
+    if at is None:
+        return ["No config fits: use more or larger GPUs, or a smaller model."]
+    plan, best = plans[at], plans[at]["best"]
+    share = best["micro_batch"] * best["accumulation"]
+    option = ""
+    if min(micro_batch_size or share, share) != best["micro_batch"]:
+        option = f" with --batches.micro_batch_size {best['micro_batch']}"
+    sentences = [f"Choose accelerate_configs/{best['config']}{option}."]
+    if at and (alone := plans[0]["best"]):
+        ratio = alone["step"] / best["step"]
+        sentences.append(f"{_gpus(plan)} GPUs are {ratio:.3g} times as fast as one.")
+    more = next((plan for plan in plans[at + 1 :] if plan["best"]), None)
+    if more:
+        larger = more["best"]
+        saved = best["compute"] - larger["compute"]
+        added = larger["step"] - best["step"] + saved
+        helps = "not" if added > saved else "hardly"
+        sentences.append(
+            f"{_beyond(plan, more)} would {helps} help: per step, {_gpus(more)} GPUs in place of"
+            f" {_gpus(plan)} save {_duration(saved)} of computation and add {_duration(added)} of"
+            " communication."
+        )
+    if best["step"] < SHORT_STEP_SECONDS:
+        sentences.append(
+            "A step this short mostly waits for Python and for data, which are not predicted: give"
+            " --samples-per-second, as a run on one GPU reports it."
+        )
+    sentences.append("Steps and efficiency are estimates.")
+    return sentences
+
+
+def _gpus(plan: dict[str, Any]) -> int:
+    return plan["nodes"] * plan["gpus_per_node"]
+
+
+def _beyond(plan: dict[str, Any], more: dict[str, Any]) -> str:
+    """Name what the larger plan has more than the other."""
+    if _gpus(plan) == 1:
+        return "A second GPU"
+    if plan["nodes"] == 1:
+        return "A second node" if more["nodes"] > 1 else f"More than {_gpus(plan)} GPUs"
+    return f"More than {plan['nodes']} nodes"
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -266,103 +343,142 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
         samples_per_second=speed,
     )
     plans = scaling(model, cluster, config.batches.global_batch_size)
+    sentences = advice(plans, config.batches.micro_batch_size)
     if arguments.json:
-        print(json.dumps({"model": vars(model), "cluster": vars(cluster), "plans": plans}))
+        known = {"model": vars(model), "cluster": vars(cluster)}
+        print(json.dumps(known | {"plans": plans, "advice": sentences}))
         return
-    show(model, cluster, plans, config.batches.global_batch_size, origin)
+    show(model, cluster, plans, config.batches.global_batch_size, origin, sentences)
 
 
 def show(
-    model: Model, cluster: Cluster, plans: list[dict[str, Any]], global_batch: int, origin: str
+    model: Model,
+    cluster: Cluster,
+    plans: list[dict[str, Any]],
+    global_batch: int,
+    origin: str,
+    sentences: list[str],
 ) -> None:
-    """Print the model, each kind on the whole cluster, and the scaling with the nodes.
+    """Print the model, each kind on the whole cluster, the scaling with the GPUs, and the advice.
 
     Args:
         model: of the recipe.
         cluster: the whole one.
-        plans: for a growing number of nodes; the last is for the whole cluster.
+        plans: for a growing number of GPUs; the last is for the whole cluster.
         global_batch: the same for all.
         origin: of samples_per_second.
+        sentences: the advice.
     """
     import sys
 
     from rich.console import Console
     from rich.table import Column, Table
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(
-        f"{model.parameters / 1e6:.2f} M parameters ({model.trained / 1e6:.2f} M trained), largest"
-        f" block {model.block / 1e6:.2f} M; per sample {model.saved_bytes_per_sample / 1e6:.2f} MB"
-        f" of saved activations and {model.flops_per_sample / 1e9:.3g} GFLOPs;"
-        f" {cluster.samples_per_second:.3g} samples per second and GPU ({origin}); all-reduce"
-        f" {cluster.in_node / GB:.3g} GB/s in a node, {cluster.over_nodes / GB:.3g} over nodes;"
-        f" global batch {global_batch}",
-        soft_wrap=True,
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row(
+        "model",
+        f"{_rounded(model.parameters)} parameters, {_rounded(model.trained)} trained; the largest"
+        f" block {_rounded(model.block)}",
     )
-    whole = plans[-1]
-    table = Table(
-        Column("config", no_wrap=True),
-        "GB per GPU",
-        "micro-batch",
-        "accumulation",
-        "GB sent per GPU",
-        "over network",
+    facts.add_row(
+        "one sample",
+        f"{_rounded(model.saved_bytes_per_sample)}B of activations,"
+        f" {_rounded(model.flops_per_sample)}FLOPs",
+    )
+    speed = _rounded(cluster.samples_per_second)
+    facts.add_row("one GPU", f"{speed} samples per second ({origin})")
+    facts.add_row(
+        "all-reduce",
+        f"{cluster.in_node / GB:.3g} GB/s in a node, {cluster.over_nodes / GB:.3g} GB/s over nodes",
+    )
+    facts.add_row("global batch", f"{global_batch}")
+    console.print(facts)
+
+    def table(title: str, *columns: str) -> Table:
+        first, *others = columns
+        return Table(
+            Column(first, no_wrap=True),
+            *(Column(name, justify="right") for name in others),
+            title=f"\n{title}",
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            padding=(0, 2, 0, 0),
+        )
+
+    whole = table(
+        f"Each config on {cluster.nodes} x {cluster.gpus_per_node} GPUs, with the largest"
+        " micro-batch that fits",
+        "config",
+        "GB per\nGPU",
+        "micro-\nbatch",
+        "accumu-\nlation",
+        "GB sent\nby a GPU",
+        "over the\nnetwork",
         "step",
-        "efficiency",
-        title=f"{cluster.nodes} node(s) x {cluster.gpus_per_node} GPUs",
-        title_justify="left",
+        "effi-\nciency",
     )
-    for row in whole["kinds"]:
-        memory_gb = (row["memory_bytes"] + cluster.reserved_bytes) / GB
+    for row in plans[-1]["kinds"]:
+        config = row["config"].removesuffix(".yaml")
+        memory_gb = f"{(row['memory_bytes'] + cluster.reserved_bytes) / GB:.1f}"
         if not row["micro_batch"]:
-            table.add_row(row["config"], f"{memory_gb:.1f}", "does not fit")
+            whole.add_row(config, memory_gb, "does not", "fit")
             continue
-        table.add_row(
-            row["config"],
-            f"{memory_gb:.1f}",
-            str(row["micro_batch"]),
-            str(row["accumulation"]),
+        whole.add_row(
+            config,
+            memory_gb,
+            f"{row['micro_batch']}",
+            f"{row['accumulation']}",
             f"{row['sent']['in node'] / GB:.2f}",
             f"{row['sent']['network'] / GB:.2f}",
-            f"{row['step'] * 1e3:.1f} ms",
+            _duration(row["step"]),
             f"{row['efficiency']:.0%}",
         )
-    console.print(table)
-    table = Table(
-        "nodes",
+    console.print(whole)
+    parts = table(
+        "The same global batch on one GPU and more",
+        "GPUs",
         "config",
-        "micro-batch",
-        "accumulation",
+        "micro-\nbatch",
+        "accumu-\nlation",
         "step",
-        "samples per second",
-        "efficiency",
-        title="scaling with one global batch",
-        title_justify="left",
+        "samples per\nsecond",
+        "effi-\nciency",
     )
     for plan in plans:
         best = plan["best"]
+        gpus = f"{plan['nodes']} x {plan['gpus_per_node']}"
         if best is None:
-            table.add_row(str(plan["nodes"]), "does not fit")
+            parts.add_row(gpus, "does not fit")
             continue
-        table.add_row(
-            str(plan["nodes"]),
-            best["config"],
-            str(best["micro_batch"]),
-            str(best["accumulation"]),
-            f"{best['step'] * 1e3:.1f} ms",
-            f"{global_batch / best['step']:.4g}",
+        parts.add_row(
+            gpus,
+            best["config"].removesuffix(".yaml"),
+            f"{best['micro_batch']}",
+            f"{best['accumulation']}",
+            _duration(best["step"]),
+            _rounded(global_batch / best["step"]),
             f"{best['efficiency']:.0%}",
         )
-    console.print(table)
-    if whole["best"]:
-        console.print(
-            f"choose accelerate_configs/{whole['best']['config']} with"
-            f" --batches.micro_batch_size {whole['best']['micro_batch']}. Steps and efficiency are"
-            " estimates.",
-            soft_wrap=True,
-        )
-    else:
-        console.print("no config fits: use more or larger GPUs, or a smaller model", soft_wrap=True)
+    console.print(parts)
+    console.print()
+    for sentence in sentences:
+        console.print(sentence)
+
+
+def _rounded(number: float) -> str:
+    """Return three digits and the prefix of a unit: 1.01 G, 836."""
+    units = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
+    unit, size = next((pair for pair in units if number >= pair[1]), units[-1])
+    return f"{number / size:.3g} {unit}".rstrip()
+
+
+def _duration(seconds: float) -> str:
+    """Return three digits and a unit: 19.2 s, 613 ms, 21.4 us."""
+    units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+    unit, size = next((pair for pair in units if seconds >= pair[1]), units[-1])
+    return f"{seconds / size:.3g} {unit}"
 
 
 def parser() -> argparse.ArgumentParser:
