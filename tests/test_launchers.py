@@ -251,7 +251,9 @@ def run_to_its_end(slurm, *arguments: str) -> tuple[str, list[str]]:
     return job, path.read_text().splitlines() if path.exists() else []
 
 
-def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_alone(noting):
+def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_alone(
+    noting, monkeypatch
+):
     assert len(OPTIONAL.findall(SBATCH)) == 12
     folder = noting.hosts.folder
     script = folder / "launch/slurm.sbatch"
@@ -270,6 +272,13 @@ def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_al
         assert "accelerate_configs/multi_node.yaml" in line
         added = ("--seed", line[1], "--optim.lr", ("1e-3", "3e-3", "1e-2")[int(line[1])])
         assert tuple(line[-6:]) == ("--config", "tiny.yaml", *added)
+    monkeypatch.chdir(folder)
+    for path in (PROJECT / "src", PROJECT / "tests"):
+        monkeypatch.syspath_prepend(path)
+    from my_project.command_line import check
+
+    names = {check(line[line.index("my_project.train") + 1 :]).run_name for line in launched}
+    assert names == {"tiny-lr=0.001", "tiny-lr=0.003-seed=1", "tiny-seed=2"}
     ports = {(line[1], line[line.index("--main_process_port") + 1]) for line in launched}
     assert len({port for _, port in ports}) == len(ports) == 3
     assert {
