@@ -104,6 +104,7 @@ TEMPLATE_FILES = (
     "src/my_project/records/logs.py",
     "src/my_project/records/metrics.py",
     "src/my_project/records/outcome.py",
+    "src/my_project/records/runs.py",
     "src/my_project/records/trackers.py",
     "src/my_project/run_folder.py",
     "src/my_project/safety/__init__.py",
@@ -146,6 +147,7 @@ TEMPLATE_FILES = (
     "tests/loop/test_records.py",
     "tests/loop/test_redaction.py",
     "tests/loop/test_resume.py",
+    "tests/loop/test_runs.py",
     "tests/loop/test_same_curve.py",
     "tests/loop/test_sharded.py",
     "tests/loop/test_staging.py",
@@ -161,6 +163,7 @@ TEMPLATE_FILES = (
     "tests/recipes/test_image_classification.py",
     "tests/recipes/test_segmentation.py",
     "tests/runs.py",
+    "tests/terminal.py",
     "tests/world.py",
     "tests/world_imports.py",
 )

@@ -52,7 +52,7 @@ COMMANDS = frozenset(
 OWN_NAMES = frozenset(
     """
     accelerate_configs benchmarks build configs conftest data dist docs documents launch ragged
-    recipes runs src tests world world_imports
+    recipes runs src terminal tests world world_imports
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
 

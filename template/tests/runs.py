@@ -18,8 +18,10 @@ def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> 
         optim=OptimConfig(lr=0.05, warmup_steps=3, clip_norm=1.8),
         telemetry=TelemetryConfig(every_steps=1, trackers=[]),
         runs_folder=str(folder),
-        **({"steps": 10} if "epochs" not in settings else {}),
+        steps=10,
     )
+    if "epochs" in settings:
+        settings = {"steps": None} | settings
     return change(config, **settings)
 
 

@@ -17,10 +17,15 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
 class Terminal:
-    """A terminal of some columns in which a command of the package runs."""
+    """A terminal of some columns in which a command of the package, or another module, runs."""
 
     def __init__(
-        self, words: list[str], folder: Path, columns: int = 80, environment: dict | None = None
+        self,
+        words: list[str],
+        folder: Path,
+        columns: int = 80,
+        environment: dict | None = None,
+        module: str = "my_project",
     ) -> None:
         self.text = ""
         self.started = time.monotonic()
@@ -30,7 +35,7 @@ class Terminal:
             os.environ |= {"TERM": "xterm-256color"} | (environment or {})
             for name in ("COLUMNS", "LINES"):
                 os.environ.pop(name, None)
-            os.execv(sys.executable, [sys.executable, "-m", "my_project", *words])
+            os.execv(sys.executable, [sys.executable, "-m", module, *words])
         size = struct.pack("HHHH", 24, columns, 0, 0)
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, size)
 
@@ -48,6 +53,18 @@ class Terminal:
                     break
                 self.text += data.decode(errors="replace")
         return self.shown
+
+    def wait_for(self, text: str, after: int = 0, seconds: float = 30) -> int:
+        """Read until `self.text` has a text after a position; return where that ends."""
+        self.read(lambda _: text in self.text[after:], seconds)
+        assert text in self.text[after:], f"it ended without {text!r}: {self.text[after:]!r}"
+        return self.text.index(text, after) + len(text)
+
+    def shows_nothing(self, seconds: float = 0.5) -> bool:
+        """Return whether nothing is printed for some time."""
+        before, deadline = self.text, time.monotonic() + seconds
+        self.read(lambda _: time.monotonic() > deadline, seconds + 1)
+        return self.text == before
 
     @property
     def shown(self) -> str:

@@ -28,6 +28,7 @@ COMMANDS = {  # and their modules
     "predict": "predict",
     "export": "export",
     "logs": "records.logs",
+    "runs": "records.runs",
     "planner": "cluster.planner",
     "preflight": "cluster.preflight",
     "launch": "launch",

@@ -419,7 +419,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         check_yaml(text)
-        settings = yaml.safe_load(text) or {}
+        settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):

@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -219,8 +220,7 @@ class Run:
         if self.rank != 0:
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        path = self.folder.parent / f".{self.folder.name}.lock"
-        self.lock = path.open("a+", encoding="utf-8", errors="replace")
+        self.lock = lock_of(self.folder).open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -328,6 +328,30 @@ def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
         ):
             found.append(failure)
     return sorted(found, key=lambda failure: failure["time"])
+
+
+def lock_of(folder: Path) -> Path:
+    """Return the path of the file that a launch locks, beside its run folder."""
+    return folder.parent / f".{folder.name}.lock"
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a launch holds the lock on a run folder; None where that cannot be found out.
+
+    The kernel is asked (F_GETLK), so no lock is taken. Not for the process that holds the lock:
+    closing the file would release it.
+    """
+    if sys.platform != "linux":
+        return None
+    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with lock_of(folder).open("rb") as file:
+            flock = fcntl.fcntl(file, fcntl.F_GETLK, flock)
+    except FileNotFoundError:
+        return False
+    except OSError:  # no permission, or a file system without locks
+        return None
+    return struct.unpack("hhqqi0q", flock)[0] != fcntl.F_UNLCK
 
 
 def _masked(name: str, settings: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ LIGHT = (
     "launch",
     "process",
     "records.logs",
+    "records.runs",
     "run_folder",
     "files",
     "stack_traces",

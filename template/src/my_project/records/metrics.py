@@ -24,6 +24,7 @@ from ..recipe import optional
 from ..run_folder import Run
 from ..state import StepReport, TrainState
 from .display import Progress
+from .runs import parse_records
 from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class MetricsWriter:
         if not self.is_main:
             return self
         if os.path.lexists(self.path):
-            records, damaged = read_records(self.run)
+            records, damaged = parse_records(self.run.folder)
             if damaged:
                 move_aside(self.path)
             kept = [record for record in records if self._is_kept(record)]
@@ -209,26 +210,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def read_records(run: Run) -> tuple[list[dict[str, Any]], bool]:
-    """Read metrics.jsonl.
-
-    Returns:
-        The records, and whether the file is damaged; a last line cut off by a kill is no damage.
-    """
-    try:
-        lines = (run.folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    except OSError:  # a folder
-        return [], True
-    records, damaged = [], False
-    for line in lines:
-        try:
-            record = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-        else:
-            damaged |= line.endswith(b"\n") or not line.startswith(b"{")
-    return records, damaged
