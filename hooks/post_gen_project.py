@@ -141,6 +141,7 @@ TEMPLATE_FILES = (
     "tests/loop/test_loopback.py",
     "tests/loop/test_metrics.py",
     "tests/loop/test_optim.py",
+    "tests/loop/test_overfit.py",
     "tests/loop/test_prepare_once.py",
     "tests/loop/test_process.py",
     "tests/loop/test_readme.py",

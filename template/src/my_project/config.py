@@ -165,6 +165,9 @@ class Config:
     """Optimizer steps of the whole run. Set either this or epochs."""
     epochs: float | None = may_change(None)
     """Passes over the training set; may be fractional."""
+    overfit_batches: int | None = None
+    """Train only on the first so many global batches, again and again, and evaluate on the same
+    samples, to see whether the model can learn at all; null: train on all."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
@@ -210,6 +213,7 @@ class Config:
         at_least = {
             "steps": (self.steps, 1),
             "epochs": (self.epochs, 1e-9),
+            "overfit_batches": (self.overfit_batches, 1),
             "batches.global_batch_size": (self.batches.global_batch_size, 1),
             "batches.micro_batch_size": (self.batches.micro_batch_size, 0),
             "batches.workers": (self.batches.workers, 0),

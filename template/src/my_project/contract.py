@@ -22,6 +22,7 @@ from .config import Config, ConfigError, TransientError, to_yaml
 from .files import writing
 from .loading.layout import is_stream
 from .loading.prepare_once import in_turn, until_all_are_done
+from .loading.sampler import first_batches
 from .loading.staging import staged
 from .process import process_name
 from .recipe import Recipe, optional, problems, source_location
@@ -94,8 +95,15 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
         return data_info, staged(recipe, config.stage_to) if config.stage_to else recipe
 
 
-def build_datasets(recipe: Recipe, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def build_datasets(
+    recipe: Recipe, data_info: dict[str, Any], config: Config | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Call the recipe's build_datasets.
+
+    Args:
+        recipe: reads the data, see prepare_data.
+        data_info: of prepare_data.
+        config: of a run, for its overfit_batches; None: return all samples.
 
     Returns:
         The training set, and the validation sets by name.
@@ -105,7 +113,8 @@ def build_datasets(recipe: Recipe, data_info: dict[str, Any]) -> tuple[Any, dict
     """
     with one_line_errors(recipe):
         returned = recipe.build_datasets(data_info)
-    return _checked_datasets(recipe, returned)
+    datasets = _checked_datasets(recipe, returned)
+    return first_batches(config, *datasets) if config else datasets
 
 
 def _checked_datasets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any]]:

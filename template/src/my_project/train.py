@@ -48,7 +48,7 @@ def main(config: Config) -> int:
     run = Run(config, rank)
     data_info, reader = contract.prepare_data(config)
     with stopping.Watchdog(run):
-        train_set, validation_sets = contract.build_datasets(reader, data_info)
+        train_set, validation_sets = contract.build_datasets(reader, data_info, config)
     check_best_metric(config, validation_sets)
     run.total_steps = total_steps(config, train_set, layout)
     if run.finished:

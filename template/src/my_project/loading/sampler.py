@@ -6,10 +6,13 @@ samples of a step are the same for any world size. A start at any step costs not
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
-from .layout import BatchLayout
+from ..config import Config, ConfigError
+from .layout import BatchLayout, is_stream
 from .seeding import derive_seed
 
 
@@ -36,8 +39,7 @@ class SliceSampler:
         for step in self.steps:
             epoch, batch = divmod(step, steps_per_epoch)
             if epoch != order_of:
-                generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
-                order_of, order = epoch, torch.randperm(self.samples, generator=generator)
+                order_of, order = epoch, shuffled(self.samples, self.seed, epoch)
             for j in range(self.layout.accumulation):
                 start = batch * self.layout.global_batch_size
                 start += (j * self.layout.world_size + self.rank) * micro
@@ -46,3 +48,39 @@ class SliceSampler:
     def __len__(self) -> int:
         """Count the micro-batches."""
         return len(self.steps) * self.layout.accumulation
+
+
+def shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order of the samples in an epoch."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(samples, generator=generator)
+
+
+def first_batches(
+    config: Config, train_set: Any, validation_sets: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Keep the samples of the first overfit_batches global batches, for validation too.
+
+    They are those of the same steps of a run on all samples.
+
+    Raises:
+        ConfigError: the training set is a stream, or has too few samples.
+    """
+    batches, size = config.overfit_batches, config.batches.global_batch_size
+    if batches is None:
+        return train_set, validation_sets
+    if is_stream(train_set):
+        raise ConfigError(
+            f"overfit_batches is {batches}, but the training set is a stream, which cannot be read"
+            " again and again in part; let the recipe return a map-style dataset, or set it to"
+            " null."
+        )
+    samples = len(train_set)
+    if size <= samples < batches * size:  # with less than one global batch, total_steps refuses
+        raise ConfigError(
+            f"overfit_batches is {batches}, but the training set has {samples} samples, fewer than"
+            f" {batches} global batches of {size}; lower overfit_batches to at most"
+            f" {samples // size}."
+        )
+    chosen = Subset(train_set, shuffled(samples, config.seed, 0)[: batches * size].tolist())
+    return chosen, dict.fromkeys(validation_sets, chosen)

@@ -1,0 +1,74 @@
+"""overfit_batches: the first global batches again and again, and an evaluation on them."""
+
+import pytest
+from ragged import Ragged, Samples, Streamed
+from runs import make_config, records, status, train
+from world import run_world
+
+from my_project import contract
+from my_project.config import Config, ConfigError
+from my_project.loading.layout import batch_layout
+from my_project.loading.sampler import SliceSampler
+
+
+def overfitting(folder, batches: int = 1, **settings) -> Config:
+    defaults = {"batches__micro_batch_size": 8, "optim__warmup_steps": 0, "optim__clip_norm": None}
+    return make_config(folder, overfit_batches=batches, **defaults | settings)
+
+
+def test_a_model_learns_one_batch_by_heart_on_any_number_of_processes(tmp_path):
+    small = {"batches__global_batch_size": 4, "batches__micro_batch_size": 2, "optim__lr": 0.1}
+    configs = [overfitting(tmp_path / name, steps=300, **small) for name in ("alone", "two")]
+    train(configs[0])
+    run_world(2, train, configs[1])
+    alone, two = ([record["loss"] for record in records(config)] for config in configs)
+    assert alone[0] > 4
+    assert alone[-1] < 0.005, "with all 70 samples it is 0.05, on these 0.0002"
+    assert two[:20] == pytest.approx(alone[:20], rel=1e-4)
+    assert two[-1] < 0.005
+    result = status(configs[0])["result"]
+    assert (result["validation/accuracy"], result["validation/auroc"]) == (1, 1), "the same samples"
+
+
+def test_the_batches_are_those_of_the_first_steps(tmp_path):
+    config = overfitting(tmp_path, 2, seed=3)
+    recipe = Ragged()
+    everything, _ = contract.build_datasets(recipe, {"features": 6})
+    layout = batch_layout(config.batches, 1)
+    sampler = SliceSampler(len(everything), layout, 0, config.seed, range(2))
+    wanted = [index for micro_batch in sampler for _, index in micro_batch]
+    data, sets = contract.build_datasets(recipe, {"features": 6}, config)
+    assert [int(data[i]["index"]) for i in range(len(data))] == wanted
+    assert len(wanted) == 32
+    assert sets == {"validation": data}
+
+
+class AtOnce(Samples):
+    """A dataset that reads several samples at once, as those of Hugging Face do."""
+
+    def __getitems__(self, indices: list[int]) -> list:
+        self.read = indices
+        return [self[index] for index in indices]
+
+
+def test_a_dataset_that_reads_several_samples_at_once_still_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("ragged.Samples", AtOnce)
+    data, _ = contract.build_datasets(Ragged(), {"features": 6}, overfitting(tmp_path))
+    samples = data.__getitems__([0, 3])
+    assert data.dataset.read == [int(sample["index"]) for sample in samples]
+
+
+def test_what_cannot_be_overfitted_is_refused(tmp_path):
+    def build(recipe, batches, **settings):
+        config = overfitting(tmp_path, batches, **settings)
+        return contract.build_datasets(recipe, {"features": 6}, config)
+
+    assert len(build(Ragged(), 4)[0]) == 64
+    with pytest.raises(ConfigError, match="70 samples, fewer than 5 global batches of 16; lower"):
+        build(Ragged(), 5)
+    with pytest.raises(ConfigError, match="overfit_batches is 1, but the training set is a stream"):
+        build(Streamed(), 1)
+    with pytest.raises(ConfigError, match="fewer than one global batch of 128"):
+        train(overfitting(tmp_path, batches__global_batch_size=128))
+    with pytest.raises(ConfigError, match="overfit_batches is 0, but must be at least 1"):
+        overfitting(tmp_path, 0)
