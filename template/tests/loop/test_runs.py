@@ -130,7 +130,7 @@ def test_the_table_fits_the_terminal(tmp_path, columns):
     lines = terminal.shown.splitlines()
     assert max(map(len, lines)) <= columns
     (first,) = (line for line in lines if line.startswith("image_classification "))
-    assert first.split()[1:4] == ["finished", "9/10", "0.75"]
+    assert first.split()[1:4] == ["finished", "9/10", "0.7500"]
     assert [line for line in lines if "failed" in line]
     assert "optim.lr=0.003, seed=1" in "\n".join(lines)
     assert lines[-1] == "best: validation/auroc"
@@ -147,7 +147,7 @@ def test_a_pipe_gets_one_line_for_each_run(tmp_path):
     assert head.split() == ["run", "state", "step", "best", "age", "differs"]
     assert len(lines) == 6
     (line,) = (line for line in lines if line.startswith(config.run_name))
-    assert line.split()[1:4] == ["failed", "9/10", "validation/auroc=0.75"]
+    assert line.split()[1:4] == ["failed", "9/10", "validation/auroc=0.7500"]
     assert "optim.lr=0.25" in line
     assert not done.stderr
 

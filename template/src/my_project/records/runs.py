@@ -18,6 +18,7 @@ from typing import Any
 from .. import cli
 from ..config import ConfigError, read_yaml
 from ..run_folder import is_locked, read_status
+from .outcome import format_metric
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
 # These settings name and place a run, or say how it starts and stops.
@@ -224,7 +225,7 @@ def print_runs(runs: list[Summary]) -> None:
         differs = Text(_printable(", ".join(differing)), "dim")
         if differing and not is_wide:
             name = name.append("\n  ").append(differs)
-        best = "" if summary.best is None else f"{summary.best:.4g}"
+        best = "" if summary.best is None else format_metric(summary.best)
         if best and summary.best_metric != common:
             best = f"{summary.best_metric}={best}"
         row = [
