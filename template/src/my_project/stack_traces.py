@@ -48,6 +48,16 @@ def _is_library(file: str) -> bool:
     return is_library and not file.startswith(PACKAGE_FOLDER)
 
 
+def is_in_debugger() -> bool:
+    """Return whether the main thread waits for a command to pdb, or to a debugger made from it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame:
+        if frame.f_code.co_name == "interaction" and frame.f_globals.get("__name__") == "pdb":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def progress_reported(what: str, every_seconds: float = 60) -> Iterator[None]:
     """Log every minute which line this thread executes, for work that has no time limit."""

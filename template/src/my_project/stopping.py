@@ -25,7 +25,7 @@ from .files import wait_until
 from .process import LAUNCHER
 from .run_folder import Run
 from .safety.redaction import mask
-from .stack_traces import current_line, stacks
+from .stack_traces import current_line, is_in_debugger, stacks
 from .state import NotFiniteError
 
 logger = logging.getLogger(__name__)
@@ -100,9 +100,9 @@ class Watchdog:
     """End this process, and report where it stalled, when it has made no progress for too long.
 
     The long limit holds for startup, evaluations, saves and the end of a run; the short one for
-    steps, once one has been completed since. Time in which the process was stopped (Ctrl-Z) does
-    not count. The limit does not depend on the backend, so a loader or storage that hangs is
-    noticed too.
+    steps, once one has been completed since. Time in which the process was stopped (Ctrl-Z) or
+    waited for a command to pdb does not count. The limit does not depend on the backend, so a
+    loader or storage that hangs is noticed too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -137,7 +137,7 @@ class Watchdog:
     def _run(self) -> None:
         waited, interval = 0.0, min(1.0, self.short / 4)
         while not self._ended.wait(interval):
-            waited = 0.0 if self._has_progress else waited + interval
+            waited = 0.0 if self._has_progress or is_in_debugger() else waited + interval
             self._has_progress = False
             # If C code holds the GIL, this thread cannot run, but faulthandler's own thread can.
             faulthandler.dump_traceback_later(self.limit + 30, exit=True, file=2)

@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +17,41 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """A bar on a terminal; elsewhere one line per record."""
+    """A bar on a terminal; elsewhere one line per record.
+
+    While a debugger reads commands, it has the terminal; the bar is back with the next record.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.is_terminal = False
         self.bar: Any = None
+        self.debuggers = ExitStack()
 
     def start(self, step: int) -> None:
         """Show the bar, if this is a terminal."""
-        if sys.stdout.isatty():
-            from rich import progress
+        self.is_terminal = sys.stdout.isatty()
+        if self.is_terminal:
+            self.debuggers.enter_context(called_by_debuggers(self._remove_bar))
+            self._show_bar(step)
 
-            self.bar = progress.Progress(
-                "step",
-                progress.MofNCompleteColumn(),
-                progress.BarColumn(),
-                progress.TimeRemainingColumn(),
-                progress.TextColumn("{task.description}"),
-            )
-            self.task = self.bar.add_task("", total=self.run.total_steps, completed=step)
-            self.bar.start()
+    def _show_bar(self, step: int) -> None:
+        from rich import progress
+
+        self.bar = progress.Progress(
+            "step",
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}"),
+        )
+        self.task = self.bar.add_task("", total=self.run.total_steps, completed=step)
+        self.bar.start()
+
+    def _remove_bar(self) -> None:
+        if self.bar:
+            self.bar.stop()
+        self.bar = None
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of metrics.jsonl."""
@@ -44,9 +61,12 @@ class Progress:
             if value is not None and name not in ("step", "peak_memory_bytes", "data_seconds")
         )
         line = f"step {record['step']} of {self.run.total_steps}: {values}"
-        if not self.bar:
+        if not self.is_terminal:
             logger.info(line)
-        elif "samples_per_second" in record:
+            return
+        if not self.bar:
+            self._show_bar(record["step"])
+        if "samples_per_second" in record:
             brief = f"{record['samples_per_second']:.0f} samples/s, loss {record['loss'] or 0:.4g}"
             self.bar.update(self.task, completed=record["step"], description=brief)
         else:
@@ -54,8 +74,32 @@ class Progress:
 
     def stop(self) -> None:
         """Remove the bar."""
-        if self.bar:
-            self.bar.stop()
+        self._remove_bar()
+        self.debuggers.close()
+
+
+@contextmanager
+def called_by_debuggers(function: Callable[[], None]) -> Iterator[None]:
+    """Call a function whenever pdb, or a debugger made from it, is about to read commands.
+
+    That is more than sys.breakpointhook sees: pdb.set_trace, `python -m pdb` and each stop at a
+    breakpoint that was set in the debugger.
+    """
+    import pdb
+
+    interaction = pdb.Pdb.interaction
+
+    def call_first(debugger: Any, *arguments: Any, **options: Any) -> None:
+        function()
+        # a debugger made while the bar was shown prints through the bar
+        debugger.stdout = getattr(debugger.stdout, "rich_proxied_file", debugger.stdout)
+        interaction(debugger, *arguments, **options)
+
+    setattr(pdb.Pdb, "interaction", call_first)  # noqa: B010 - as pyright wants it
+    try:
+        yield
+    finally:
+        setattr(pdb.Pdb, "interaction", interaction)  # noqa: B010
 
 
 def log_start(
