@@ -30,19 +30,25 @@ def process_name() -> str:
 LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
 
 
-class _Copied:
+class CopiedStream:
     """A text stream whose output is also written to a file."""
 
     def __init__(self, stream: Any, file: Any) -> None:
-        self._stream = stream
-        self._file = file
+        self.stream = stream
+        self.file = file
 
     def write(self, text: str) -> int:
-        self._file.write(text.encode(errors="replace"))
-        return self._stream.write(text)
+        """Write to both."""
+        self.write_to_file(text)
+        return self.stream.write(text)
+
+    def write_to_file(self, text: str) -> None:
+        """Write to the file only."""
+        with suppress(OSError):  # a full disk must not end the run
+            self.file.write(text.encode(errors="replace"))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 def write_logs() -> None:
@@ -51,7 +57,7 @@ def write_logs() -> None:
     The terminal gets what rank 0 prints; stderr, with the warnings of libraries, only the file.
     """
     folder = os.environ.get(LOGS)
-    if not folder or isinstance(sys.stdout, _Copied):
+    if not folder or isinstance(sys.stdout, CopiedStream):
         return
     rank = world()[1]
     try:
@@ -62,7 +68,7 @@ def write_logs() -> None:
     sys.stderr.flush()
     os.dup2(file.fileno(), 2)
     if rank == 0:
-        sys.stdout = _Copied(sys.stdout, file)
+        sys.stdout = CopiedStream(sys.stdout, file)
     else:
         sys.stdout.flush()
         os.dup2(file.fileno(), 1)

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..loading.layout import BatchLayout
+from ..process import CopiedStream
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class Progress:
         self.run = run
         self.is_terminal = False
         self.bar: Any = None
+        self.log: CopiedStream | None = None
         self.debuggers = ExitStack()
 
     def start(self, step: int) -> None:
@@ -37,16 +39,22 @@ class Progress:
 
     def _show_bar(self, step: int) -> None:
         from rich import progress
+        from rich.console import Console
 
+        before = sys.stdout
+        self.log = before if isinstance(before, CopiedStream) else None
         self.bar = progress.Progress(
             "step",
             progress.MofNCompleteColumn(),
             progress.BarColumn(),
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.description}"),
+            console=Console(file=self.log.stream if self.log else None),  # not into the log
         )
         self.task = self.bar.add_task("", total=self.run.total_steps, completed=step)
         self.bar.start()
+        if self.log:  # sys.stdout is rich's now, which prints above the bar
+            sys.stdout = CopiedStream(sys.stdout, self.log.file)
 
     def _remove_bar(self) -> None:
         if self.bar:
@@ -66,6 +74,8 @@ class Progress:
             return
         if not self.bar:
             self._show_bar(record["step"])
+        if self.log:
+            self.log.write_to_file(f"{line}\n")
         if "samples_per_second" in record:
             brief = f"{record['samples_per_second']:.0f} samples/s, loss {record['loss'] or 0:.4g}"
             self.bar.update(self.task, completed=record["step"], description=brief)
