@@ -121,7 +121,7 @@ def train_ours(config: Any) -> None:
     from my_project import cli
     from my_project.train import main
 
-    cli.set_up_logging()
+    cli.set_up_logging(is_run=True)
     if code := main(config):
         raise RuntimeError(f"the run ended with {code}")
 

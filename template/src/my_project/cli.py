@@ -81,14 +81,16 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
         exit_with_error(error)
 
 
-def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
+def run_on_all_ranks(
+    main: Callable[[Any], int], argument: Any, *, is_run: bool = False
+) -> NoReturn:
     """Run main on this rank and exit with its code.
 
     A ConfigError, which the user can fix, exits with a message and its own code; any other
     exception exits with 1, after an error file is written (failures.py) and the traceback logged.
     """
-    write_logs()
-    set_up_logging()
+    write_logs(is_run=is_run)
+    set_up_logging(is_run=is_run)
     code = 1
     try:
         code = main(argument)
@@ -118,17 +120,20 @@ def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
 OUTPUT = "stderr"  # the logger of what only the log file shows under launch.py
 
 
-def set_up_logging() -> None:
+def set_up_logging(*, is_run: bool) -> None:
     """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
 
     Under launch.py, which ends a run in one block, what libraries log goes to stderr, and so to the
     log file only.
+
+    Args:
+        is_run: this is the train module.
     """
     world_size, rank = world()
     prefix = f"[rank {rank} on {socket.gethostname()}] " if world_size > 1 and rank else ""
     formatter = MaskedFormatter(f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s")
     level = logging.WARNING if rank else logging.INFO
-    has_file = LOGS in os.environ
+    has_file = is_run and LOGS in os.environ
     shown = logging.StreamHandler(sys.stdout)
     kept = logging.StreamHandler(sys.stderr) if has_file else shown
     for handler in (shown, kept):

@@ -199,7 +199,8 @@ def sizes_for(where: dict[str, Any], nodes: int, processes_per_node: int) -> dic
         processes_per_node: one per GPU.
     """
     sizes: dict[str, Any] = {}
-    if str(where.get("gpu_ids", "")).startswith("-1"):
+    # accelerate refuses a single id for one process, and takes the file's two
+    if str(where.get("gpu_ids", "")).startswith("-1") and nodes * processes_per_node > 1:
         sizes["gpu_ids"] = ",".join(["-1"] * processes_per_node)
     if "parallelism_config" in where:
         sizes["parallelism_config"] = {
@@ -350,7 +351,7 @@ def run_module(launch: Launch, child: Child, module: str, logs: Path | None) -> 
     with writing(launch.run_folder):
         logs.mkdir(parents=True, exist_ok=True)
     os.environ[LOGS] = str(logs.absolute())
-    return child.run(launch.command(module), logs / "launcher.log")
+    return child.run(launch.command(module), logs / "launcher.log" if module == TRAIN else None)
 
 
 def main(arguments: list[str]) -> int:

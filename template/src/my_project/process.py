@@ -51,10 +51,13 @@ class CopiedStream:
         return getattr(self.stream, name)
 
 
-def write_logs() -> None:
+def write_logs(*, is_run: bool) -> None:
     """Under launch.py, write the output of this process to a file of its own.
 
-    The terminal gets what rank 0 prints; stderr, with the warnings of libraries, only the file.
+    Args:
+        is_run: the terminal gets only what rank 0 prints; what it writes to stderr, such as the
+            warnings of libraries, and what other ranks write goes to their files. Otherwise the
+            terminal gets all of it too.
     """
     folder = os.environ.get(LOGS)
     if not folder or isinstance(sys.stdout, CopiedStream):
@@ -64,6 +67,9 @@ def write_logs() -> None:
         os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, f"rank_{rank:05d}.log"), "ab", buffering=0)  # noqa: SIM115
     except OSError:  # a full disk: the start of the run says so
+        return
+    if not is_run:
+        sys.stdout, sys.stderr = CopiedStream(sys.stdout, file), CopiedStream(sys.stderr, file)
         return
     sys.stderr.flush()
     os.dup2(file.fileno(), 2)

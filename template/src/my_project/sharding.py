@@ -167,6 +167,7 @@ def has_gradients_in_buckets(model: Any) -> bool:
     zeros the optimizer would still decay its weight and move its momentum.
     """
     ddp = strict_ddp(model)
-    if not (ddp and ddp.gradient_as_bucket_view):
+    # alone in its world, DDP does not rebuild its buckets
+    if not (ddp and ddp.gradient_as_bucket_view and ddp.process_group.size() > 1):
         return False
     return all(p.grad is not None for p in ddp.parameters() if p.requires_grad)

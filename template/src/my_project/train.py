@@ -217,4 +217,4 @@ def main(config: Config) -> int:
 
 
 if CONFIG:
-    cli.run_on_all_ranks(main, CONFIG)
+    cli.run_on_all_ranks(main, CONFIG, is_run=True)

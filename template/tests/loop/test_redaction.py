@@ -148,7 +148,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Logged, "loss", fail)
     config: Config = make_config(tmp_path, Logged(), steps=2, evaluation__sanity_check=False)
-    cli.set_up_logging()
+    cli.set_up_logging(is_run=True)
     try:
         with pytest.raises(OSError, match="cannot read") as told:
             train(config)

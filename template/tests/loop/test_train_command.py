@@ -272,7 +272,9 @@ def test_stopped_continued_finished_shown_again_and_refused(project, columns):
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_the_whole_run_will_take_and_keeps_nothing(project):
-    terminal = typed("configs/tiny.yaml --epochs 10 --dry-run", project, 80)
+    # DDP in a world of one process too
+    where = "--where cpu_2_processes --num_processes 1"
+    terminal = typed(f"configs/tiny.yaml --epochs 10 --dry-run {where}", project, 80)
     lines, code = terminal.end()
     shown = "\n".join(lines)
     assert code == 0, terminal.shown

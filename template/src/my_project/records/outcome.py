@@ -99,7 +99,10 @@ def _print_finished(folder: Path, status: dict[str, Any]) -> None:
         pairs.append(("time", f"{format_seconds(status['seconds'])} in the last start"))
     if best := best_of(folder):
         pairs.append(("best", best))
-    results = [f"{name} {format_metric(value)}" for name, value in status.get("result", {}).items()]
+    found = dict(status.get("result", {}))
+    if speed := found.pop("samples per second", None):
+        pairs.append(("speed", f"{speed:.4g} samples per second"))
+    results = [f"{name} {format_metric(value)}" for name, value in found.items()]
     pairs.append(("result", ", ".join(results)))
     pairs.append(("weights", str(folder / "export")))
     pairs.append(("metrics", f"{folder / 'metrics.jsonl'}, tensorboard --logdir {folder.parent}"))
@@ -227,7 +230,8 @@ class Outcome:
         if (at := own_frame(frames)) and failure.get("cause") != "setting":
             place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
             pairs.append(("at", place))
-        if others := len({one["rank"] for one in self.failures}) - 1:
+        others = len({one["rank"] for one in self.failures}) - 1
+        if others > 0:
             text = f"{others} more rank{'s' * (others > 1)} failed: {self.folder / 'errors'}"
             pairs.append(("ranks", text))
         pairs.append(("logs", str(self.folder / "logs")))
