@@ -1,9 +1,11 @@
 """Refuse answers that would generate a broken project, with a one-line message.
 
 Cookiecutter renders this file with Jinja and runs it in the project's folder before it writes any
-file there. Only the last line has template syntax.
+file there. Only the last line has template syntax. answer_checks.py calls answer_problems after
+each question; under cruft, which has no such checks, this hook alone does.
 """
 
+import difflib
 import json
 import keyword
 import re
@@ -59,20 +61,37 @@ OWN_NAMES = frozenset(
 
 def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
     """Yield a message for each answer, or existing file in the folder, that is a problem."""
-    slug = answers["project_slug"]
-    package = answers["package_name"]
+    for question, answer in answers.items():
+        yield from answer_problems(question, answer)
+    yield from folder_problems(answers, folder)
 
-    for question in ("project_name", "description", "author"):
-        answer = answers[question]
-        if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in answer):
-            yield f"{question} {answer!r} is not one line of text: remove control characters."
-        # cruft renders the answers again at each update
-        if found := re.search(r"[{][#%{]", answer):
-            yield (
-                f"{question} {answer!r} contains {found[0]!r}, which is Jinja syntax: insert a"
-                " space."
-            )
 
+def answer_problems(question: str, answer: Any) -> Iterator[str]:
+    """Yield a message for each problem of one answer."""
+    match question:
+        case "project_name" | "description" | "author":
+            yield from text_problems(question, answer)
+        case "project_slug":
+            yield from slug_problems(answer)
+        case "package_name":
+            yield from package_problems(answer)
+        case "license":
+            yield from choice_problems(question, answer, (*LICENSES, "none"))
+        case "recipe":
+            yield from choice_problems(question, answer, (*RECIPES, "all"))
+
+
+def text_problems(question: str, answer: str) -> Iterator[str]:
+    """Yield a message if a text is not one line, or has Jinja syntax."""
+    if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in answer):
+        yield f"{question} {answer!r} is not one line of text: remove control characters."
+    # cruft renders the answers again at each update
+    if found := re.search(r"[{][#%{]", answer):
+        yield f"{question} {answer!r} contains {found[0]!r}, which is Jinja syntax: insert a space."
+
+
+def slug_problems(slug: str) -> Iterator[str]:
+    """Yield a message for each reason why a folder and a distribution cannot have the name."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", slug) or ".." in slug:
         yield (
             f"project_slug {slug!r} is not a valid name of a folder and a distribution: use the "
@@ -89,6 +108,9 @@ def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
             f"script of that name would hide it: choose another, such as '{slug}-project'."
         )
 
+
+def package_problems(package: str) -> Iterator[str]:
+    """Yield a message for each reason why a Python package cannot have the name."""
     another = f"choose another, such as '{package}_project'."
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package):
         yield (
@@ -105,11 +127,19 @@ def problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
     if plain(package) in OWN_NAMES:
         yield f"package_name {package!r} is a folder or a test module of the project: {another}"
 
-    # cookiecutter does not check these in a replay
-    for question, known in (("license", (*LICENSES, "none")), ("recipe", (*RECIPES, "all"))):
-        if answers[question] not in known:
-            yield f"{question} {answers[question]!r} is not known: choose {' or '.join(known)}."
 
+def choice_problems(question: str, answer: str, known: tuple[str, ...]) -> Iterator[str]:
+    """Yield a message, with the closest name, if an answer is none of the known names."""
+    if answer not in known:
+        names = {name.lower(): name for name in known}
+        close = difflib.get_close_matches(answer.lower().replace(" ", "_"), names, n=1)
+        meant = f" (did you mean {names[close[0]]}?)" if close else ""
+        choices = f"{', '.join(known[:-1])} or {known[-1]}"
+        yield f"{question} {answer!r} is not known{meant}: choose {choices}."
+
+
+def folder_problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Yield a message for each file of the user that generating here would lose."""
     # With -f the folder may have any files. Files of the generated project are overwritten, as -f
     # says; but a temporary file, which the hook removes again, must not replace a file of the user.
     for file in temporary_files(answers):

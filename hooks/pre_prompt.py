@@ -1,4 +1,4 @@
-"""Restore the template's symbolic links, and remove files that git ignores.
+"""Restore the template's symbolic links, remove files that git ignores, have answers checked.
 
 Cookiecutter runs this file unrendered, before its first question, in a temporary copy of the
 repository in which it has resolved all links. But a zip archive, or a checkout without symbolic
@@ -6,6 +6,7 @@ links, has a text file with the target's path in place of each link; and a clone
 has trained has runs and caches, which do not belong into a generated project.
 """
 
+import json
 import os
 import shutil
 import tempfile
@@ -13,6 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT_LINK = "{{cookiecutter.project_slug}}"
+# The name of the module that checks the answers, which no other on Python's search path may have.
+CHECKS = "cookiecutter_accelerate_answer_checks"
 
 
 def is_temporary_copy(root: Path) -> bool:
@@ -44,7 +47,28 @@ def flattened(path: Path, root: Path) -> Path | None:
     return target if target.is_file() and target.is_relative_to(root) else None
 
 
+def check_each_answer(root: Path) -> None:
+    """Let cookiecutter check each answer before it asks the next question."""
+    shutil.copyfile(root / "hooks/answer_checks.py", root / f"{CHECKS}.py")
+    settings = {}
+    original = json.loads((root / "cookiecutter.json").read_text(encoding="utf-8"))
+    for question, default in original.items():
+        settings[question] = default
+        if not question.startswith("_"):
+            # a private variable is rendered in its place in the order, and not asked
+            settings[f"__{question}_checked"] = "{{ cookiecutter | checked }}"
+    settings["_extensions"] = [f"{CHECKS}.AnswerChecks"]
+    (root / "cookiecutter.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
 def main(root: Path) -> None:
+    """Prepare cookiecutter's copy; in a clone, only restore links."""
+    if is_temporary_copy(root):
+        check_each_answer(root)
+    restore_links(root)
+
+
+def restore_links(root: Path) -> None:
     """Replace each flattened link by a copy of its target, and restore the link to template/."""
     template = root / "template"
     link = root / ROOT_LINK

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -104,6 +105,28 @@ class Desk:
         return self.run(
             sys.executable, "-m", "cookiecutter", "--no-input", *options, source, *given
         )
+
+    def in_a_terminal(self, *arguments: str | Path, typed: str = "") -> tuple[list[str], int]:
+        """Run cookiecutter in a terminal; return the lines on the screen and the exit code."""
+        keyboard, terminal = pty.openpty()
+        with subprocess.Popen(
+            [sys.executable, "-m", "cookiecutter", *map(str, arguments)],
+            cwd=self.folder,
+            env={**self.environment, "COLUMNS": "80"},
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
+        ) as running:
+            os.close(terminal)
+            os.write(keyboard, f"{typed}\x04".encode())  # Ctrl-D ends what waits for more
+            written = b""
+            with contextlib.suppress(OSError):  # how the end of a terminal is read
+                while read := os.read(keyboard, 65536):
+                    written += read
+        os.close(keyboard)
+        screen = re.sub(r"\x1b\[[\d;]*m", "", written.decode()).replace("\r\n", "\n")
+        return screen.removeprefix(typed).splitlines(), running.returncode
 
     def generate(self, source: str | Path, *options: str, **answers: str) -> Path:
         """Generate a project that must come about, and return its folder."""
@@ -249,6 +272,17 @@ def test_replay_gives_the_same_project_again(template: Path, desk: Desk):
     desk.succeed(sys.executable, "-m", "cookiecutter", "--replay", template)
     assert tree(project) == first
 
+    # Answers that were given before the checks came.
+    (replay,) = (desk.home / ".cookiecutter_replay").iterdir()
+    given = json.loads(replay.read_text())
+    for key in [key for key in given["cookiecutter"] if key.startswith("_")]:
+        if key != "_copy_without_render":
+            del given["cookiecutter"][key]
+    replay.write_text(json.dumps(given))
+    shutil.rmtree(project)
+    desk.succeed(sys.executable, "-m", "cookiecutter", "--replay", template)
+    assert tree(project) == first
+
 
 def test_cruft_gives_the_same_project(template: Path, repository: Path, desk: Desk):
     desk.succeed("cruft", "create", "--no-input", repository)
@@ -345,9 +379,12 @@ def test_quotes_backslashes_and_letters_of_all_kinds_come_through_exactly(
 
 def test_typed_answers_come_through_exactly(template: Path, desk: Desk):
     typed = [*(AWKWARD[key] for key in ("project_name",)), "bobs-net", "bobs_net"]
-    typed += [AWKWARD["description"], AWKWARD["author"], "1", "1"]
+    typed += [AWKWARD["description"], AWKWARD["author"], "BSD-3-Clause", "segmentation"]
     desk.succeed(sys.executable, "-m", "cookiecutter", template, typed="\n".join(typed) + "\n")
-    awkward_project_is_exact(desk.folder / "bobs-net")
+    project = desk.folder / "bobs-net"
+    awkward_project_is_exact(project)
+    assert (project / "LICENSE").read_text().startswith("BSD 3-Clause")
+    assert [path.name for path in (project / "configs").iterdir()] == ["segmentation.yaml"]
 
 
 @pytest.mark.parametrize("package", ["my_project_two", "not_my_project"])
@@ -424,9 +461,6 @@ def two_recipes(template: Path, tmp_path: Path) -> Path:
     for file in (post_gen, pre_gen):
         assert file.read_text().count(one) == 1
         file.write_text(file.read_text().replace(one, two))
-    settings = json.loads((folder / "cookiecutter.json").read_text())
-    settings["recipe"] = ["image_classification", "ferns", "all"]
-    (folder / "cookiecutter.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -541,11 +575,23 @@ def test_text_that_no_file_can_hold_is_refused(tmp_path: Path, question: str, an
     assert problem.startswith(f"{question} {answer!r} ")
 
 
-@pytest.mark.parametrize(("question", "known"), [("license", "MIT"), ("recipe", "all")])
-def test_a_choice_that_is_none_is_refused(tmp_path: Path, question: str, known: str):
-    (problem,) = refusals(tmp_path, **{question: "other"})
-    assert problem.startswith(f"{question} 'other' is not known: choose ")
-    assert known in problem
+@pytest.mark.parametrize(
+    ("question", "answer", "meant"),
+    [
+        ("license", "gpl", ""),
+        ("license", "bsd 3-clause", "BSD-3-Clause"),
+        ("license", "apache", "Apache-2.0"),
+        ("recipe", "causal", "causal_lm"),
+        ("recipe", "Image-Classification", "image_classification"),
+        ("recipe", "2", ""),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(tmp_path: Path, question: str, answer: str, meant: str):
+    (problem,) = refusals(tmp_path, **{question: answer})
+    meant = f" (did you mean {meant}?)" if meant else ""
+    assert problem.startswith(f"{question} {answer!r} is not known{meant}: choose ")
+    last = {"license": "BSD-3-Clause or none.", "recipe": "segmentation or all."}
+    assert problem.endswith(last[question])
 
 
 @pytest.mark.parametrize(
@@ -554,9 +600,11 @@ def test_a_choice_that_is_none_is_refused(tmp_path: Path, question: str, known: 
         {"package_name": "torch"},
         {"package_name": "a'b\"c\\"},
         {"project_slug": "my project"},
-        {"project_slug": ".hidden"},
         {"project_slug": "../outside", "package_name": "outside"},
         {"description": "two\nlines"},
+        {"author": "\x1b[31mred"},
+        {"license": "GPL"},
+        {"recipe": "causal"},
     ],
 )
 def test_a_refusal_is_one_sentence_and_leaves_nothing(
@@ -564,13 +612,55 @@ def test_a_refusal_is_one_sentence_and_leaves_nothing(
 ):
     (desk.folder / "mine.txt").write_text("mine")
     around = sorted(desk.folder.parent.iterdir())
-    done = desk.cookiecutter(template, **answers)
-    assert done.returncode != 0
+    given = (f"{question}={answer}" for question, answer in answers.items())
+    (sentence,), code = desk.in_a_terminal("--no-input", template, *given)
+    assert code == 1
     (question, *_) = answers
-    (sentence,) = done.stderr.splitlines()  # cookiecutter's own traceback goes to standard output
     assert sentence.startswith(f"{question} {answers[question]!r} ")
     assert [path.name for path in desk.folder.iterdir()] == ["mine.txt"]
     assert sorted(desk.folder.parent.iterdir()) == around
+
+
+@pytest.mark.parametrize("author", ["{{ me }}", "{% me", "{# me"])
+def test_jinja_on_the_command_line_is_refused_in_one_sentence(
+    template: Path, desk: Desk, author: str
+):
+    (sentence,), code = desk.in_a_terminal("--no-input", template, f"author={author}")
+    assert code == 1
+    assert sentence == (
+        f"The answer {author!r} contains {author[:2]!r}, which is Jinja syntax: insert a space."
+    )
+
+
+def test_a_bad_answer_ends_it_before_the_next_question(template: Path, desk: Desk):
+    screen, code = desk.in_a_terminal(template, typed="Torch\n\n")
+    assert code == 1
+    assert "Which name does its Python package have?" not in "\n".join(screen)
+    assert screen[-1].endswith(
+        ": project_slug 'torch' is the name of a library that projects depend on: choose another, "
+        "such as 'torch-project'."
+    )
+    assert list(desk.folder.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_refused_in_one_sentence(template: Path, desk: Desk):
+    (desk.folder / "here/my-project").mkdir(parents=True)
+    (sentence,), code = desk.in_a_terminal("--no-input", "--output-dir=here", template)
+    assert code == 1
+    assert sentence == (
+        f"project_slug 'my-project' names a folder that exists, {desk.folder}/here/my-project: "
+        "choose another name, move the folder away, or add -f to overwrite the template's files in "
+        "it."
+    )
+
+
+def test_cruft_refuses_too_though_with_a_traceback_of_its_own(repository: Path, desk: Desk):
+    done = desk.run(
+        "cruft", "create", "--no-input", repository, "--extra-context", '{"recipe": "causal"}'
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("recipe 'causal' is not known (did you mean causal_lm?): choose ")
+    assert list(desk.folder.iterdir()) == []
 
 
 def requirements() -> list[str]:
@@ -694,6 +784,7 @@ def test_f_is_refused_where_a_file_of_the_users_would_be_lost(
     assert done.returncode != 0
     named = "src/my_project" if "package_name" in answers else file
     assert done.stderr.startswith(f"{named} exists in {project} and ")
+    assert done.stdout == "Hook script failed (exit status: 1)\n"
     assert tree(project) == before
 
 
@@ -726,8 +817,8 @@ def test_the_hooks_and_the_questions_agree():
     assert {**first, **rendered} == POST_GEN.DEFAULTS
     assert PRE_GEN.RECIPES == POST_GEN.RECIPES
     assert PRE_GEN.PACKAGE == POST_GEN.PACKAGE
-    assert questions["recipe"] == [*POST_GEN.RECIPES, "all"]
-    assert questions["license"] == [*PRE_GEN.LICENSES, "none"]
+    assert questions["recipe"] == POST_GEN.RECIPES[0]
+    assert questions["license"] == PRE_GEN.LICENSES[0]
     recipes = [file for file in POST_GEN.TEMPLATE_FILES if "_project/recipes/" in file]
     assert {Path(file).stem for file in recipes} - {"__init__"} == set(POST_GEN.RECIPES)
     # What passes through is what pre_gen protects.
