@@ -265,14 +265,27 @@ def without_other_extras(text: str, answers: dict[str, Any]) -> str:
     return text
 
 
-def next_commands(answers: dict[str, Any], folder: Path) -> str:
-    """Return the commands that install and train the project."""
+def summary(answers: dict[str, Any], folder: Path) -> str:
+    """Return what was made and where, and the commands that install and train it."""
+    recipe = "all recipes" if answers["recipe"] == "all" else f"recipe {answers['recipe']}"
+    license = "no license" if answers["license"] == "none" else f"license {answers['license']}"
     started_here = Path(os.environ.get("PWD", "")) == folder.parent
-    return (
-        f"cd {shlex.quote(folder.name if started_here else str(folder))}\n"
-        f'pip install -e ".[{chosen_extras(answers)},dev]"\n'
-        "make train"
-    )
+    to_install = f'pip install -e ".[{chosen_extras(answers)},dev]"'
+    return f"""
+{answers["project_name"]} ({recipe}, {license}) is in
+{folder}
+
+To install it with uv and train:
+
+cd {shlex.quote(folder.name if started_here else str(folder))}
+uv venv --seed && source .venv/bin/activate
+uv {to_install}
+make train
+
+Without uv, in place of its two lines:
+
+python3 -m venv .venv && source .venv/bin/activate && {to_install}
+"""
 
 
 def main(answers: dict[str, Any], project: Path) -> None:
@@ -308,7 +321,7 @@ def main(answers: dict[str, Any], project: Path) -> None:
     is_temporary = project.is_relative_to(Path(tempfile.gettempdir()).resolve())
     if "_output_dir" in answers or not is_temporary:
         # not on standard output, on which cruft diff writes its patch
-        print(next_commands(answers, project), file=sys.stderr)
+        print(summary(answers, project), end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -486,7 +487,7 @@ def test_all_keeps_every_recipe(two_recipes: Path, desk: Desk):
     expected["pyproject.toml"] = tree(two_recipes / "template")["pyproject.toml"]
     for file in ("README.md", "Makefile", "Dockerfile"):  # they install what both need
         content, executable = expected[file]
-        assert content.count(b"image-classification") == 1
+        assert content.count(b"image-classification") == (2 if file == "README.md" else 1)
         content = content.replace(b"image-classification", b"image-classification,ferns")
         expected[file] = (content, executable)
     assert tree(project) == expected
@@ -501,18 +502,68 @@ def test_every_way_to_install_brings_what_the_chosen_recipes_need(
     chosen = POST_GEN.RECIPES if recipe == "all" else (recipe,)
     extras = ",".join(chosen).replace("_", "-")  # as pip before 23.3 has to have them
     for text in (printed, *((project / file).read_text() for file in ("README.md", "Makefile"))):
-        assert re.findall(r"^\s*pip install (.*)$", text, re.M) == [f'-e ".[{extras},dev]"']
+        installed = re.findall(r"(?:pip|\(PIP\)) install (-e .*)$", text, re.M)
+        assert set(installed) == {f'-e ".[{extras},dev]"'}
     assert f'--editable ".[{extras}]" ' in (project / "Dockerfile").read_text()
     pyproject = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     assert set(pyproject["optional-dependencies"]) == {*chosen, "onnx", "dev"}
 
 
-def test_the_next_three_commands_are_printed(template: Path, desk: Desk):
-    printed = desk.cookiecutter(template, **RENAMED).stderr
-    assert printed == 'cd leaf-scanner\npip install -e ".[image-classification,dev]"\nmake train\n'
-    assert (desk.folder / "leaf-scanner/Makefile").is_file()
-    elsewhere = desk.cookiecutter(template, "--output-dir=else where", **RENAMED).stderr
-    assert elsewhere.startswith(f"cd '{desk.folder}/else where/leaf-scanner'\n")
+def test_the_end_says_what_was_made_where_and_how_to_go_on(template: Path, desk: Desk):
+    screen, code = desk.in_a_terminal(template, typed="Leaf Scanner\n\nleafscan\n\n\n\ncausal_lm\n")
+    assert code == 0
+    project = desk.folder / "leaf-scanner"
+    assert screen[-13:-1] == [
+        "Leaf Scanner (recipe causal_lm, license MIT) is in",
+        str(project),
+        "",
+        "To install it with uv and train:",
+        "",
+        "cd leaf-scanner",
+        "uv venv --seed && source .venv/bin/activate",
+        'uv pip install -e ".[causal-lm,dev]"',
+        "make train",
+        "",
+        "Without uv, in place of its two lines:",
+        "",
+    ]
+    readme = (project / "README.md").read_text().split("\n## Install\n")[1]
+    with_uv, with_pip = re.findall(r"(?ms)^```bash\n(.*?)\n```$", readme)[:2]
+    assert screen[-7:-5] == with_uv.splitlines()
+    assert screen[-1] == with_pip.replace("\n", " && ")
+    assert [path.name for path in (project / "configs").iterdir()] == ["causal_lm.yaml"]
+    # Each recipe and license is listed, with what it is.
+    listed = [line.split()[0] for line in screen if re.match(r" {6}\S+  +\S", line)]
+    assert listed == [*LICENSES, "none", *POST_GEN.RECIPES, "all"]
+
+
+def test_the_commands_at_the_end_can_be_pasted_as_they_are(template: Path, desk: Desk):
+    answers = {"license": "none", "recipe": "all"}
+    shown = desk.cookiecutter(template, "--output-dir=else where's", **answers).stderr.splitlines()
+    project = desk.folder / "else where's/my-project"
+    assert shown[1:3] == ["My Project (all recipes, no license) is in", str(project)]
+    commands = [*shown[6:10], shown[-1]]
+    for command in commands:  # in the order of a shell that has them pasted
+        desk.succeed("bash", "-n", "-c", command)
+        assert "#" not in command  # no comment to an interactive zsh
+    entered = desk.succeed("bash", "-c", f"{commands[0]}; pwd")
+    assert entered == f"{project}\n"
+
+
+def test_the_readmes_first_commands_are_those_at_the_end(template: Path, desk: Desk):
+    section = (REPOSITORY / "README.md").read_text().split("\n## Try it\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)\n```$", section)
+    clone, with_uv, with_pip = (block.replace("\\\n    ", "").splitlines() for block in blocks)
+    *start, address = shlex.split(with_uv[0])
+    assert start == ["uvx", "cookiecutter", "--no-input"]
+    shown = desk.cookiecutter(template).stderr.splitlines()
+    assert with_uv[1:] == shown[6:10]
+    assert with_pip[1] == f"generator/bin/cookiecutter --no-input {address}"
+    assert with_pip[2:] == [shown[6], shown[-1]]
+    assert clone[:2] == [f"git clone {address}", f"cd {Path(address).name}"]
+    typed = "\n".join(blocks)
+    assert "#" not in typed  # no comment to an interactive zsh
+    assert "<" not in typed
 
 
 # Refusals

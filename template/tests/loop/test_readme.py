@@ -47,7 +47,7 @@ def project(tmp_path_factory):
 def test_every_command_of_the_readme_does_what_it_says(project):
     done = []
     for command in commands(README):
-        if command.startswith(("python3 -m venv", "pip install")):
+        if command.startswith(("python3 -m venv", "pip install", "uv ")):
             continue  # how this environment came to be
         if command.startswith(("make test", "make lint", "tensorboard")):
             continue  # these tests; below; a server
@@ -117,12 +117,13 @@ def test_the_make_targets_are_the_commands_of_the_readme(project):
     typed = [command.split("#")[0].strip() for command in commands(README)]
     targets = [command for command in typed if re.fullmatch(r"make [a-z-]+", command)]
     assert {"make test", "make test-all", "make test-gpu", "make lint"} <= set(targets)
-    dry_run = "; ".join(f"{command} -n" for command in ["make install", "make train", *targets])
+    installing = [f"make install PIP='{pip}'" for pip in ("uv pip", "pip")]
+    dry_run = "; ".join(f"{command} -n" for command in [*installing, "make train", *targets])
     shown = run(f"set -e; {dry_run}", project)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
-    (install,) = (command for command in typed if command.startswith("pip install"))
-    assert install in lines
+    with_uv, with_pip = (command for command in typed if "pip install" in command)
+    assert lines[:2] == [with_uv, with_pip]
     (train,) = (line.strip() for line in lines if "my_project train" in line)
     assert train in typed
     assert 'python -m pytest -m "not slow and not gpu"' in lines
