@@ -167,7 +167,7 @@ def submit(slurm, *arguments: str, limit: str = "10", before_the_end: str = "60"
     return slurm.submit(
         "--gpus-per-node=0", "--cpus-per-task=2", f"--time={limit}",
         f"--signal=USR1@{before_the_end}",
-        "launch/slurm.sbatch", "--config", "tiny.yaml", *arguments,
+        "launch/slurm.sbatch", "--config", "tiny.yaml", "--run_name", "tiny", *arguments,
     )  # fmt: skip
 
 
