@@ -29,15 +29,16 @@ class Terminal:
     ) -> None:
         self.text = ""
         self.started = time.monotonic()
+        size = struct.pack("HHHH", 24, columns, 0, 0)
         self.pid, self.master = pty.fork()
         if self.pid == 0:  # the child: its controlling terminal is the new one
+            fcntl.ioctl(0, termios.TIOCSWINSZ, size)
             os.chdir(folder)
-            os.environ |= {"TERM": "xterm-256color"} | (environment or {})
+            variables = os.environ | {"TERM": "xterm-256color"} | (environment or {})
             for name in ("COLUMNS", "LINES"):
-                os.environ.pop(name, None)
-            os.execv(sys.executable, [sys.executable, "-m", module, *words])
-        size = struct.pack("HHHH", 24, columns, 0, 0)
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, size)
+                variables.pop(name, None)
+            # execv would pass on COLUMNS too, which readline sets unseen by os.environ
+            os.execve(sys.executable, [sys.executable, "-m", module, *words], variables)
 
     def read(self, until: Callable[[str], bool] | None = None, seconds: float = 120) -> str:
         """Read until a condition on all text is true, or until the command has ended."""
