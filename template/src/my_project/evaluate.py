@@ -29,6 +29,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from . import cli
+from .safety.trust import add_trust
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; --help imports no torch."""
+    parser = cli.make_parser(__doc__)
+    parser.add_argument("folder", help="a run folder, an export or a checkpoint")
+    add_trust(parser)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    return parser.parse_args()
+
+
+ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
+
 import torch
 import torch.distributed
 from accelerate import Accelerator
@@ -36,7 +51,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import cli, contract, devices, export, sharding
+from . import contract, devices, export, sharding
 from .checkpoint import resuming
 from .config import Config, ConfigError
 from .export import config_beside, is_export, load_model, weights_folder
@@ -46,7 +61,6 @@ from .loading.seeding import fork_rng
 from .recipe import optional
 from .records.display import print_table
 from .records.outcome import format_metric
-from .safety.trust import add_trust
 
 logger = logging.getLogger(__name__)
 
@@ -289,9 +303,5 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    parser = cli.make_parser(__doc__)
-    parser.add_argument("folder", help="a run folder, an export or a checkpoint")
-    add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    cli.run_on_all_ranks(main, parser.parse_args())
+if ARGUMENTS:
+    cli.run_on_all_ranks(main, ARGUMENTS)

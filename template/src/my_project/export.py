@@ -16,13 +16,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from . import cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; --help imports no torch."""
+    parser = cli.make_parser(__doc__)
+    parser.add_argument("folder", help="a checkpoint")
+    parser.add_argument("file", help="the safetensors file to write")
+    parser.add_argument("--ema", action="store_true", help="the EMA weights (ema_decay)")
+    return parser.parse_args()
+
+
+ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
+
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from . import cli
 from .checkpoint import resuming
 from .checkpoint.resuming import check
 from .checkpoint.shards import TensorReader, save_tensors
@@ -195,9 +208,5 @@ def merge(arguments: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    parser = cli.make_parser(__doc__)
-    parser.add_argument("folder", help="a checkpoint")
-    parser.add_argument("file", help="the safetensors file to write")
-    parser.add_argument("--ema", action="store_true", help="the EMA weights (ema_decay)")
-    cli.run_on_all_ranks(merge, parser.parse_args())
+if ARGUMENTS:
+    cli.run_on_all_ranks(merge, ARGUMENTS)

@@ -106,6 +106,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
     Raises:
         ConfigError: a value is missing or wrong.
     """
+    if {"-h", "--help"} & {*arguments}:
+        _parser().parse_args(["--help"])
     if "-m" not in arguments[:-1]:
         raise ConfigError(
             f"there is no -m with a module after the options; add one such as -m"

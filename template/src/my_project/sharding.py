@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .config import Config, ConfigError
 from .devices import wants_sharding
 from .optim import check_parameters, set_zero_gradients
+from .process import world
 
 
 class RecipeModule(nn.Module):
@@ -168,6 +169,6 @@ def has_gradients_in_buckets(model: Any) -> bool:
     """
     ddp = strict_ddp(model)
     # alone in its world, DDP does not rebuild its buckets
-    if not (ddp and ddp.gradient_as_bucket_view and ddp.process_group.size() > 1):
+    if not (ddp and ddp.gradient_as_bucket_view and world()[0] > 1):
         return False
     return all(p.grad is not None for p in ddp.parameters() if p.requires_grad)

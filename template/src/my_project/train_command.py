@@ -1,7 +1,7 @@
 """Train: check everything, say what starts, run accelerate launch, end with one block.
 
     python -m my_project train configs/image_classification.yaml --optim.lr 3e-3
-    python -m my_project train configs/image_classification.yaml --where multi_gpu --num_processes 4
+    python -m my_project train configs/image_classification.yaml --where fsdp2
 
 Options of its own, before or between the settings:
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default all GPUs
@@ -120,6 +120,11 @@ def find_where(name: str) -> Path:
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path
     found = FOLDER / f"{name}.yaml"
+    if not FOLDER.is_dir():
+        raise ConfigError(
+            f"there is no folder {FOLDER}/ in {Path.cwd()}: run the command in the project's"
+            " folder, or give --where the path of an accelerate config."
+        )
     if not found.is_file():
         names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
         hint = did_you_mean(Path(name).stem, names) or f"; there are {', '.join(names) or 'none'}."

@@ -59,6 +59,19 @@ def test_a_command_runs(call, tmp_path: Path):
     assert done.stdout == "node 0 rank 0 | step 8 of 8\n.: finished all steps done\n"
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_no_torch(command):
+    if not HAS_CLUSTER and COMMANDS[command].startswith("cluster."):
+        pytest.skip("cluster/ was deleted")
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "my_project", command, "--help"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+    assert not re.findall(r"\| +(torch|accelerate|numpy)$", done.stderr, re.M)
+
+
 @pytest.mark.parametrize(
     ("typed", "remedy"), [("evalute", "did you mean evaluate?"), ("xyz", "use one of train, ")]
 )

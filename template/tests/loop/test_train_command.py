@@ -121,6 +121,12 @@ def test_a_where_that_cannot_be_is_refused(where, sentence):
         choose(Options(where=where), 16)
 
 
+def test_outside_of_a_project_the_remedy_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "configs")
+    with pytest.raises(ConfigError, match="run the command in the project's folder"):
+        choose(Options(), 16)
+
+
 def test_config_files_come_first_and_options_in_any_order():
     options = read_options(
         ["configs/tiny.yaml", "b.yaml", "--seed", "1", "--where=gpu", "--dry-run", "--optim.lr=2",

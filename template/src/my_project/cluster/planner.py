@@ -24,6 +24,34 @@ from typing import Any
 from ..cli import make_parser, run
 from ..command_line import parse
 from ..config import ConfigError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options; unknown ones are settings of the run."""
+    options = make_parser(__doc__)
+
+    def add(name: str, **more: Any) -> None:
+        options.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **more)
+
+    add("config", required=True, help="the config of the run; dotted settings may follow")
+    add("nodes", type=int, default=1)
+    add("gpus-per-node", type=int, default=8)
+    add("gpu-memory-gb", type=float, default=80.0)
+    add("reserved-gb", type=float, default=2.0, help="assumed for context, NCCL, fragmentation")
+    add("precision", choices=("no", "bf16", "fp16"), default="bf16")
+    add("samples-per-second", type=float, help="speed of one GPU, as a run on one reports it")
+    add("gpu-tflops", type=float, default=989.0, help="peak by the data sheet; an H100's in bf16")
+    add("mfu", type=float, default=0.4, help="MFU, if no speed is given")
+    add("measured", default="", help="file with measured bandwidths: runs/preflight.json")
+    add("in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
+    add("over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")
+    add("latency-us", type=float, default=20.0, help="latency of one message over the network")
+    add("json", action="store_true")
+    return options
+
+
+ARGUMENTS = parser().parse_known_args() if __name__ == "__main__" else None  # before torch
+
 from ..cost import Model, inspect_recipe
 
 GB = 1e9
@@ -481,29 +509,5 @@ def _duration(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options; unknown ones are settings of the run."""
-    options = make_parser(__doc__)
-
-    def add(name: str, **more: Any) -> None:
-        options.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **more)
-
-    add("config", required=True, help="the config of the run; dotted settings may follow")
-    add("nodes", type=int, default=1)
-    add("gpus-per-node", type=int, default=8)
-    add("gpu-memory-gb", type=float, default=80.0)
-    add("reserved-gb", type=float, default=2.0, help="assumed for context, NCCL, fragmentation")
-    add("precision", choices=("no", "bf16", "fp16"), default="bf16")
-    add("samples-per-second", type=float, help="speed of one GPU, as a run on one reports it")
-    add("gpu-tflops", type=float, default=989.0, help="peak by the data sheet; an H100's in bf16")
-    add("mfu", type=float, default=0.4, help="MFU, if no speed is given")
-    add("measured", default="", help="file with measured bandwidths: runs/preflight.json")
-    add("in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
-    add("over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")
-    add("latency-us", type=float, default=20.0, help="latency of one message over the network")
-    add("json", action="store_true")
-    return options
-
-
-if __name__ == "__main__":
-    run(main, *parser().parse_known_args())
+if ARGUMENTS:
+    run(main, *ARGUMENTS)
