@@ -250,13 +250,16 @@ def chosen_extras(answers: dict[str, Any]) -> str:
 
 def replace(text: str, words: dict[str, str]) -> str:
     """Replace whole words in one pass, so that no replacement is replaced again."""
-    pattern = "|".join(
-        # a hyphen is part of a name (my-project-2); a dot or a slash is not
-        (r"(?<![\w-])" if word[0].isalnum() else "")
-        + re.escape(word)
-        + (r"(?![\w-])" if word[-1].isalnum() else "")
-        for word in sorted(words, key=len, reverse=True)
-    )
+
+    def alone(word: str) -> str:
+        """Return a pattern of the word where it is not a part of a longer name."""
+        # my-project-2 is another name; runs/image_classification-seed=1 has the recipe's
+        part = r"\w" if "_" in word else r"[\w-]"
+        before = f"(?<!{part})" if word[0].isalnum() else ""
+        after = f"(?!{part})" if word[-1].isalnum() else ""
+        return before + re.escape(word) + after
+
+    pattern = "|".join(map(alone, sorted(words, key=len, reverse=True)))
     return re.sub(pattern, lambda found: words[found[0]], text)
 
 

@@ -400,7 +400,16 @@ def test_a_package_name_may_contain_the_templates(template: Path, desk: Desk, pa
 
 def test_words_are_replaced_whole_and_once():
     words = {"my_project": "my_project_2", "my-project": "The Author", "The Author": "my-project"}
-    for text in ("{}.train", "src/{}/train.py", "_build/{}", "'{}'", "`{}`,", "({})", "{}"):
+    for text in (
+        "{}.train",
+        "src/{}/train.py",
+        "_build/{}",
+        "'{}'",
+        "`{}`,",
+        "({})",
+        "{}",
+        "{}-seed=1",
+    ):
         replaced = POST_GEN.replace(text.format("my_project"), words)
         assert replaced == text.format("my_project_2")
     for other in ("my_project2", "my_projects", "not_my_project", "my-project-x", "x-my-project"):
