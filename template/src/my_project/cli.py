@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from .command_line import did_you_mean
 from .config import ConfigError
-from .failures import exit_with_error, folded, record_of, report
+from .failures import exit_with_error, folded, record_of, report_once
 from .process import LOGS, world, write_logs
 from .safety.redaction import MaskedFormatter
 
@@ -100,8 +100,8 @@ def run_on_all_ranks(
         print(f"interrupted {error}".strip(), file=sys.stderr)
         code = 130
     except (Exception, SystemExit) as error:  # a recipe's sys.exit(0) is no success
+        report_once(error)
         failure = record_of(error)
-        report(failure)
         traceback = "\n".join([*folded(failure["frames"]), failure["reason"]])
         world_size, rank = world()
         host = socket.gethostname()

@@ -167,6 +167,12 @@ def record(
     }
 
 
+def report_once(error: BaseException) -> None:
+    """Report an exception, unless the run has: it knows more, as the step and the likely cause."""
+    if not getattr(error, "is_reported", False):
+        report(record_of(error))
+
+
 def report(failure: dict[str, Any]) -> None:
     """Write an error file for launch.py, and one for torchrun, where these started this process."""
     if folder := os.environ.get(FOLDER):
@@ -194,7 +200,7 @@ def exit_with_error(error: ConfigError) -> NoReturn:
     it only if the launcher has not ended them within 5 s. Launchers return 1 for any exit code of
     their processes, so launch.py reads code and message from the error file.
     """
-    report(record_of(error))
+    report_once(error)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)
     print(mask(f"error: {error}"), file=sys.stderr, flush=True)

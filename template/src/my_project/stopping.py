@@ -207,6 +207,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
         yield
     except ConfigError as error:
         run.record_error(failures.record_of(error))
+        setattr(error, "is_reported", True)  # noqa: B010 - see failures.report_once
         run.fail(str(error))
         raise
     except torch.OutOfMemoryError as error:
@@ -241,6 +242,7 @@ def _record(run: Run, error: BaseException, cause: str = "") -> None:
     if cause == "not finite":  # where the loop noticed it says nothing
         failure["frames"] = []
     run.record_error(failure)
+    setattr(error, "is_reported", True)  # noqa: B010
     if lost and run.hosts:
         fail_with_cause(run, reason, REPORT_WAIT_SECONDS)
     else:

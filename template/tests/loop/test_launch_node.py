@@ -1,4 +1,4 @@
-"""launch.py: what it makes of the arguments, signals and outcomes; local.sh; logs.py."""
+"""launch.py: what it makes of the arguments, signals and outcomes; logs.py."""
 
 import json
 import os

@@ -214,7 +214,8 @@ class Outcome:
 
     def _print_failed(self) -> None:
         failure = self._first or {}
-        frames = failure.get("frames", [])
+        follows = failure.get("cause") in CONSEQUENCES  # where this rank noticed it says little
+        frames = [] if follows else failure.get("frames", [])
         lines = []
         if frames:
             lines += ["traceback, the innermost frame last:", *folded(frames)]
@@ -225,7 +226,7 @@ class Outcome:
         reason = failure.get("reason") or self._unexplained()
         pairs = [("error", reason)]
         status_reason = self.status.get("reason", "") if self.is_new else ""
-        if failure.get("cause", "") in ("", *CONSEQUENCES) and status_reason:
+        if (follows or not failure) and status_reason:
             pairs = [("error", status_reason)]
         if (at := own_frame(frames)) and failure.get("cause") != "setting":
             place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
