@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -45,8 +46,8 @@ class Child:
         if self.process is None:
             raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
         if is_first:
-            # print may be what was interrupted
-            os.write(1, f"\n{self.stop_signal}: {STOPPING}\n".encode())
+            with suppress(OSError):  # a closed terminal; print may be what was interrupted
+                os.write(1, f"\n{self.stop_signal}: {STOPPING}\n".encode())
             for process in self._signal_targets():
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         elif now - self.stop_signal_at > KILL_AFTER_SECONDS:

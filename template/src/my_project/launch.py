@@ -405,7 +405,8 @@ def start(
     if isinstance(about, int):
         return about
     if not (is_dry_run and about.kind == "finished"):
-        about.print()
+        with suppress(OSError):  # a closed terminal
+            about.print()
     return about.exit_code
 
 
