@@ -1,11 +1,14 @@
-"""The two commands of the README, and what keeps the repository in one piece."""
+"""The README's commands, code and pictures, and what keeps the repository in one piece."""
 
+import html
+import json
 import os
 import re
 import shlex
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +54,192 @@ def test_code_fits_the_width_of_a_page_and_links_lead_to_files(readme: str):
     for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
         is_there = ((REPOSITORY / readme).parent / target).exists()
         assert is_there or target.startswith("https://"), target
+
+
+# ---- the first screen of the README --------------------------------------------------------------
+def section(title: str) -> str:
+    return (REPOSITORY / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", text)
+
+
+def test_the_step_shown_is_that_of_train_py():
+    """Each line stands in train.py, in this order and indented alike; a comment marks a gap."""
+    (shown,) = blocks(section("What you get"), "python")
+    code = (REPOSITORY / "template/src/my_project/train.py").read_text().splitlines()
+    at = next(i for i, line in enumerate(code) if line.strip() == shown.splitlines()[0])
+    indent = len(code[at]) - len(code[at].lstrip())
+    may_skip = False
+    for line in shown.splitlines():
+        if line.strip() == "# ...":
+            may_skip = True
+            continue
+        wanted = " " * indent + line
+        assert wanted in code[at:], line
+        found = code.index(wanted, at)
+        assert found == at or may_skip, f"lines are missing before: {line}"
+        at, may_skip = found + 1, False
+
+
+def test_the_tree_shown_is_that_of_a_project():
+    (shown,) = (text for text in blocks(section("What you get"), "") if "my-project/" in text)
+    folders: list[str] = []
+    for line in shown.splitlines()[1:]:
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2 - 1
+        folders[depth:] = [name.rstrip("/")]
+        path = (REPOSITORY / "template").joinpath(*folders)
+        assert path.is_dir() if name.endswith("/") else path.is_file(), path
+
+
+def test_the_commands_to_start_name_files_and_options_that_exist(monkeypatch):
+    monkeypatch.chdir(REPOSITORY / "template")
+    monkeypatch.syspath_prepend(REPOSITORY / "template/src")
+    from my_project import launch, train_command
+
+    text = "".join(blocks(section("How to start"), "bash")).replace("\\\n", "")
+    commands = [shlex.split(line) for line in text.splitlines()]
+    assert [words[0] for words in commands] == ["python", "python", "sbatch", "accelerate"]
+    for words in commands:
+        for word in words:
+            assert not re.search(r"\.\w", word) or word[0].isdigit() or is_there(word), word
+    for words in commands[:2]:
+        assert words[:4] == ["python", "-m", "my_project", "train"]
+        options = train_command.read_options(words[4:])
+        assert options.settings == ("--config", "configs/image_classification.yaml")
+    assert options.num_processes == 8
+    _, started = launch.parse(commands[3][2:])
+    assert (started.nodes, started.world_size) == (2, 16)
+
+
+def is_there(word: str) -> bool:
+    return Path(word).is_file() or word == "my_project.train"
+
+
+def test_the_lines_that_the_readme_counts_are_that_many():
+    (counted,) = re.findall(r"`train.py` has (\d+) lines", section("Which one to choose"))
+    code = (REPOSITORY / "template/src/my_project/train.py").read_text().splitlines()
+    assert abs(int(counted) - len(code)) <= 10
+
+
+# ---- the pictures of the README ------------------------------------------------------------------
+PICTURES = REPOSITORY / "docs/pictures"
+AGAIN = "run docs/pictures/make.py again"
+
+
+def picture(name: str) -> list[str]:
+    """Return what stands in a picture, line by line."""
+    lines: dict[float, str] = {}
+    for y, text in re.findall(
+        r'<text class="\w+-r\d+" x="[\d.]+" y="([\d.]+)"[^>]*>([^<]*)</text>',
+        (PICTURES / f"{name}.svg").read_text(),
+    ):
+        lines[float(y)] = lines.get(float(y), "") + html.unescape(text).replace("\xa0", " ")
+    return "\n".join(line.rstrip() for _, line in sorted(lines.items())).rstrip("\n").splitlines()
+
+
+def test_the_pictures_are_small_load_nothing_and_name_no_machine():
+    names = re.findall(r"\]\(docs/pictures/(\w+\.svg)\)", (REPOSITORY / "README.md").read_text())
+    assert sorted(names) == sorted(path.name for path in PICTURES.glob("*.svg"))
+    assert len(names) == 3
+    for name in names:
+        text = (PICTURES / name).read_text()
+        assert len(text.encode()) <= 40_000
+        links = set(re.findall(r"https?://[^\s\"')]+", text))
+        assert links <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}, name
+        for loaded in ("@font-face", "@import", "href", "url(h", "<image", "<script"):
+            assert loaded not in text, (name, loaded)
+        shown = "\n".join(picture(Path(name).stem))
+        assert not re.search(r"(?<![\w.])/\w", shown), shown
+
+
+@pytest.mark.parametrize("name", ["finished", "failed", "stopped"])
+def test_the_block_in_a_picture_is_what_the_code_prints(name: str, tmp_path, monkeypatch, capsys):
+    """With the values in the picture, the code prints the block again."""
+    lines = picture(name)
+    shown = "\n".join(lines[next(i for i, line in enumerate(lines) if line[:4] == "--- ") :])
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("LAUNCH_LOGS", raising=False)
+    monkeypatch.syspath_prepend(REPOSITORY / "template/src")
+    monkeypatch.chdir(tmp_path)
+    from my_project import files
+    from my_project.records.outcome import Outcome
+
+    def find(pattern: str) -> list[str]:
+        match = re.search(pattern, shown, re.MULTILINE)
+        assert match, f"{pattern} is not in the picture:\n{shown}\n{AGAIN}"
+        return list(match.groups())
+
+    folder = Path("runs/image_classification")
+    given: dict[str, Any] = {"failures": [], "stop_signal": "", "code": 1}
+    status: dict[str, Any] = {"outcome": {"stopped": "preempted"}.get(name, name), "reason": ""}
+    saved, state = 0, {}
+    if name == "finished":
+        status["step"], status["steps"] = map(int, find(r"^  steps    (\d+) of (\d+)$"))
+        status["seconds"] = float(*find(r"^  time     (\d+) s in the last start$"))
+        best, best_step = find(r"^  best     validation/accuracy ([\d.]+) at step (\d+)$")
+        saved, state = status["step"], {"best": float(best), "best_step": int(best_step)}
+        results = [pair.rsplit(" ", 1) for pair in find(r"^  result   (.*)$")[0].split(", ")]
+        status["result"] = {metric: float(value) for metric, value in results}
+        (speed,) = find(r"^  speed    ([\d.]+) samples per second$")
+        status["result"]["samples per second"] = float(speed)
+        given["code"] = 0
+    elif name == "stopped":
+        step, steps = map(int, find(r"^--- stopped: saved at step (\d+) of (\d+) -+$"))
+        saved, given["stop_signal"] = step, "SIGINT"
+        status |= {"step": step, "steps": steps, "reason": "SIGINT"}
+    else:
+        title = r"^--- failed at step (\d+) of (\d+), rank (\d) on (\S+) -+$"
+        step, steps, rank, host = find(title)
+        (reason,) = find(r"^  error    (.*\n {11}.*)$")
+        failure = {"rank": int(rank), "host": host, "step": int(step), "cause": "exception"}
+        failure |= {"reason": " ".join(reason.split()), "exit_code": 1, "frames": frames(shown)}
+        given["failures"] = [failure, failure | {"rank": 1 - int(rank)}]
+        status["steps"] = int(steps)
+        saved = int(*find(r"continues from step (\d+):$"))
+    checkpoint = folder / f"checkpoints/step_{saved:08}"
+    checkpoint.mkdir(parents=True)
+    (folder / "config.yaml").write_text("evaluation: {best_metric: validation/accuracy}")
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").write_text(
+        files.manifest_text({"format": files.FORMAT, "step": saved, "files": {}})
+    )
+    Outcome(
+        folder=folder,
+        logs=folder / "logs",
+        status=status,
+        is_new=True,
+        is_first_node=True,
+        was_killed=False,
+        command=lines[0].removeprefix("$ "),
+        **given,
+    ).print()
+    assert "".join(capsys.readouterr()).strip("\n") == shown, AGAIN
+
+
+def frames(shown: str) -> list[dict[str, Any]]:
+    """Return the frames of a short traceback, with as many of a library as it has folded."""
+    found: list[dict[str, Any]] = []
+    for file, line, function, code, number, library in re.findall(
+        r"(?m)^  (?:(\S+), line (\d+), in (\w+)\n    (.*)|\.\.\. (\d+) frames? in (\w+))$", shown
+    ):
+        one = {"file": file, "line": int(line or 0), "function": function, "code": code}
+        found += [one | {"library": library or None}] * int(number or 1)
+    return found
+
+
+def test_what_else_is_in_the_pictures_stands_in_the_code():
+    code = "".join(path.read_text() for path in (REPOSITORY / "template/src").rglob("*.py"))
+    for name, sentences in {
+        "finished": ("checking the settings of ", ", which imports torch ...", "starting at step "),
+        "stopped": ("the run saves after this step and exits; again in 5 s to end it at once",),
+    }.items():
+        shown = "\n".join(picture(name))
+        for sentence in sentences:
+            assert sentence in shown, AGAIN
+            assert sentence in code, AGAIN
 
 
 def test_root_folders_are_linked_file_by_file():
