@@ -155,10 +155,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         raise ConfigError(f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}.")
     given_flags = " ".join(rest)
     sizes = sizes_for(where, nodes, world_size // nodes)
-    if "gpu_ids" in sizes and "--gpu_ids" not in given_flags:
+    is_other = sizes.get("gpu_ids") != where.get("gpu_ids")
+    if "gpu_ids" in sizes and is_other and "--gpu_ids" not in given_flags:
         flags.append(f"--gpu_ids={sizes['gpu_ids']}")
     if "parallelism_config_dp" not in given_flags:
         mesh = sizes.get("parallelism_config", {})
+        mesh = {} if mesh == where.get("parallelism_config") else mesh
         flags += [f"--{name}={size}" for name, size in mesh.items()]
     wants_preflight = own.preflight or preflight
     if (nodes > 1 or wants_preflight) and not _is_module(PREFLIGHT):
