@@ -134,7 +134,7 @@ def test_ssh_stops_all_nodes_however_it_ends_and_the_same_line_finishes_the_run(
         assert f"{line} host0:29500, precision no, run folder runs/tiny" in shown
     logs = run_folder(hosts) / "logs"
     for node in ("node_0", "node_1"):
-        assert len(list(logs.glob(f"{node}/*/attempt_0/[01]/stdout.log"))) == 6
+        assert len(list(logs.glob(f"{node}/*/rank_*.log"))) == 6
 
 
 def test_ssh_passes_any_text_on_and_ends_all_when_one_process_fails(hosts, ssh):

@@ -10,6 +10,7 @@ from two_hosts import TwoHosts
 
 PROJECT = Path(__file__).parents[1] / "template"
 CONFIG = """
+run_name: tiny
 recipe: {class_path: ragged.Ragged, init_args: {dtype: float64, dropout: 0.2, seconds: 0.05}}
 batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
 steps: 400

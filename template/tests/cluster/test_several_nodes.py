@@ -18,6 +18,7 @@ WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
 SECRET = "hf_QWERTYqwerty123"
 CONFIG = """
+run_name: tiny
 recipe: {class_path: ragged.Ragged}
 batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
 steps: 8

@@ -18,6 +18,7 @@ import pytest
 from documents import PROJECT
 
 CONFIG = """
+run_name: tiny
 recipe: {class_path: ragged.Ragged}
 batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
 steps: 8
