@@ -180,18 +180,18 @@ def ended(slurm, job: str, state: str) -> bool:
 
 
 def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, slurm):
-    slow = ("--recipe.init_args.seconds", "0.2")  # longer than a round of a minute
-    job = submit(slurm, "--steps", "220", *slow, limit="1", before_the_end="15")
-    wait_for(hosts, lambda: steps(hosts) >= 10)
+    slow = ("--recipe.seconds", "0.2")  # a start and 420 steps are longer than a round of 80 s
+    job = submit(slurm, "--steps", "420", *slow, limit="2", before_the_end="40")
+    wait_for(hosts, lambda: steps(hosts) >= 10, 120)
     slurm.call("scancel", "--signal=USR1", job)
     wait_for(hosts, lambda: "preempted; requeueing job" in slurm.output(job))
     assert status(hosts)["reason"].startswith("SIGUSR1")
-    wait_for(hosts, lambda: ended(slurm, job, "COMPLETED"), 300)
+    wait_for(hosts, lambda: ended(slurm, job, "COMPLETED"), 400)
     shown = slurm.output(job)
     assert shown.count("preempted; requeueing job") >= 2, "by scancel, and by the time limit"
     assert int(slurm.about(job)["Restarts"]) == shown.count("preempted; requeueing job")
     assert shown.count("node 0 of 2 (host0, veth0)") == shown.count("preempted; requeueing") + 1
-    assert_finished_with_the_right_weights(hosts, 220)
+    assert_finished_with_the_right_weights(hosts, 420)
 
 
 def test_slurm_ends_a_job_of_which_a_process_fails(hosts, slurm):
