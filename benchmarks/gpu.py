@@ -51,7 +51,9 @@ def table(report: Path) -> str:
 def main() -> int:
     """Run tests and benchmark; return 1 if one fails, 2 without a GPU."""
     argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
     import torch
 

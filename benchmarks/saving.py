@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> None:
     """Time saves in the foreground and in the background, after a first one of each."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parameters", type=int, default=100, help="in millions")
     parser.add_argument("--device", default="cpu")

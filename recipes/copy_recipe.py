@@ -469,7 +469,9 @@ def report(name: str, package: Package, changes: Changes, notes: Iterable[str]) 
 def main(arguments: list[str]) -> None:
     """Copy a recipe, or list all."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?")
     parser.add_argument("package", nargs="?", type=Path, help="the folder of your package")

@@ -543,7 +543,9 @@ def made_with() -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=("record", "compare"))
     parser.add_argument("folder", type=Path)
