@@ -1,10 +1,12 @@
 """The commands and the code in the documents, for tests that run them as they stand."""
 
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,17 @@ def train_as_typed(command: str, more: str = "") -> Any:
     config = parse([*read_options(words[4:]).settings, *more.split()])
     assert train(config) == 0, command
     return config
+
+
+def predict_as_typed(command: str) -> str:
+    """Run `python -m my_project predict ...` here, and return what it prints."""
+    from my_project import predict
+
+    words = shlex.split(command)
+    assert words[:4] == ["python", "-m", "my_project", "predict"], command
+    with redirect_stdout(io.StringIO()) as printed:
+        predict.main(predict.parse(words[4:]))
+    return printed.getvalue()
 
 
 def train_on_own_data(recipe: str, folder: Path) -> dict[str, Any]:

@@ -80,12 +80,15 @@ def export_best(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
         logger.error("%s/best: not written, the previous export is kept: %s", run.folder, error)
 
 
-def load(folder: Path, trusted: Iterable[str] = ()) -> tuple[Config, dict[str, Any], nn.Module]:
+def load(
+    folder: Path, trusted: Iterable[str] = (), given: Path | None = None
+) -> tuple[Config, dict[str, Any], nn.Module]:
     """Build the model of an export and load its weights, every key of them.
 
     Args:
         folder: the export.
         trusted: class paths that may be imported besides this project's own (safety/trust.py).
+        given: the folder as named on the command line.
 
     Raises:
         ConfigError: the folder is not an export, names a class that is not trusted, or its weights
@@ -96,7 +99,7 @@ def load(folder: Path, trusted: Iterable[str] = ()) -> tuple[Config, dict[str, A
             raise ConfigError(
                 f"{folder} has no {name}; give an export, such as runs/<name>/export."
             )
-    config = read_config(folder / "config.yaml", trusted)
+    config = read_config(folder / "config.yaml", trusted, given)
     try:
         data_info = json.loads((folder / "data_info.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

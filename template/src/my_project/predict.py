@@ -1,38 +1,44 @@
-"""Predict with an export, without accelerate or the training data.
+"""Predict with the weights of a run, or show its answers for samples of the validation set.
 
-python -m my_project.predict runs/image_classification/export digit.png
-python -m my_project.predict runs/image_classification/export --onnx
+python -m my_project predict runs/image_classification
+python -m my_project predict runs/image_classification --sample digit.png
+python -m my_project predict runs/image_classification digit.png
+python -m my_project predict runs/image_classification --onnx
 
-The second command writes model.onnx beside the weights. Code of an untrusted export is never run
+The first command answers for 16 validation samples, the second writes one of them as a file, and
+the third predicts from a file (some recipes: from a text). These need no accelerate, and only the
+first two read the validation data. The last one writes model.onnx beside the weights. A run folder
+means its best/, or its export/ if there is no best/. Code of an untrusted export is never run
 (safety/trust.py).
 """
 
 import sys
 
-from .safety.search_path import leave_out_weights
+from .safety.search_path import leave_out_weights, run_folder
 
 if __name__ == "__main__":
     leave_out_weights(sys.argv[1:])  # before any other import
 
 import argparse
 import os
+import shlex
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from .cli import make_parser, run
 from .config import Config, ConfigError
-from .export import load
-from .recipe import optional
+from .recipe import PARAMETERS, Recipe, optional
 from .safety.trust import add_trust
 
+NUM_SAMPLES = 16
 
-def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.Module) -> None:
+
+def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: Any) -> None:
     """Write the model's forward as ONNX, for any batch size."""
+    import torch
+
     example_of = optional(config.recipe, "example_inputs")
     if example_of is None:
         raise ConfigError("the recipe has no example_inputs(data_info), which --onnx needs.")
@@ -49,29 +55,177 @@ def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: nn.
         os.replace(written, path)
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Print the recipe's prediction, or write the ONNX file."""
-    folder = Path(arguments.folder)
-    config, data_info, model = load(folder, arguments.trust)
-    if arguments.onnx:
-        write_onnx(folder / "model.onnx", config, data_info, model)
-        print(folder / "model.onnx")
-        return
-    if arguments.argument is None:
-        raise ConfigError("no input is given; give one, such as an image file, or --onnx.")
-    predict = optional(config.recipe, "predict")
-    if predict is None:
+def weights_of(folder: Path) -> Path:
+    """Return the export that a path means: of a run folder best/ or, without one, export/."""
+    from .export import is_export
+
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; give a run folder, such as runs/<name>.")
+    for candidate in (folder, folder / "best", folder / "export"):
+        if is_export(candidate):
+            return candidate
+    if (folder / "checkpoints").is_dir():
         raise ConfigError(
-            f"{type(config.recipe).__name__} has no predict(model, data_info, argument); add it."
+            f"{folder} has checkpoints, but neither best/ nor export/, which predict needs: a run"
+            " writes export/ when it ends, and best/ if evaluation.best_metric is set."
         )
-    with torch.no_grad():
+    return folder  # load says what is missing there
+
+
+# ---- validation samples --------------------------------------------------------------------------
+def validation_samples(config: Config, count: int) -> tuple[dict[str, Any], Any]:
+    """Prepare the recipe's data and choose samples of its first validation set, evenly spaced.
+
+    Returns:
+        data_info, and a torch.utils.data.Subset of the validation set.
+    """
+    from torch.utils.data import Subset
+
+    from . import contract
+
+    contract.check_recipe(config)
+    data_info, reader = contract.prepare_data(config)
+    _, datasets = contract.build_datasets(reader, data_info)
+    if not datasets:
+        raise ConfigError(
+            "the recipe's build_datasets returns no validation set, so there are no samples to"
+            " answer for; give an input."
+        )
+    data = next(iter(datasets.values()))
+    count = min(count, len(data))
+    return data_info, Subset(data, [i * len(data) // count for i in range(count)])
+
+
+def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
+    """Print and write what the recipe answers for validation samples."""
+    import torch
+
+    from .contract import one_line_errors
+    from .export import config_beside, load
+
+    given = Path(arguments.folder)
+    config = config_beside(weights, arguments.trust, given)
+    recipe = config.recipe
+    show = needed(recipe, "predict_samples", ", or give an input")
+    _, exported, model = load(weights, arguments.trust, given)
+    data_info, samples = validation_samples(config, NUM_SAMPLES)
+    if data_info != exported:
+        print(
+            f"warning: the data is not that of the training: prepare_data returns something else"
+            f" than {weights}/data_info.json holds",
+            file=sys.stderr,
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        with torch.no_grad(), one_line_errors(recipe):
+            print_answer(show(model, exported, samples, Path(temporary)))
+        for path in sorted(Path(temporary).iterdir()):
+            print(place(path, Path(run_folder(str(weights)))))
+
+
+def needed(recipe: Recipe, method: str, other_remedy: str = "") -> Any:
+    """Return an optional method of the recipe; refuse a recipe without it."""
+    if found := optional(recipe, method):
+        return found
+    signature = f"{method}({', '.join(PARAMETERS[method])})"
+    raise ConfigError(f"{type(recipe).__name__} has no {signature}; add it{other_remedy}.")
+
+
+def print_answer(answer: Any) -> None:
+    """Print a text, or a table or another renderable of rich."""
+    if isinstance(answer, str):
+        print(answer)
+        return
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 100).print(answer)
+
+
+def place(file: Path, folder: Path) -> Path:
+    """Move a file into a folder or, if that is read-only, into a new temporary folder.
+
+    A link of that name, which may be a stranger's, is replaced and not followed.
+
+    Returns:
+        The new path.
+    """
+    if not os.access(folder, os.W_OK):
+        folder = Path(tempfile.mkdtemp(prefix="predictions-"))
+    path = folder / file.name
+    try:
+        with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
+            copy = Path(temporary, file.name)
+            copy.write_bytes(file.read_bytes())
+            os.replace(copy, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}.") from error
+    return path
+
+
+def write_sample(arguments: argparse.Namespace, weights: Path) -> None:
+    """Write a validation sample as a file that predict takes, and print the command for it."""
+    from .contract import one_line_errors
+    from .export import config_beside
+
+    path = Path(arguments.sample)
+    if os.path.lexists(path) or not path.parent.is_dir():
+        problem = "exists" if os.path.lexists(path) else "is in a folder that does not exist"
+        raise ConfigError(f"{path} {problem}; give the name of a new file.")
+    config = config_beside(weights, arguments.trust, Path(arguments.folder))
+    write = needed(config.recipe, "write_sample")
+    data_info, samples = validation_samples(config, 1)
+    with one_line_errors(config.recipe):
+        try:
+            print(f"{path}: {write(data_info, samples, path)}")
+        except OSError as error:
+            raise ConfigError(f"{path} was not written: {error}.") from error
+    trust = [word for name in arguments.trust for word in ("--trust", name)]
+    words = ["python", "-m", __package__, "predict", *trust, arguments.folder, path]
+    print(shlex.join(map(str, words)))
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def main(arguments: argparse.Namespace) -> None:
+    """Print the recipe's prediction, or write the ONNX file or a sample."""
+    import torch
+
+    from .contract import one_line_errors
+    from .export import load
+
+    given = Path(arguments.folder)
+    weights = weights_of(given)
+    if weights != given:
+        print(f"weights: {weights}", file=sys.stderr)  # standard output is for the answer alone
+    if arguments.sample:
+        write_sample(arguments, weights)
+        return
+    if arguments.argument is None and not arguments.onnx:
+        show_samples(arguments, weights)
+        return
+    config, data_info, model = load(weights, arguments.trust, given)
+    if arguments.onnx:
+        write_onnx(weights / "model.onnx", config, data_info, model)
+        print(weights / "model.onnx")
+        return
+    predict = needed(config.recipe, "predict")
+    with torch.no_grad(), one_line_errors(config.recipe):
         print(predict(model, data_info, arguments.argument))
 
 
-if __name__ == "__main__":
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Parse the words of the command line."""
     parser = make_parser(__doc__)
-    parser.add_argument("folder", help="runs/<name>/export or runs/<name>/best")
-    parser.add_argument("argument", nargs="?", help="the input of the recipe's predict")
+    parser.add_argument("folder", help="a run folder, or runs/<name>/best or runs/<name>/export")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "argument", nargs="?", help="the input, such as an image file; default: validation samples"
+    )
+    choice.add_argument(
+        "--sample", metavar="FILE", help="write a validation sample as an input into a new file"
+    )
+    choice.add_argument("--onnx", action="store_true", help="write model.onnx beside the weights")
     add_trust(parser)
-    parser.add_argument("--onnx", action="store_true", help="write model.onnx into the folder")
-    run(main, parser.parse_args())
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    run(main, parse())

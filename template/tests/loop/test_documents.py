@@ -15,6 +15,7 @@ from documents import (
     PROJECT,
     blocks,
     commands,
+    predict_as_typed,
     run_as_typed,
     text_of,
     train_as_typed,
@@ -130,6 +131,7 @@ def test_a_breakpoint_in_a_recipe_stops_a_run_of_one_process(project):
 
 # ---- your own recipe -----------------------------------------------------------------------------
 OWN = text_of("docs/your-own-recipe.md", "## A recipe in 40 lines")
+SHOWN = text_of("docs/your-own-recipe.md", "## What a run has learned")
 
 
 def write_flowers(folder: Path) -> None:
@@ -145,11 +147,13 @@ def write_flowers(folder: Path) -> None:
 
 def write_own(recipes: Path, configs: Path) -> None:
     (recipe,), (config,) = blocks(OWN, "python"), blocks(OWN, "yaml")
-    (recipes / "table.py").write_text(recipe)
+    first, _, methods = blocks(SHOWN, "python")[0].partition("\n")
+    assert first.startswith("class Table:")
+    (recipes / "table.py").write_text(f"{recipe}\n{methods}")  # the class is what comes last
     (configs / "table.yaml").write_text(config)
 
 
-def test_the_recipe_of_the_document_learns(tmp_path, monkeypatch):
+def test_the_recipe_of_the_document_learns_and_shows_it(tmp_path, monkeypatch):
     import my_project.recipes
 
     monkeypatch.chdir(tmp_path)
@@ -161,6 +165,14 @@ def test_the_recipe_of_the_document_learns(tmp_path, monkeypatch):
     monkeypatch.setattr(my_project.recipes, "__path__", where)
     config = train_as_typed(commands(OWN)[0])
     assert status(config)["result"]["validation/loss"] < 0.2, "by chance it were ln 2 = 0.7"
+    samples, write_sample, answer = (predict_as_typed(command) for command in commands(SHOWN))
+    lines = samples.splitlines()
+    assert len(lines) == 16
+    right = ("truth rose, answer rose", "truth lily, answer lily")
+    assert sum(line in right for line in lines) > 13
+    known = write_sample.splitlines()[0].removeprefix("flower.csv: ")
+    assert write_sample.splitlines()[1] == commands(SHOWN)[2]
+    assert f"truth {known}, answer {answer.strip()}" == lines[0]
     (recipe,) = blocks(OWN, "python")
     assert len([line for line in recipe.splitlines() if line]) <= 40
 

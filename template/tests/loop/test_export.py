@@ -2,8 +2,13 @@
 
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +16,8 @@ from ragged import Ragged
 from runs import change, make_config, train, weights
 from world import TESTS, run_world
 
-from my_project.config import Config
+from my_project import predict
+from my_project.config import Config, ConfigError
 
 
 def train_compiled(config: Config) -> int:
@@ -73,6 +79,132 @@ def test_predict_refuses_a_wrong_folder_and_weights_that_do_not_fit(tmp_path, ex
     assert wrong.returncode == 2
     assert "config.yaml" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+# ---- validation samples --------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Shown(Ragged):
+    """With answers for samples: their indices, and a file."""
+
+    def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
+        assert not model.training
+        assert not model(samples[0]["x"]).requires_grad
+        (folder / "predictions.txt").write_text("answers")
+        return " ".join(str(int(sample["index"])) for sample in samples)
+
+    def write_sample(self, data_info: Any, samples: Any, path: Path) -> str:
+        path.write_text("0.5")
+        return f"sample {int(samples[0]['index'])}"
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """A finished run with best/ and export/."""
+    settings = {"evaluation__best_metric": "validation/accuracy", "evaluation__every_steps": 1}
+    config = make_config(tmp_path_factory.mktemp("shown"), Shown(), steps=2, **settings)
+    assert train(config) == 0
+    return config.folder
+
+
+def run_here(*words: Any) -> None:
+    trusted = ("--trust", "test_export.Shown", "--trust", "ragged.Ragged")
+    predict.main(predict.parse([*trusted, *map(str, words)]))
+
+
+def test_a_run_answers_for_evenly_spaced_validation_samples(shown, capsys):
+    run_here(shown)
+    out, err = capsys.readouterr()
+    assert err == f"weights: {shown}/best\n"
+    answers, path = out.splitlines()
+    assert answers == " ".join(str(i * 23 // 16) for i in range(16))
+    assert path == f"{shown}/predictions.txt"
+    assert Path(path).read_text() == "answers"
+
+
+def test_files_replace_a_strangers_link_and_avoid_a_read_only_folder(
+    shown, tmp_path, monkeypatch, capsys
+):
+    """Also if the export was given alone, without the run."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    given = shutil.copytree(shown / "export", tmp_path / "given")
+    (tmp_path / "mine").write_text("kept")
+    (given / "predictions.txt").symlink_to(tmp_path / "mine")
+    run_here(given)
+    assert capsys.readouterr().out.splitlines()[-1] == f"{given}/predictions.txt"
+    assert (tmp_path / "mine").read_text() == "kept"
+    assert not (given / "predictions.txt").is_symlink()
+
+    (given / "predictions.txt").unlink()
+    before = sorted(given.iterdir())
+    really = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != given and really(path, mode))
+    run_here(given)
+    path = Path(capsys.readouterr().out.splitlines()[-1])
+    assert path.read_text() == "answers"
+    assert path.parent.parent == tmp_path
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert sorted(given.iterdir()) == before
+
+
+def test_a_run_means_its_best_weights_or_else_its_export(shown, tmp_path, capsys):
+    run = shutil.copytree(shown, tmp_path / "run")
+    for folder, name in ((run, "best"), (run, "export"), (run / "export", "")):
+        run_here(folder, "0.5")
+        out, err = capsys.readouterr()
+        assert err == (f"weights: {run}/{name}\n" if name else "")
+        assert float(out)
+        shutil.rmtree(run / "best", ignore_errors=True)
+    shutil.rmtree(run / "export")
+    with pytest.raises(ConfigError, match=r"has checkpoints, but neither best/ nor export/"):
+        run_here(run, "0.5")
+    with pytest.raises(ConfigError, match=r"nowhere is not a folder; give a run folder"):
+        run_here(tmp_path / "nowhere")
+
+
+def test_a_sample_is_written_once_and_never_over_a_file(shown, tmp_path, capsys):
+    file = tmp_path / "a sample.txt"
+    run_here(shown, "--sample", file)
+    known, command = capsys.readouterr().out.splitlines()
+    assert known == f"{file}: sample 0"
+    trusted = "--trust test_export.Shown --trust ragged.Ragged"
+    assert command == f"python -m my_project predict {trusted} {shown} '{file}'"
+    assert file.read_text() == "0.5"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for taken in (file, tmp_path, tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"exists; give the name of a new file"):
+            run_here(shown, "--sample", taken)
+    with pytest.raises(ConfigError, match=r"is in a folder that does not exist"):
+        run_here(shown, "--sample", tmp_path / "none/x")
+    with pytest.raises(SystemExit, match="2"):
+        run_here(shown, "0.5", "--sample", tmp_path / "other")
+
+
+def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, capsys):
+    export = shutil.copytree(shown / "export", tmp_path / "export")
+    (export / "data_info.json").write_text(json.dumps({"features": 6, "classes": ["other"]}))
+    run_here(export)
+    assert "warning: the data is not that of the training" in capsys.readouterr().err
+
+
+def test_a_recipe_without_the_method_or_without_validation_is_a_sentence(export, shown, tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"no predict_samples\(model, data_info, samples, folder\); add it, or give an input",
+    ):
+        run_here(export)
+    with pytest.raises(
+        ConfigError, match=r"Ragged has no write_sample\(data_info, samples, path\)"
+    ):
+        run_here(export, "--sample", tmp_path / "x")
+    given = shutil.copytree(shown / "export", tmp_path / "given")
+    config = (given / "config.yaml").read_text()
+    (given / "config.yaml").write_text(
+        config.replace("validation_samples: 23", "validation_samples: 0")
+    )
+    with pytest.raises(ConfigError, match=r"returns no validation set"):
+        run_here(given)
+    with pytest.raises(ConfigError, match=r"could not convert string to float: 'word'"):
+        run_here(given, "word")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 import yaml
 from ragged import Ragged
 from runs import make_config, train
@@ -261,6 +262,9 @@ def test_configs_beside_a_strangers_export_are_not_the_projects(tmp_path, monkey
     monkeypatch.chdir(given)
     with pytest.raises(ConfigError, match=r"add --trust test_trust\.Typed"):
         evaluate.main(argparse.Namespace(folder=".", trust=[], json=False))
+    for words in ([".", "input"], ["."], [".", "--sample", "file"]):
+        with pytest.raises(ConfigError, match=r"add --trust test_trust\.Typed"):
+            predict.main(predict.parse(words))
 
 
 def test_a_run_folder_is_known_by_its_config_alone(tmp_path):
@@ -277,11 +281,9 @@ def test_onnx_is_not_written_through_a_strangers_link(tmp_path, monkeypatch):
     link = tmp_path / "export/model.onnx"
     link.symlink_to(tmp_path / "mine")
     monkeypatch.setattr(predict, "find_spec", lambda _: True)
-    monkeypatch.setattr(
-        predict.torch.onnx, "export", lambda _, __, to, **___: Path(to).write_text("new")
-    )
+    monkeypatch.setattr("torch.onnx.export", lambda _, __, to, **___: Path(to).write_text("new"))
     monkeypatch.setattr(Ragged, "example_inputs", lambda *_: (), raising=False)
-    predict.write_onnx(link, make_config(tmp_path, Ragged(), steps=1), {}, predict.nn.Identity())
+    predict.write_onnx(link, make_config(tmp_path, Ragged(), steps=1), {}, torch.nn.Identity())
     assert (tmp_path / "mine").read_text() == "kept"
     assert link.read_text() == "new"
     assert not link.is_symlink()
