@@ -111,8 +111,17 @@ class CausalLM:
         folder = self._cache_folder()
         if not folder.exists():
             self._pack(folder)
-        PREPARED[self] = json.loads((folder / "data_info.json").read_text())
-        return PREPARED[self]
+        data_info = json.loads((folder / "data_info.json").read_text())
+        if self.validation_fraction and not data_info["validation"]["sequences"]:
+            held_out = data_info["validation"]["documents"]
+            raise ValueError(
+                f"validation_fraction {self.validation_fraction} holds out {held_out} of"
+                f" {held_out + data_info['train']['documents']} documents, which do not fill one"
+                f" sequence of {self.sequence_length + 1} tokens: raise it, or set it to 0 to train"
+                " without validation"
+            )
+        PREPARED[self] = data_info
+        return data_info
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Open the packed sequences, memory-mapped, or the stream of training sequences."""
@@ -334,9 +343,31 @@ class CausalLM:
         return self._generate_text(model, data_info, [data_info["eos_token_id"]], 60)
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
-        """Generate a continuation of the text given as argument."""
-        tokens = encoder(data_info)(argument) or [data_info["eos_token_id"]]
+        """Generate a continuation of the argument, a text or the path of a file with it."""
+        tokens = encoder(data_info)(text_of(argument)) or [data_info["eos_token_id"]]
         return self._generate_text(model, data_info, tokens, self.max_new_tokens)
+
+    def predict_samples(
+        self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
+    ) -> str:
+        """Return three prompts from the validation text, each with a continuation."""
+        parts = []
+        for i in range(0, len(samples), max(1, -(-len(samples) // 3))):
+            tokens = self._prompt(samples[i])
+            prompt = decode(data_info, tokens)
+            text = self._generate_text(model, data_info, tokens, self.max_new_tokens)
+            parts.append(f"--- prompt\n{prompt}\n--- continuation\n{text.removeprefix(prompt)}\n")
+        return "\n".join(parts)
+
+    def _prompt(self, sequence: Tensor) -> list[int]:
+        return sequence[: max(1, self.sequence_length // 2)].tolist()
+
+    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
+        """Write the first half of a sequence as a text file; return what follows."""
+        tokens = self._prompt(samples[0])
+        path.write_text(decode(data_info, tokens), encoding="utf-8")
+        following = decode(data_info, samples[0][len(tokens) :].tolist())
+        return f"a prompt; the text goes on with {following[:60]!r}"
 
     def _generate_text(
         self, model: nn.Module, data_info: dict[str, Any], prompt: list[int], max_new_tokens: int
@@ -350,9 +381,7 @@ class CausalLM:
             end=data_info["eos_token_id"],
             generator=torch.Generator().manual_seed(0),
         )
-        if not data_info["tokenizer"]:
-            return bytes(token for token in tokens if token < BYTE_EOS).decode(errors="replace")
-        return _tokenizer_of(data_info["tokenizer"]).decode(tokens)
+        return decode(data_info, tokens)
 
 
 def encoder(data_info: dict[str, Any]) -> Callable[[str], list[int]]:
@@ -361,6 +390,20 @@ def encoder(data_info: dict[str, Any]) -> Callable[[str], list[int]]:
         return lambda text: list(text.encode())
     tokenizer = _tokenizer_of(data_info["tokenizer"])
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def decode(data_info: dict[str, Any], tokens: list[int]) -> str:
+    """Return the text of tokens."""
+    if not data_info["tokenizer"]:
+        return bytes(token for token in tokens if token < BYTE_EOS).decode(errors="replace")
+    return _tokenizer_of(data_info["tokenizer"]).decode(tokens)
+
+
+def text_of(argument: str) -> str:
+    """Return the content of a file if the argument is the path of one, else the argument."""
+    if not os.path.isfile(argument):
+        return argument
+    return Path(argument).read_text(encoding="utf-8", errors="replace")
 
 
 @lru_cache

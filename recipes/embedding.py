@@ -3,6 +3,7 @@
 # dependencies = [
 #   "torch>=2.10",
 #   "torchmetrics>=1.7",
+#   "rich>=13",
 # ]
 # ///
 """Train text embeddings by contrastive learning, with in-batch negatives from all processes.
@@ -23,6 +24,7 @@ The default config, with its measured recall and time, is configs/embedding.yaml
 
 import ast
 import json
+import os
 import sysconfig
 import zlib
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ from torchmetrics import Metric
 
 Bag = tuple[Tensor, Tensor]  # n-gram ids of all texts, and the offset at which each text begins
 
+MAX_DOCUMENTS = 10_000  # among which predict_samples looks for the nearest
 TIE = 1e-6  # scores (-1 to 1) closer than this are equal; float32 rounding stays below it
 
 
@@ -131,17 +134,69 @@ class Embedding:
             metric.update(query.float(), document.float())
 
     def predict(self, model: Any, data_info: dict[str, Any], argument: str) -> str:
-        """Rank documents, one per line after the first, by their similarity to the first line."""
-        query, *documents = [line for line in argument.splitlines() if line.strip()]
+        """Rank documents, one per line after the first, by their similarity to the first line.
+
+        The argument is these lines, or the path of a file with them.
+        """
+        if os.path.isfile(argument):
+            argument = Path(argument).read_text(encoding="utf-8", errors="replace")
+        query, *documents = [line for line in argument.splitlines() if line.strip()] or [""]
         if not documents:
-            raise ValueError("give a query and the documents to rank, one per line")
-        bags = [ngrams(text, self.buckets, self.max_characters) for text in documents]
-        query_bag = _concatenate([ngrams(query, self.buckets, self.max_characters)])
-        scores = model.encode(_concatenate(bags), "document") @ (
-            model.encode(query_bag, "query").flatten()
-        )
+            raise ValueError(
+                "give a query and the documents to rank, one per line, or a file with them"
+            )
+        query_vector = self._encode(model, [query], "query").flatten()
+        scores = self._encode(model, documents, "document") @ query_vector
         order = scores.argsort(descending=True).tolist()
         return "\n".join(f"{scores[i]:.3f} {documents[i]}" for i in order)
+
+    def predict_samples(
+        self, model: Any, data_info: dict[str, Any], samples: Any, folder: Path
+    ) -> Any:
+        """Return a table of queries, each with the nearest of the validation documents."""
+        from rich.table import Table
+        from rich.text import Text
+
+        pairs = samples.dataset.pairs
+        own = sorted({*range(min(len(pairs), MAX_DOCUMENTS)), *samples.indices})
+        documents = torch.cat(
+            [
+                self._encode(model, [pairs[i][1] for i in own[k : k + 256]], "document")
+                for k in range(0, len(own), 256)
+            ]
+        )
+        table, num_right = Table("query", "nearest document", "similarity", "own document"), 0
+        for i in samples.indices:
+            scores = documents @ self._encode(model, [pairs[i][0]], "query").flatten()
+            nearest = int(scores.argmax())
+            rank = 1 + int((scores > scores[own.index(i)] + TIE).sum())
+            num_right += rank == 1
+            words = (pairs[i][0], pairs[own[nearest]][1])
+            table.add_row(
+                *(
+                    Text(" ".join(text.split()), overflow="ellipsis", no_wrap=True)
+                    for text in words
+                ),
+                f"{scores[nearest]:.2f}",
+                "nearest" if rank == 1 else f"rank {rank}",
+                style=None if rank == 1 else "red",
+            )
+        table.title = f"{num_right} of {len(samples)} queries are nearest to their own document"
+        table.caption = f"among {len(own)} documents"
+        return table
+
+    def _encode(self, model: Any, texts: list[str], side: str) -> Tensor:
+        bags = [ngrams(text, self.buckets, self.max_characters) for text in texts]
+        return model.encode(_concatenate(bags), side)
+
+    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
+        """Write a query and five documents, one per line, as a file; return the right one."""
+        pairs = samples.dataset.pairs
+        query, own = pairs[samples.indices[0]]
+        others = [document for _, document in pairs[:5] if document != own][:4]
+        lines = [" ".join(text.split()) for text in (query, *others, own)]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        return f"a query and {len(others) + 1} documents, of which the last is the query's own"
 
 
 # ---- collectives --------------------------------------------------------------------------------

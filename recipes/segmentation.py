@@ -5,6 +5,7 @@
 #   "torchvision>=0.25",
 #   "torchmetrics>=1.7",
 #   "scikit-learn>=1.6",
+#   "pillow>=10.1",
 # ]
 # ///
 """Semantic segmentation: assign a class to each pixel of images of any size.
@@ -24,6 +25,7 @@ Normalization: mini_unet uses GroupNorm, so training does not depend on the batc
 The default config, with its measured result and time, is configs/segmentation.yaml.
 """
 
+from colorsys import hsv_to_rgb
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,15 @@ from torch.nn import functional as F
 # B: images in a micro-batch, C: channels, H, W: height and width, K: classes
 
 IGNORE_INDEX = 255  # the label of pixels that loss and metrics ignore
+PALETTE = [  # the color of each class in masks and overlays; hues a golden ratio apart
+    (0, 0, 0),
+    *(
+        tuple(round(255 * part) for part in hsv_to_rgb(0.618 * k % 1, 0.55 + 0.45 * (k % 2), 1.0))
+        for k in range(1, IGNORE_INDEX)
+    ),
+    (255, 255, 255),  # pixels to ignore
+]
+GRAY = "#e8e8e8"  # around pictures, to show where they end
 SIZE_MULTIPLE = 8  # heights and widths are padded to it, since mini_unet halves them three times
 
 
@@ -146,26 +157,59 @@ class Segmentation:
             metric.update(predicted, labels)
 
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
-        """Write the predicted mask beside an image file; return each class's share of pixels."""
-        from torchvision.io import ImageReadMode, decode_image, write_png
+        """Write the predicted mask and an overlay beside an image file.
 
-        image = decode_image(argument, ImageReadMode.RGB).float() / 255
-        images, _ = self.collate([(image, torch.zeros(image.shape[1:], dtype=torch.int64))])
-        with torch.no_grad():
-            predicted = _logits(model(images)).argmax(1)[0, : image.shape[1], : image.shape[2]]
-        path = Path(argument).with_suffix(".mask.png")
-        path.unlink(missing_ok=True)  # never write through a link
-        write_png(predicted.to(torch.uint8)[None], str(path))
-        shares = (
-            torch.bincount(predicted.flatten(), minlength=len(data_info["classes"]))
-            / predicted.numel()
-        )
+        The mask's pixel values are the class numbers, and its palette their colors.
+
+        Returns:
+            The files, and the share of each class in the pixels.
+        """
+        classes, image = data_info["classes"], _read_image(argument).float() / 255
+        predicted = self._mask(model, image)
+        overlay = with_legend(_overlay(image, predicted), classes, {*predicted.unique().tolist()})
+        pictures = {"mask": _palette_image(predicted), "overlay": overlay}
+        paths = {kind: Path(argument).with_suffix(f".{kind}.png") for kind in pictures}
+        for kind, path in paths.items():
+            path.unlink(missing_ok=True)  # never write through a link
+            pictures[kind].save(path)
+        shares = torch.bincount(predicted.flatten(), minlength=len(classes)) / predicted.numel()
         parts = [
-            f"{data_info['classes'][k]} {shares[k]:.1%}"
+            f"{classes[k]} {shares[k]:.1%}"
             for k in shares.argsort(descending=True).tolist()
             if shares[k] > 0
         ]
-        return f"{path}: {', '.join(parts)}"
+        return f"{paths['mask']}, {paths['overlay']}: {', '.join(parts)}"
+
+    def _mask(self, model: nn.Module, image: Tensor) -> Tensor:
+        """Return the most likely class of each pixel of an image: (3, H, W) -> (H, W)."""
+        images, _ = self.collate([(image, torch.zeros(image.shape[1:], dtype=torch.int64))])
+        with torch.no_grad():
+            return _logits(model(images)).argmax(1)[0, : image.shape[1], : image.shape[2]]
+
+    def predict_samples(
+        self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
+    ) -> str:
+        """Write predictions.png: each picture with its true and its predicted mask laid over it."""
+        tiles, found, num_right, num_labeled = [], set(), 0, 0
+        for image, label in samples:
+            predicted = self._mask(model, image)
+            is_labeled = label != IGNORE_INDEX
+            right = int((predicted == label)[is_labeled].sum())
+            num_right, num_labeled = num_right + right, num_labeled + int(is_labeled.sum())
+            found |= {*label.unique().tolist(), *predicted.unique().tolist()}
+            caption = f"{right / max(1, int(is_labeled.sum())):.1%} of pixels right"
+            tiles.append((_overlay(image, label), _overlay(image, predicted), caption))
+        title = f"{num_right / max(1, num_labeled):.1%} of the pixels of {len(tiles)} samples right"
+        sheet = contact_sheet(title, tiles, data_info["classes"], found)
+        sheet.save(folder / "predictions.png")
+        return title
+
+    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
+        """Write a picture as a file; return the classes in it."""
+        image, label = samples[0]
+        _picture(image).save(path)
+        found = [k for k in label.unique().tolist() if k != IGNORE_INDEX]
+        return f"classes {', '.join(data_info['classes'][k] for k in found)}"
 
     def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return two images as example inputs for tracing."""
@@ -175,6 +219,113 @@ class Segmentation:
 def _logits(output: Any) -> Tensor:
     """Return the main logits; torchvision's models return a dict of outputs."""
     return output["out"] if isinstance(output, dict) else output
+
+
+# ---- pictures -----------------------------------------------------------------------------------
+def _read_image(path: str) -> Tensor:
+    """Return the pixels of an image file, uint8 (3, H, W)."""
+    from torchvision.io import ImageReadMode, decode_image
+
+    if not Path(path).is_file():
+        problem = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise ValueError(f"{path} {problem}; give an image file")
+    try:
+        return decode_image(path, ImageReadMode.RGB)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} is not an image that torchvision reads (PNG, JPEG, WebP, GIF): convert it"
+        ) from error
+
+
+def _picture(image: Tensor) -> Any:
+    """Return an image, (3, H, W) from 0 to 1, as an image of Pillow."""
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    return to_pil_image((image.clamp(0, 1) * 255).round().to(torch.uint8))
+
+
+def _palette_image(mask: Tensor) -> Any:
+    """Return a mask (H, W) as an image of Pillow that holds class numbers and their colors."""
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    image = to_pil_image(mask.to(torch.uint8)[None])
+    image.putpalette([part for color in PALETTE for part in color])  # now of mode P
+    return image
+
+
+def _overlay(image: Tensor, mask: Tensor) -> Any:
+    """Return an image (3, H, W) under the half transparent colors of a mask (H, W)."""
+    from PIL import Image
+
+    return Image.blend(_picture(image), _palette_image(mask).convert("RGB"), 0.5)
+
+
+def legend(classes: list[str], found: set[int], width: int) -> Any:
+    """Draw the colors and the names of the classes that were found, in lines of this width."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font, x, y, places = ImageFont.load_default(14), 0, 4, {}
+    for k in sorted(found - {IGNORE_INDEX}):
+        length = round(font.getlength(classes[k])) + 40
+        if x + length > width and x:
+            x, y = 0, y + 24
+        places[k] = x, y
+        x += length
+    image = Image.new("RGB", (width, y + 24), GRAY)
+    draw = ImageDraw.Draw(image)
+    for k, (x, y) in places.items():
+        draw.rectangle((x, y, x + 16, y + 16), PALETTE[k], "black")
+        draw.text((x + 22, y), classes[k], "black", font)
+    return image
+
+
+def with_legend(picture: Any, classes: list[str], found: set[int]) -> Any:
+    """Return a picture, enlarged if it is small, above the legend."""
+    from PIL import Image, ImageOps
+
+    picture = ImageOps.scale(picture, max(1, 256 // max(picture.size)), Image.Resampling.NEAREST)
+    below = legend(classes, found, max(picture.width, 256))
+    both = Image.new("RGB", (below.width, picture.height + below.height), GRAY)
+    both.paste(picture)
+    both.paste(below, (0, picture.height))
+    return both
+
+
+def contact_sheet(
+    title: str, tiles: list[tuple[Any, Any, str]], classes: list[str], found: set[int]
+) -> Any:
+    """Draw true and predicted overlays side by side, in rows of 4, below the legend.
+
+    Args:
+        title: the first line of the sheet.
+        tiles: the two overlays, images of Pillow, and a line.
+        classes: the names of all classes.
+        found: the classes in any of the masks, for the legend.
+
+    Returns:
+        An image of Pillow.
+    """
+    from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+    side, gap, line = 128, 20, 18  # pixels
+    width, height = 2 * side + 4 + gap, side + 2 * line + gap  # of a tile
+    colors = legend(classes, found, 4 * width - gap)
+    top = 3 * gap + colors.height
+    sheet = Image.new("RGB", (4 * width + gap, top + -(-len(tiles) // 4) * height), GRAY)
+    sheet.paste(colors, (gap, 2 * gap))
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
+    draw.text((gap, gap // 2), title, "black", font)
+    for k, (*pictures, caption) in enumerate(tiles):
+        left, y = gap + k % 4 * width, top + k // 4 * height
+        for x, picture, heading in zip(
+            (left, left + side + 4), pictures, ("truth", "answer"), strict=True
+        ):
+            is_small = max(picture.size) < side
+            method = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS
+            draw.text((x, y), heading, "black", font)
+            sheet.paste(ImageOps.pad(picture, (side, side), method, GRAY), (x, y + line))
+        draw.text((left, y + line + side + 2), caption, "black", font)
+    return sheet
 
 
 # ---- datasets -----------------------------------------------------------------------------------

@@ -292,14 +292,14 @@ def test_the_comment_at_the_head_of_a_config_launches_that_config(path: Path):
     assert max(map(len, head[0].splitlines())) <= 100
     card = re.sub(r"(?m)^# ?", "", head[0])
     commands = re.findall(r"(?m)^  ((?:.*\\\n)*.*)$", card)
-    launch, predict = (shlex.split(command.replace("\\\n", " ")) for command in commands)
+    launch, *predict = (shlex.split(command.replace("\\\n", " ")) for command in commands)
     accelerate_config = "accelerate_configs/cpu_2_processes.yaml"
     assert (REPOSITORY / accelerate_config).is_file()
     module = ["-m", "my_project.train", "--config", f"configs/{path.name}"]
     assert launch == ["accelerate", "launch", "--config_file", accelerate_config, *module]
-    assert predict[:4] == ["python", "-m", "my_project", "predict"]
-    assert predict[4] == f"runs/{path.stem}/export"
-    assert len(predict) == 6
+    words = ["python", "-m", "my_project", "predict", f"runs/{path.stem}"]
+    file = predict[-1][-1]
+    assert predict == [words, [*words, "--sample", file], [*words, file]]
     for label in ("Hardware and time: ", "Expected: "):
         assert f"\n{label}" in card
     assert re.search(r"measured\s+\d{4}-\d\d-\d\d", card)

@@ -115,11 +115,14 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
             f" than {weights}/data_info.json holds",
             file=sys.stderr,
         )
+    folder = Path(run_folder(str(weights)))
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())  # shorter to read
     with tempfile.TemporaryDirectory() as temporary:
         with torch.no_grad(), one_line_errors(recipe):
             print_answer(show(model, exported, samples, Path(temporary)))
         for path in sorted(Path(temporary).iterdir()):
-            print(place(path, Path(run_folder(str(weights)))))
+            print(place(path, folder))
 
 
 def needed(recipe: Recipe, method: str, other_remedy: str = "") -> Any:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from documents import PROJECT, train_on_own_data
+from documents import PROJECT, predict_as_typed, train_on_own_data
 from runs import change, make_config, records, train, weights
 from torch.nn import functional as F
 from world import run_world
@@ -165,6 +165,18 @@ def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path):
     assert train(change(stopped, steps=10)) == 0
     ours, theirs = weights(stopped.folder / "export"), weights(whole.folder / "export")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    command = f"python -m my_project predict {whole.folder}"
+    shown = predict_as_typed(command)
+    assert shown.count("--- prompt") == shown.count("--- continuation") == 3
+    file = tmp_path / "prompt.txt"
+    known, following = predict_as_typed(f"{command} --sample {file}").splitlines()
+    assert f"--- prompt\n{file.read_text()}\n--- continuation" in shown
+    assert known.startswith(f"{file}: a prompt; the text goes on with ")
+    assert following == f"{command} {file}"
+    answer = predict_as_typed(following)
+    assert answer.startswith(file.read_text())
+    assert answer.removeprefix(file.read_text()) in shown, "the same with a file and without"
 
 
 @pytest.mark.slow
@@ -327,6 +339,11 @@ def test_a_streamed_run_on_two_processes_and_a_resumed_one_learn_the_same(tmp_pa
         ({"tokenizer": "someone/not-here"}, "tokenizer someone/not-here is neither bytes nor"),
         ({"data": "someone/not-here"}, "data someone/not-here is neither python nor files, and"),
         ({"pattern": "*.none"}, r"\(0 documents for training\) does not fill one"),
+        (
+            {"validation_fraction": 1e-6},
+            r"validation_fraction 1e-06 holds out 0 of 12 documents, which do not fill one sequence"
+            " of 17 tokens: raise it, or set it to 0",
+        ),
     ],
 )
 def test_settings_and_data_that_cannot_be_trained_are_refused(

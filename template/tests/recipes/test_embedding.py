@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from documents import PROJECT, train_on_own_data
+from documents import PROJECT, predict_as_typed, train_on_own_data
 from runs import change, make_config, records, train, weights
 from torch.nn import functional as F
 from world import run_world
@@ -148,6 +148,22 @@ def test_it_learns_to_retrieve_resumes_exactly_and_predicts(tmp_path):
         model, data_info, "apple bridge\nkettle with a ladder\nbridge with a apple"
     )
     assert answer.splitlines()[0].endswith("bridge with a apple")
+
+    command = f"python -m my_project predict {config.folder}"
+    shown = predict_as_typed(command)
+    nearest = shown.count("│ nearest")
+    assert f"{nearest} of 16 queries are nearest to their own document" in shown
+    assert nearest + shown.count("│ rank") == 16
+    assert "among 23 documents" in shown
+    written = predict_as_typed(f"{command} --sample {tmp_path}/query.txt").splitlines()
+    query, *documents = (tmp_path / "query.txt").read_text().splitlines()
+    assert documents[-1] == "{1} with a {0}".format(*query.split())
+    assert len(documents) == 5
+    assert written[1] == f"{command} {tmp_path}/query.txt"
+    answer = settings.recipe.predict(model, data_info, "\n".join([query, *documents]))
+    assert predict_as_typed(written[1]) == f"{answer}\n"
+    with pytest.raises(ConfigError, match="give a query and the documents to rank, one per line"):
+        predict_as_typed(f"{command} {tmp_path}/none.txt")
 
 
 def test_ngrams_are_the_same_on_every_machine():

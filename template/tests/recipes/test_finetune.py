@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from documents import PROJECT, blocks, text_of, train_on_own_data
+from documents import PROJECT, blocks, predict_as_typed, text_of, train_on_own_data
 from runs import change, make_config, records, train, weights
 from world import run_world
 
@@ -227,6 +227,20 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
         assert kind.from_pretrained(exported).config.id2label == {0: "fruit", 1: "tool"}
     else:
         assert answer.startswith("an apple")
+
+    command = f"python -m my_project predict {config.folder}"
+    shown, file = predict_as_typed(command), tmp_path / "text.txt"
+    known, following = predict_as_typed(f"{command} --sample {file}").splitlines()
+    assert following == f"{command} {file}"
+    if task == "classification":
+        wrong = shown.count(" wrong ")
+        assert f"{8 - wrong} of 8 validation samples right" in shown
+        assert shown.count("│ an apple") == 1
+        assert (file.read_text(), known) == ("an apple", f"{file}: class fruit")
+    else:
+        assert shown.count("│ eat: ") + shown.count("│ use: ") == 3
+        assert (file.read_text(), known) == ("eat: ", f"{file}: a prompt, before 'an apple'")
+    assert predict_as_typed(following) == f"{recipe.predict(model, data_info, file.read_text())}\n"
 
 
 def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):

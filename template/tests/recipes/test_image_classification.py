@@ -1,5 +1,6 @@
 """The recipe image_classification: every kind of data, any model, and its card's accuracy."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from documents import PROJECT, blocks, run_as_typed, text_of, train_as_typed, train_on_own_data
+from documents import (
+    PROJECT,
+    blocks,
+    predict_as_typed,
+    run_as_typed,
+    text_of,
+    train_as_typed,
+    train_on_own_data,
+)
 from runs import change, make_config, records, train, weights
 from world import run_world
 
@@ -227,7 +236,8 @@ def test_your_own_images_are_read_as_the_document_says(tmp_path, monkeypatch):
         lines = []
         for number, path in enumerate(sorted((data / "leaves" / split).glob("*/*.png"))):
             (folder / f"{number}.png").write_bytes(path.read_bytes())
-            lines.append(json.dumps({"file_name": f"{number}.png", "label": number % 2}))
+            word = ["robin", "crow"][number % 2]
+            lines.append(json.dumps({"file_name": f"{number}.png", "label": word}))
         (folder / "metadata.jsonl").write_text("\n".join(lines))
 
     classes = {}
@@ -237,7 +247,45 @@ def test_your_own_images_are_read_as_the_document_says(tmp_path, monkeypatch):
         classes[name] = info["classes"]
     assert classes.keys() == {"leaves", "birds", "trees"}
     assert classes["leaves"] == classes["trees"] == ["bright", "dark"]
-    assert classes["birds"] == ["0", "1"]
+    assert classes["birds"] == ["crow", "robin"]
+
+
+@pytest.mark.parametrize(
+    ("train_labels", "validation_labels", "classes", "numbers"),
+    [
+        (["b", "a", "b"], ["b"], ["a", "b"], [1]),
+        ([2, 0], [0, 1], ["0", "1", "2"], [0, 1]),
+        (["a"], ["c"], "holds c, but that of the training data only a", []),
+        ([0, 1], [2], "holds 2, but that of the training data only 0, 1", []),
+        (["a", None], ["a"], "holds None; give each image a class, a word or a number", []),
+        ([0.5], [0.5], "holds 0.5; give each image a class", []),
+        ([-1], [0], "holds -1; give each image a class", []),
+    ],
+)
+def test_labels_are_words_or_numbers(tmp_path, train_labels, validation_labels, classes, numbers):
+    import datasets
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
+    for split, labels in {"train": train_labels, "validation": validation_labels}.items():
+        images = [str(tmp_path / "x.png")] * len(labels)
+        table = datasets.Dataset.from_dict({"image": images, "label": labels})
+        table.to_parquet(tmp_path / f"{split}.parquet")
+    recipe = ImageClassification(data="parquet", data_path=str(tmp_path))
+    if isinstance(classes, str):
+        with pytest.raises(ValueError, match=classes):
+            recipe.build_datasets(recipe.prepare_data())
+        return
+    data_info = recipe.prepare_data()
+    assert data_info["classes"] == classes
+    _, sets = recipe.build_datasets(data_info)
+    assert [label for _, label in sets["validation"]] == numbers
+    for setting in ("image_column", "label_column"):
+        wrong = dataclasses.replace(recipe, **{setting: "none"})
+        with pytest.raises(
+            ValueError, match=f"{setting} is none, but the data has only image, lab"
+        ):
+            wrong.prepare_data()
 
 
 @pytest.fixture
@@ -262,6 +310,31 @@ def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_pat
     config, info, model = export.load(tmp_path / "runs/image_classification/export")
     answer = config.recipe.predict(model, info, "picture.png")  # type: ignore[attr-defined]
     assert capsys.readouterr().out == f"{answer}\n"
+
+
+def test_the_commands_of_the_card_show_answers_and_classify_a_sample(exported, tmp_path):
+    from PIL import Image
+
+    _, *predict = commands_of(PROJECT / "configs/image_classification.yaml")
+    sheet, sample, answer = (predict_as_typed(command) for command in predict)
+    assert sample == f"digit.png: class 4\n{predict[2]}\n"
+    picture = Image.open("digit.png")
+    assert picture.tobytes() == Image.open("picture.png").convert("RGB").tobytes()
+    assert re.fullmatch(r"\d \(probability [01]\.\d{3}\)\n", answer)
+    title, path = sheet.splitlines()
+    assert path == "runs/image_classification/predictions.png"
+    num_right = int(re.fullmatch(r"(\d+) of 16 validation samples right", title)[1])  # type: ignore
+    drawn = Image.open(path).convert("RGB")
+    frames = [drawn.getpixel((20 + 164 * (k % 4) - 3, 60 + 218 * (k // 4))) for k in range(16)]
+    assert frames.count((192, 0, 0)) == 16 - num_right, "wrong answers have a red frame"
+    (tmp_path / "text.png").write_text("no image")
+    for name, problem in {
+        "runs": "runs is a folder; give an image file",
+        "no.png": "no.png does not exist; give an image file",
+        "text.png": "text.png is not an image that torchvision reads",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            predict_as_typed(f"python -m my_project predict runs/image_classification {name}")
 
 
 @pytest.mark.slow

@@ -5,13 +5,14 @@ import json
 
 import pytest
 import torch
-from documents import PROJECT, train_on_own_data
+from documents import PROJECT, predict_as_typed, train_on_own_data
 from runs import change, make_config, records, train, weights
 from world import run_world
 
 from my_project import export
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError
+from my_project.recipes import segmentation
 from my_project.recipes.segmentation import IGNORE_INDEX, Segmentation
 
 SMALL = Segmentation(scenes=28, width=4)
@@ -77,24 +78,73 @@ def test_loss_and_iou_are_the_same_on_one_and_two_processes(tmp_path):
     assert ious[0] == pytest.approx(ious[1], abs=1e-4)
 
 
-def test_it_resumes_exactly_and_segments_an_image(tmp_path):
-    from torchvision.io import decode_image, write_png
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The config of a finished run."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = config_of(folder, run_name="whole", steps=8, optim__schedule="constant")
+    assert train(config) == 0
+    return config
 
-    whole = config_of(tmp_path, run_name="whole", steps=8, optim__schedule="constant")
-    half = change(whole, run_name="half", steps=4)
-    assert train(whole) == 0
+
+def test_it_resumes_exactly(tmp_path, whole):
+    half = change(whole, run_name="half", runs_folder=str(tmp_path), steps=4)
     assert train(half) == 0
     assert train(change(half, steps=8)) == 0
     ours, theirs = weights(half.folder / "export"), weights(whole.folder / "export")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    settings, data_info, model = export.load(whole.folder / "export")
-    image, _ = SMALL.build_datasets({})[0][0]
-    write_png((image * 255).to(torch.uint8), str(tmp_path / "scene.png"))
-    (tmp_path / "scene.mask.png").symlink_to(tmp_path / "elsewhere")
-    answer = settings.recipe.predict(model, data_info, str(tmp_path / "scene.png"))
-    assert answer.startswith(f"{tmp_path}/scene.mask.png: ")
-    assert decode_image(str(tmp_path / "scene.mask.png")).shape[1:] == image.shape[1:]
+
+
+def test_a_mask_holds_the_classes_and_shows_their_colors(tmp_path, whole, monkeypatch):
+    from PIL import Image
+    from torchvision.io import ImageReadMode, decode_image
+
+    image, expected = SMALL.build_datasets({})[1]["validation"][0]
+    monkeypatch.setattr(Segmentation, "_mask", lambda *_: expected)
+    command = f"python -m my_project predict {whole.folder} {tmp_path}/scene.png"
+    written = predict_as_typed(command.replace(f"{tmp_path}", f"--sample {tmp_path}"))
+    assert written.startswith(f"{tmp_path}/scene.png: classes background, ")
+    assert written.splitlines()[1] == command
+    paths = [tmp_path / f"scene.{kind}.png" for kind in ("mask", "overlay")]
+    for path in paths:
+        path.symlink_to(tmp_path / "elsewhere")
+    answer = predict_as_typed(command)
+    assert answer.startswith(f"{paths[0]}, {paths[1]}: ")
     assert not (tmp_path / "elsewhere").exists(), "nothing is written through a link"
+
+    pixels = decode_image(str(tmp_path / "scene.png"), ImageReadMode.RGB)
+    torch.testing.assert_close(pixels / 255, image, rtol=0, atol=1 / 255)
+    assert torch.equal(decode_image(str(paths[0]), ImageReadMode.UNCHANGED)[0], expected)
+    with Image.open(paths[0]) as mask, Image.open(paths[1]) as overlay:
+        assert mask.mode == "P"
+        y, x = (expected > 0).nonzero()[0].tolist()
+        assert mask.convert("RGB").getpixel((x, y)) == segmentation.PALETTE[expected[y, x]]
+        scale = 256 // max(mask.size)
+        assert scale > 1
+        assert overlay.height > scale * mask.height, "enlarged, above the legend"
+        colors = {color for _, color in overlay.convert("RGB").getcolors(1 << 20) or []}
+        assert {segmentation.PALETTE[k] for k in expected.unique().tolist()} <= colors
+
+
+def test_samples_are_shown_beside_their_truth(whole):
+    from PIL import Image
+
+    text, path = predict_as_typed(f"python -m my_project predict {whole.folder}").splitlines()
+    _, data_info, model = export.load(whole.folder / "export")
+    data = SMALL.build_datasets({})[1]["validation"]
+    rights = torch.cat([(SMALL._mask(model, data[i][0]) == data[i][1]).flatten() for i in range(7)])
+    assert text == f"{int(rights.sum()) / len(rights):.1%} of the pixels of 7 samples right"
+    with Image.open(path) as sheet:
+        assert sheet.width == 4 * (2 * 128 + 4 + 20) + 20
+        colors = {color for _, color in sheet.getcolors(1 << 20) or []}
+    assert set(segmentation.PALETTE[: len(data_info["classes"])]) <= colors, "the legend"
+
+
+def test_pixels_to_ignore_are_neither_right_nor_wrong(tmp_path):
+    samples = [(torch.rand(3, 8, 16), torch.full((8, 16), IGNORE_INDEX))]
+    model = SMALL.build_model({"classes": ["a", "b"]})
+    text = SMALL.predict_samples(model, {"classes": ["a", "b"]}, samples, tmp_path)
+    assert text == "0.0% of the pixels of 1 samples right"
 
 
 def test_a_folder_of_images_and_a_torchvision_model(tmp_path):
