@@ -6,7 +6,7 @@
 #   "torchmetrics>=1.7",
 #   "datasets>=4.0",
 #   "scikit-learn>=1.6",
-#   "pillow>=10.1",
+#   "pillow>=10.1",  # ImageFont.load_default(size)
 # ]
 # ///
 """Image classification: a small ResNet, or any torchvision model, on any labeled images.

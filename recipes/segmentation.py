@@ -5,7 +5,7 @@
 #   "torchvision>=0.25",
 #   "torchmetrics>=1.7",
 #   "scikit-learn>=1.6",
-#   "pillow>=10.1",
+#   "pillow>=10.1",  # ImageFont.load_default(size)
 # ]
 # ///
 """Semantic segmentation: assign a class to each pixel of images of any size.

@@ -144,14 +144,23 @@ def test_it_learns_to_retrieve_resumes_exactly_and_predicts(tmp_path):
     assert last["validation/recall_at_1"] > 5 / 23, "chance is 1 / 23"
     assert last["validation/recall_at_10"] > 18 / 23
     settings, data_info, model = export.load(config.folder / "export")
-    answer = settings.recipe.predict(
+    recipe = settings.recipe
+    answer = recipe.predict(
         model, data_info, "apple bridge\nkettle with a ladder\nbridge with a apple"
     )
     assert answer.splitlines()[0].endswith("bridge with a apple")
 
     command = f"python -m my_project predict {config.folder}"
     shown = predict_as_typed(command)
-    nearest = shown.count("│ nearest")
+    pairs = recipe._pairs()[1]
+    queries, documents = (
+        recipe._encode(model, [pair[k] for pair in pairs], side)
+        for k, side in enumerate(("query", "document"))
+    )
+    chosen = [i * 23 // 16 for i in range(16)]
+    is_nearest = (queries @ documents.T).argmax(1)[chosen] == torch.tensor(chosen)
+    nearest = int(is_nearest.sum())
+    assert shown.count("│ nearest") == nearest > 0
     assert f"{nearest} of 16 queries are nearest to their own document" in shown
     assert nearest + shown.count("│ rank") == 16
     assert "among 23 documents" in shown
@@ -160,7 +169,7 @@ def test_it_learns_to_retrieve_resumes_exactly_and_predicts(tmp_path):
     assert documents[-1] == "{1} with a {0}".format(*query.split())
     assert len(documents) == 5
     assert written[1] == f"{command} {tmp_path}/query.txt"
-    answer = settings.recipe.predict(model, data_info, "\n".join([query, *documents]))
+    answer = recipe.predict(model, data_info, "\n".join([query, *documents]))
     assert predict_as_typed(written[1]) == f"{answer}\n"
     with pytest.raises(ConfigError, match="give a query and the documents to rank, one per line"):
         predict_as_typed(f"{command} {tmp_path}/none.txt")

@@ -1,5 +1,6 @@
 """The recipe finetune: the loss ignores padding; transformers and peft load the export."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -237,6 +238,14 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
         assert f"{8 - wrong} of 8 validation samples right" in shown
         assert shown.count("│ an apple") == 1
         assert (file.read_text(), known) == ("an apple", f"{file}: class fruit")
+        always_fruit = copy.deepcopy(model)
+        torch.nn.init.zeros_(always_fruit.classifier.weight)
+        always_fruit.classifier.bias.data = torch.tensor([9.0, 0.0])
+        data = recipe.build_datasets(data_info)[1]["validation"]
+        samples = torch.utils.data.Subset(data, range(8))
+        table = recipe.predict_samples(always_fruit, data_info, samples, tmp_path)
+        assert table.title == "4 of 8 validation samples right"
+        assert [row.style for row in table.rows] == [None] * 4 + ["red"] * 4
     else:
         assert shown.count("│ eat: ") + shown.count("│ use: ") == 3
         assert (file.read_text(), known) == ("eat: ", f"{file}: a prompt, before 'an apple'")
