@@ -93,6 +93,7 @@ TEMPLATE_FILES = (
     "src/my_project/predict.py",
     "src/my_project/process.py",
     "src/my_project/recipe.py",
+    "src/my_project/recipe_source.py",
     "src/my_project/recipes/__init__.py",
     "src/my_project/recipes/causal_lm.py",
     "src/my_project/recipes/embedding.py",

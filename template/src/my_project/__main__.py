@@ -7,7 +7,8 @@ import sys
 
 from .safety.search_path import leave_out_weights
 
-leave_out_weights(sys.argv[2:])  # before any other import
+if sys.argv[1:2] and sys.argv[1] in ("predict", "evaluate", "export"):
+    leave_out_weights(sys.argv[2:])  # before any other import
 
 from .cli import main
 

@@ -4,6 +4,7 @@ In the launcher's own process, since both import torch, which takes seconds.
 """
 
 import sys
+import traceback
 
 from .command_line import parse
 from .config import ConfigError
@@ -33,6 +34,8 @@ def main() -> None:
         check(int(sys.argv.pop(1)), sys.argv[1:])
     except ConfigError as error:
         exit_with_error(error)
+    except Exception:  # of the recipe's module, which may need a rank: the processes report it
+        traceback.print_exc()
     from accelerate.commands import launch
 
     sys.argv[0] = "accelerate launch"

@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
-STOPPING = "the run saves after this step and exits; again in 5 s to end it at once"
+STOPPING = "stopping; a run saves after its step; again in 5 s to end it at once"
 
 
 class Child:
@@ -32,6 +32,7 @@ class Child:
         self.process: subprocess.Popen | None = None
         self.stop_signal = ""  # the name of the first stop signal
         self.stop_signal_at: float | None = None  # time.monotonic()
+        self.stop_signal_time = float("inf")  # time.time(), as error files have it
         self.was_killed = False  # by a second stop signal
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
         for number in SIGNALS:
@@ -42,7 +43,8 @@ class Child:
         now = time.monotonic()
         is_first = self.stop_signal_at is None
         self.stop_signal_at = self.stop_signal_at or now
-        self.stop_signal = self.stop_signal or signal.Signals(number).name
+        if is_first:
+            self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
         if self.process is None:
             raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
         if is_first:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .command_line import did_you_mean
 from .config import ConfigError
 from .failures import exit_with_error, folded, record_of, report_once
 from .process import LOGS, world, write_logs
+from .recipe_source import did_you_mean
 from .safety.redaction import MaskedFormatter
 
 COMMANDS = {  # and their modules
@@ -79,6 +79,9 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
         raise SystemExit(main(*arguments) or 0)
     except ConfigError as error:
         exit_with_error(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def run_on_all_ranks(

@@ -8,30 +8,29 @@ and changes the training curve, so that a sweep has a folder for each value, whi
 another micro-batch continue the same run.
 """
 
-import ast
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from .config import Config, ConfigError, check_yaml, fixed_settings, read_yaml
-from .failures import exit_with_error
+from .failures import exit_with_error, exit_with_exception
 from .process import LAUNCHER
 from .recipe import problems_of
+from .recipe_source import check_recipe_exists, did_you_mean, fields_of
+from .safety.redaction import secrets_problem
 
-NAME_LENGTH = (
-    100  # characters of a run's name; file systems allow 255 bytes, less for temporary names
-)
+NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
 DURATIONS = ("steps", "epochs")
 FLAGS = ("-h", "--help", "--print_config", "--print_shtab")  # options without a value
 
@@ -42,12 +41,6 @@ class RecipeSettings:
 
     class_path: str = ""
     init_args: dict[str, Any] = field(default_factory=dict)
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for a similar name; "" if there is none."""
-    similar = get_close_matches(given, list(known), n=1)
-    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 # ---- what was typed ------------------------------------------------------------------------------
@@ -61,20 +54,51 @@ def normalized(arguments: Iterable[str]) -> list[str]:
     return words
 
 
-def split(arguments: Iterable[str]) -> tuple[list[Path], dict[str, str]]:
-    """Return the config files, and the other options by name; of a repeated one the last value."""
+@dataclass(frozen=True, kw_only=True)
+class Typed:
+    """A command line: config files first, then options in the order in which they were typed."""
+
+    files: tuple[Path, ...]
+    options: tuple[tuple[str, str], ...]  # names without --, and texts; a name may be repeated
+    flags: tuple[str, ...]
+
+    @property
+    def last(self) -> dict[str, str]:
+        """Return the options by name; of a repeated one the last."""
+        return dict(self.options)
+
+    def words(self, *, with_recipe: bool) -> list[str]:
+        """Return the arguments for jsonargparse."""
+        return [
+            *(f"--config={file}" for file in self.files),
+            *(
+                f"--{name}={text}"
+                for name, text in self.options
+                if with_recipe or name.partition(".")[0] != "recipe"
+            ),
+        ]
+
+
+def split(arguments: Iterable[str]) -> Typed:
+    """Read a command line.
+
+    Raises:
+        ConfigError: a word is not an option, or an option has no value.
+    """
     files: list[Path] = []
-    typed: dict[str, str] = {}
+    options: list[tuple[str, str]] = []
+    flags: list[str] = []
     words = normalized(arguments)
     while words:
         word = words.pop(0)
+        name, equals, value = word.partition("=")
         if not word.startswith("-"):
             raise ConfigError(
                 f"{word!r} is not an option; type settings as --optim.lr 3e-4, and a config file as"
                 " --config configs/<name>.yaml."
             )
-        name, equals, value = word.partition("=")
-        if name.partition("=")[0] in FLAGS:
+        if name in FLAGS:
+            flags.append(word)
             continue
         if not equals:
             if not words or words[0].startswith("--"):
@@ -83,8 +107,8 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], dict[str, str]]:
         if name == "--config":
             files.append(Path(value))
         else:
-            typed[name.removeprefix("--")] = value
-    return files, typed
+            options.append((name.removeprefix("--"), value))
+    return Typed(files=tuple(files), options=tuple(options), flags=tuple(flags))
 
 
 @cache
@@ -152,24 +176,29 @@ def one_duration(sources: list[dict[str, Any]]) -> list[str]:
 # ---- the recipe, not imported --------------------------------------------------------------------
 def recipe_settings(sources: list[dict[str, Any]], typed: dict[str, str]) -> RecipeSettings:
     """Return the recipe's class path and the values that files and options give its fields."""
-    class_path, init_args = "", {}
-    for settings in sources:
-        given = settings.get("recipe") or {}
-        given = {"class_path": given} if isinstance(given, str) else given
-        if not isinstance(given, dict):
-            raise ConfigError(f"recipe is {given!r}; give class_path and init_args.")
-        class_path = str(given.get("class_path", class_path))
-        fields = given.get("init_args") or {}
-        init_args |= fields if isinstance(fields, dict) else {}
+    given = [settings.get("recipe") for settings in sources]
+    if "recipe" in typed:
+        given.append(_value(typed["recipe"]))
+    class_path, init_args = "", dict[str, Any]()
+    for value in given:
+        if isinstance(value, str):
+            value = {"class_path": value}
+        if not isinstance(value, (dict, NoneType)):
+            raise ConfigError(f"recipe is {value!r}; give class_path and init_args.")
+        class_path = str((value or {}).get("class_path", class_path))
+        fields = (value or {}).get("init_args") or {}
+        if not isinstance(fields, dict):
+            raise ConfigError(f"recipe.init_args is {fields!r}; give the fields by name.")
+        init_args |= fields
     for name, text in typed.items():
-        if name in ("recipe", "recipe.class_path"):
+        if name == "recipe.class_path":
             class_path = text
+        elif name == "recipe.init_args":
+            fields = _value(text)
+            init_args |= fields if isinstance(fields, dict) else {}  # else parse refuses it
         elif name.startswith("recipe."):
             key = name.removeprefix("recipe.").removeprefix("init_args.")
-            if name == "recipe.init_args":
-                init_args |= _value(text) if isinstance(_value(text), dict) else {}
-            else:
-                init_args[key] = _value(text)
+            init_args[key] = _value(text)
     return RecipeSettings(class_path=class_path, init_args=init_args)
 
 
@@ -183,117 +212,6 @@ def _value(text: str) -> Any:
         return get_loader("yaml")(text)
     except yaml.YAMLError:
         return text
-
-
-def _source_of(module: str) -> Path | None:
-    """Return the file of a module; unlike importlib.util.find_spec, import no parent package.
-
-    Raises:
-        ModuleNotFoundError: there is no such module.
-    """
-    first, *rest = module.split(".")
-    try:
-        spec = find_spec(first)
-    except ValueError:  # __main__
-        return None
-    name = first
-    for part in rest:
-        locations = spec.submodule_search_locations if spec else None
-        if name in sys.modules:  # a package may extend its own path
-            locations = getattr(sys.modules[name], "__path__", locations)
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, [*locations]) if locations else None
-    if spec is None:
-        raise ModuleNotFoundError(name)
-    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-
-
-def _tree_of(class_path: str) -> ast.Module | None:
-    try:
-        path = _source_of(class_path.rpartition(".")[0])
-        return ast.parse(path.read_text(encoding="utf-8")) if path else None
-    except (ImportError, OSError, ValueError, SyntaxError):
-        return None  # importing it says what is wrong
-
-
-def check_recipe_exists(class_path: str) -> None:
-    """Refuse a class path whose module or class does not exist, without importing it."""
-    if not class_path:
-        raise ConfigError(
-            "no recipe is given: give a config file, --config configs/<name>.yaml, with recipe:"
-            " class_path: ..."
-        )
-    module, _, name = class_path.rpartition(".")
-    try:
-        _source_of(module)
-    except (ImportError, ValueError):
-        own = sorted((Path(__file__).parent / "recipes").glob("[!_]*.py"))
-        names = [f"{__package__}.recipes.{path.stem}" for path in own]
-        hint = did_you_mean(module, names) or "; the class path of a recipe is <module>.<class>."
-        raise ConfigError(
-            f"recipe {class_path}: there is no module {module or class_path}{hint}"
-        ) from None
-    if tree := _tree_of(class_path):
-        bound = {
-            alias.asname or alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.Import, ast.ImportFrom))
-            for alias in node.names
-        }
-        classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        if name not in bound | classes | assigned and "*" not in bound:
-            hint = (
-                did_you_mean(name, classes) or f"; it has {', '.join(sorted(classes)) or 'none'}."
-            )
-            raise ConfigError(f"recipe {class_path}: {module} has no class {name}{hint}")
-
-
-def literal_defaults(class_path: str) -> dict[str, Any]:
-    """Return the defaults of a recipe's fields that are literals, from its source."""
-    return _fields_of_recipe(class_path)[0]
-
-
-def _fields_of_recipe(class_path: str) -> tuple[dict[str, Any], set[str]]:
-    """Read the fields of a recipe from its source: literal defaults, and those that may change."""
-    defaults: dict[str, Any] = {}
-    may_change: set[str] = set()
-    tree = _tree_of(class_path)
-    constants: dict[str, Any] = {}
-
-    def literal(node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            return constants[node.id]
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            return literal(node.left) | literal(node.right)
-        return ast.literal_eval(node)
-
-    for node in tree.body if tree else []:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = getattr(node, "value", None)
-        if isinstance(targets[0], ast.Name) and isinstance(value, ast.expr):
-            constants |= _evaluated(targets[0].id, value, literal)
-        if not isinstance(node, ast.ClassDef) or node.name != class_path.rpartition(".")[2]:
-            continue
-        for line in node.body:
-            if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
-                continue
-            name, value = line.target.id, line.value
-            if isinstance(value, ast.Call):  # field(default=..., metadata=...)
-                given = {word.arg: word.value for word in value.keywords if word.arg}
-                metadata = _evaluated("metadata", given.get("metadata"), literal).get("metadata")
-                if isinstance(metadata, dict) and not metadata.get("changes_curve", True):
-                    may_change.add(name)
-                value = given.get("default")
-            defaults |= _evaluated(name, value, literal)
-    return defaults, may_change
-
-
-def _evaluated(name: str, node: ast.expr | None, literal: Any) -> dict[str, Any]:
-    try:
-        return {name: literal(node)} if node is not None else {}
-    except (ValueError, KeyError, TypeError):
-        return {}
 
 
 # ---- the name of a run ---------------------------------------------------------------------------
@@ -315,39 +233,46 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def name_of_run(files: list[Path], in_files: Config | None, config: Config) -> str:
+def name_of_run(typed: Typed, in_files: Config | None, config: Config) -> str:
     """Return the name of a run for which no run_name is given.
 
     Args:
-        files: the config files.
+        typed: the command line.
         in_files: the settings in the files alone; None if they are incomplete.
         config: all settings, with RecipeSettings as the recipe.
     """
     recipe = config.recipe
     assert isinstance(recipe, RecipeSettings)
-    defaults, may_change = _fields_of_recipe(recipe.class_path)
+    defaults, may_change = fields_of(recipe.class_path)
     before = {f"recipe.{name}": text_of(value) for name, value in _flat(defaults).items()}
+    settings = _curve(config)
+    every = [name.rpartition(".")[2] for name in before | settings]  # also those not typed
     if in_files:
         before |= {name: text_of(value) for name, value in _curve(in_files).items()}
-    changed = {
-        name: text
-        for name, value in _curve(config).items()
-        if name.removeprefix("recipe.").partition(".")[0] not in may_change
-        and before.get(name) != (text := text_of(value))
-    }
-    parts = ["+".join(file.stem for file in files) or "run"]
-    last = [name.rpartition(".")[2] for name in changed]
-    shown = {
-        key if last.count(key := name.rpartition(".")[2]) == 1 else name: text
-        for name, text in changed.items()
-    }
-    parts += [f"{key}={shown[key]}" for key in sorted(shown)]
-    whole = "-".join(parts)
+    names = [_name_in_curve(name) for name in typed.last]
+    shown = {}
+    for name, value in settings.items():
+        is_typed = any(
+            name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+            for other in names
+        )
+        is_fixed = name.removeprefix("recipe.").partition(".")[0] not in may_change
+        if is_typed and is_fixed and before.get(name) != text_of(value):
+            short = name.rpartition(".")[2]
+            shown[short if every.count(short) == 1 else name] = text_of(value)
+    parts = ["+".join(file.stem for file in typed.files) or "run"]
+    whole = "-".join(parts + [f"{key}={shown[key]}" for key in sorted(shown)])
     name = re.sub(r"[^\w.,+=-]", "_", whole)
     if len(name) > NAME_LENGTH:
         digits = hashlib.sha256(whole.encode()).hexdigest()[:8]
         name = f"{name[: NAME_LENGTH - 9]}-{digits}"
     return "run" if name in {"", ".", ".."} else name
+
+
+def _name_in_curve(name: str) -> str:
+    """Return the name of a typed option as _curve has it, without init_args."""
+    name = name.replace("recipe.init_args", "recipe", 1)
+    return "recipe" if name == "recipe.class_path" else name
 
 
 def _curve(config: Config) -> dict[str, Any]:
@@ -410,26 +335,24 @@ def check(arguments: list[str]) -> Config:
     Raises:
         ConfigError: a setting is unknown, missing or has a wrong value.
     """
-    files, typed = split(arguments)
-    for name in typed:
+    typed = split(arguments)
+    for name in typed.last:
         if name.partition(".")[0] != "recipe":
             _check_name(name)
-    in_files = [read_config(file) for file in files]
-    recipe = recipe_settings(in_files, typed)
+    in_files = [read_config(file) for file in typed.files]
+    recipe = recipe_settings(in_files, typed.last)
+    if refusal := secrets_problem(recipe.init_args):  # it would be in the name of the run
+        raise ConfigError(refusal)
     check_recipe_exists(recipe.class_path)
-    options = [f"--config={file}" for file in files]
+    unset = one_duration([*in_files, typed.last])
+    config = _checked([*typed.words(with_recipe=False), *unset], recipe)
+    if config.run_name != "run":
+        return config
+    files = [f"--config={file}" for file in typed.files]
     base = None
-    if not any("run_name" in settings for settings in (*in_files, typed)):
-        try:
-            in_files_only = recipe_settings(in_files, {})
-            base = _checked([*options, *one_duration(in_files)], in_files_only)
-        except ConfigError:
-            base = None  # incomplete, or wrong where something else is typed
-    words = [f"--{name}={text}" for name, text in typed.items() if name.split(".")[0] != "recipe"]
-    config = _checked([*options, *words, *one_duration([*in_files, typed])], recipe)
-    if config.run_name == "run":
-        return dataclasses.replace(config, run_name=name_of_run(files, base, config))
-    return config
+    with suppress(ConfigError):  # incomplete, or wrong where something else is typed
+        base = _checked([*files, *one_duration(in_files)], recipe_settings(in_files, {}))
+    return dataclasses.replace(config, run_name=name_of_run(typed, base, config))
 
 
 def _checked(words: list[str], recipe: RecipeSettings) -> Config:
@@ -478,13 +401,15 @@ def parse(
     if {"-h", "--help"} & {*arguments}:
         show_help(arguments, description, prog)
     checked = check(arguments)
-    files, typed = split(arguments)
-    unset = one_duration([*map(read_yaml, files), typed])
-    recipe = checked.recipe
+    typed, recipe = split(arguments), checked.recipe
     assert isinstance(recipe, RecipeSettings)
+    with suppress(ImportError):  # jsonargparse says which; any other exception is the recipe's own
+        importlib.import_module(recipe.class_path.rpartition(".")[0])
+    unset = one_duration([*map(read_yaml, typed.files), typed.last])
+    words = [*typed.words(with_recipe=True), *unset, *typed.flags]
     parser = _parser(description=description, prog=prog)
     try:
-        values = _values(parser, lambda: parser.parse_args([*normalized(arguments), *unset]))
+        values = _values(parser, lambda: parser.parse_args(words))
     except ConfigError as error:
         raise ConfigError(f"{error}{_similar_field(str(error), recipe.class_path)}") from error
     values["run_name"] = checked.run_name
@@ -494,21 +419,18 @@ def parse(
 def _similar_field(message: str, class_path: str) -> str:
     """Return a hint for an unknown field of the recipe, which has been imported."""
     found = re.search(r"[Oo]ption '([\w.]+)'", message)
-    if not found:
-        return ""
     module, _, name = class_path.rpartition(".")
     kind = getattr(sys.modules.get(module), name, None)
-    names = [f.name for f in dataclasses.fields(kind)] if kind else []
-    return did_you_mean(found[1], names)
+    if not found or not dataclasses.is_dataclass(kind):
+        return ""
+    return did_you_mean(found[1], [f.name for f in dataclasses.fields(kind)])
 
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
     """Print all settings, and with a config file those of its recipe; exit."""
-    import importlib
-
     kind: Any = _anything
-    files, typed = split([word for word in arguments if word not in ("-h", "--help")])
-    if class_path := recipe_settings([*map(read_config, files)], typed).class_path:
+    typed = split(word for word in arguments if word not in ("-h", "--help"))
+    if class_path := recipe_settings([*map(read_config, typed.files)], typed.last).class_path:
         check_recipe_exists(class_path)
         module, _, name = class_path.rpartition(".")
         kind = getattr(importlib.import_module(module), name)
@@ -528,7 +450,10 @@ def parse_command_line(description: str) -> Config:
         config = parse(sys.argv[1:], description)
     except ConfigError as error:
         exit_with_error(error)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    except Exception as error:  # of the recipe's module
+        exit_with_exception(error)
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by torchrun; requeued
+    restarted = any(os.environ.get(name, "0") not in ("", "0") for name in counts)
     # the run that was moved aside has been replaced: continue the new one
     if restarted and config.resume == "never":
         return dataclasses.replace(config, resume="auto")

@@ -11,6 +11,7 @@ An error file is JSON, in <run folder>/errors/ and, under launch.py, in its own 
                        lost contact: with another process;  stalled: no progress on this rank
                        waiting: no progress, since another rank did not answer
     exit_code          of the process
+    attempt            how often torchrun had restarted the processes
     frames             of the exception or of the main thread, the outermost first: file, line,
                        function, code, and library: the package it belongs to, or null
     details            the whole traceback, or the stacks of all threads
@@ -23,7 +24,6 @@ import os
 import re
 import socket
 import sys
-import sysconfig
 import time
 import traceback
 from contextlib import suppress
@@ -34,12 +34,9 @@ from .config import ConfigError
 from .files import write_atomically
 from .process import world
 from .safety.redaction import mask
+from .stack_traces import library_of
 
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which launch.py looks for error files
-LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
-)
-OWN_FOLDER = os.path.dirname(__file__)
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
 # As printed in the message of an exception that a loader worker passed on.
 FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
@@ -56,19 +53,6 @@ def frame(file: str, line: int, function: str, code: str = "") -> dict[str, Any]
         "code": code.strip(),
         "library": library_of(file),
     }
-
-
-def library_of(file: str) -> str | None:
-    """Return the name of the installed package that a file belongs to; None for a user's own."""
-    if file.startswith(OWN_FOLDER):
-        return None
-    if file.startswith("<"):
-        return "python"
-    for folder in sorted(LIBRARIES, key=len, reverse=True):
-        if file.startswith(folder + os.sep):
-            first = file.removeprefix(folder + os.sep).split(os.sep)[0]
-            return first if "packages" in folder else "python"
-    return None
 
 
 def frames_of(error: BaseException) -> list[dict[str, Any]]:
@@ -162,6 +146,7 @@ def record(
         "reason": mask(reason),
         "cause": cause,
         "exit_code": exit_code,
+        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         "frames": [one | {"code": mask(one["code"])} for one in frames],
         "details": mask(details),
     }
@@ -191,6 +176,14 @@ def report(failure: dict[str, Any]) -> None:
         with suppress(OSError):
             if not Path(file).exists():
                 write_atomically(Path(file), json.dumps(content))
+
+
+def exit_with_exception(error: Exception) -> NoReturn:
+    """Report an exception, print its traceback, and exit with 1."""
+    report_once(error)
+    failure = record_of(error)
+    print(*folded(failure["frames"]), failure["reason"], sep="\n", file=sys.stderr, flush=True)
+    raise SystemExit(1)
 
 
 def exit_with_error(error: ConfigError) -> NoReturn:

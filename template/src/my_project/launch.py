@@ -143,6 +143,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
 
     nodes = value("num_machines", 1)
     world_size = value("num_processes", 1)
+    if world_size > 1 and str(where.get("distributed_type", "NO")) in ("NO", "False"):
+        raise ConfigError(
+            f"--num_processes is {world_size}, but {path} starts one process (distributed_type NO);"
+            " use cpu_2_processes.yaml or multi_gpu.yaml."
+        )
     node_rank = value("machine_rank", 0)
     if nodes < 1:
         raise ConfigError(f"--num_machines is {nodes}, but must be at least 1.")
@@ -370,7 +375,7 @@ def start(
     launch: Launch,
     *,
     shown: str = "",
-    command: str = "the same command",
+    command: str = "",
     is_dry_run: bool = False,
 ) -> int:
     """Run this node's part of the run; return the exit code.
@@ -380,7 +385,7 @@ def start(
     Args:
         launch: the settings.
         shown: printed first; "" for a line about this node.
-        command: what continues the run.
+        command: what continues the run, as it is typed; "" where that is not known.
         is_dry_run: leave the block of a finished run to the caller.
     """
     refuse_secret_arguments(launch.arguments)
@@ -431,7 +436,7 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Out
     if status != before:
         token = read_json(folder / "run.json").get("launch", "")
         found = sorted([*found, *read_errors(folder, token)], key=lambda one: one["time"])
-    if code and not (folder / "config.yaml").exists() and any(map(is_setting, found)):
+    if code and status == before and any(map(is_setting, found)):
         shutil.rmtree(logs, ignore_errors=True)
         for path in made:  # a refused start leaves no folder
             with suppress(OSError):
@@ -444,6 +449,7 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Out
         is_first_node=launch.node_rank == 0,
         failures=found,
         stop_signal=child.stop_signal,
+        stop_signal_time=child.stop_signal_time,
         was_killed=child.was_killed,
         command=command,
         code=code,
@@ -451,8 +457,13 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Out
 
 
 def read_failures(errors: Path) -> list[dict[str, Any]]:
-    """Read the error files that processes of this node have left, the first failure first."""
-    return [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
+    """Read the error files that processes of this node have left, the first failure first.
+
+    Where torchrun has restarted the processes, those of the last attempt.
+    """
+    found = [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
+    last = max((one["attempt"] for one in found), default=0)
+    return [one for one in found if one["attempt"] == last]
 
 
 def is_setting(failure: dict[str, Any]) -> bool:

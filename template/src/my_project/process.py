@@ -6,6 +6,7 @@ without a launcher outlives its shell. Imports no torch, since a launcher may be
 processes import.
 """
 
+import io
 import os
 import select
 import signal
@@ -57,7 +58,8 @@ def write_logs(*, is_run: bool) -> None:
     Args:
         is_run: the terminal gets only what rank 0 prints; what it writes to stderr, such as the
             warnings of libraries, and what other ranks write goes to their files. Otherwise the
-            terminal gets all of it too.
+            terminal gets all of it too. What C code of rank 0 writes to stdout (NCCL_DEBUG) is on
+            the terminal only.
     """
     folder = os.environ.get(LOGS)
     if not folder or isinstance(sys.stdout, CopiedStream):
@@ -78,6 +80,8 @@ def write_logs(*, is_run: bool) -> None:
     else:
         sys.stdout.flush()
         os.dup2(file.fileno(), 1)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # os._exit flushes nothing
+            sys.stdout.reconfigure(line_buffering=True)
 
 
 POLL_SECONDS = 1.0

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ WAITING_FILES = (
 )
 LIBRARIES = ("<", os.path.dirname(os.__file__))
 PACKAGE_FOLDER = os.path.dirname(__file__)
+INSTALLED = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 
 
 def current_line(frame: FrameType | None) -> tuple[str, bool]:
@@ -31,7 +33,7 @@ def current_line(frame: FrameType | None) -> tuple[str, bool]:
     """
     innermost = frame
     own = frame
-    while own and _is_library(own.f_code.co_filename):
+    while own and library_of(own.f_code.co_filename):
         own = own.f_back
     if not (frame and innermost):
         return "an unknown place", False
@@ -43,9 +45,13 @@ def current_line(frame: FrameType | None) -> tuple[str, bool]:
     return f"{at.f_code.co_name} ({at.f_code.co_filename}, line {at.f_lineno})", waits
 
 
-def _is_library(file: str) -> bool:
-    is_library = "site-packages" in file or file.startswith(LIBRARIES)
-    return is_library and not file.startswith(PACKAGE_FOLDER)
+def library_of(file: str) -> str | None:
+    """Return the name of the installed package that a file belongs to; None for a user's own."""
+    if file.startswith(PACKAGE_FOLDER):
+        return None
+    if found := INSTALLED.search(file):
+        return found[1]
+    return "python" if file.startswith(LIBRARIES) else None
 
 
 def is_in_debugger() -> bool:

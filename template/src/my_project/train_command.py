@@ -28,14 +28,14 @@ from . import cli, launch
 from .command_line import (
     RecipeSettings,
     check,
-    did_you_mean,
-    literal_defaults,
+    parse,
     show_help,
     text_of,
 )
 from .config import Config, ConfigError, fixed_settings, read_yaml
 from .files import read_json, step_of, writing
 from .loading.layout import batch_layout
+from .recipe_source import did_you_mean, literal_defaults
 from .records import outcome
 from .run_folder import read_status
 from .safety.redaction import mask_command
@@ -70,7 +70,11 @@ def read_options(arguments: list[str]) -> Options:
         word = words.pop(0)
         name, equals, value = word.partition("=")
         if name in ("--preflight", "--dry-run", "--dry_run"):
+            if equals:
+                raise ConfigError(f"{name} takes no value; leave it out to switch it off.")
             given[name[2:].replace("-", "_")] = True
+        elif not word.startswith("-") and word.endswith((".yaml", ".yml")):
+            settings += ["--config", word]
         elif name in ("--where", "--num_processes", "--num-processes"):
             if not equals and not words:
                 raise ConfigError(f"{name} has no value; give one.")
@@ -223,8 +227,9 @@ def is_finished(config: Config) -> bool:
         now = config.recipe
         fields = literal_defaults(now.class_path) | now.init_args
         before = {name: text_of(value) for name, value in recipe["init_args"].items()}
+        unknown = before.keys() - fields.keys()  # with defaults that are no literals
         changed = [name for name in fields if before.get(name) != text_of(fields[name])]
-        return same and recipe["class_path"] == now.class_path and not changed
+        return same and recipe["class_path"] == now.class_path and not (unknown or changed)
     except (ConfigError, KeyError, TypeError):
         return False
 
@@ -245,14 +250,15 @@ def _look_up(settings: Any, name: str) -> Any:
 
 
 # ---- a dry run -----------------------------------------------------------------------------------
-def dry_run(config: Config, flags: list[str], settings: tuple[str, ...]) -> int:
+def dry_run(config: Config, flags: list[str], settings: tuple[str, ...], command: str) -> int:
     """Train two steps in a temporary folder, and say what the whole run will take."""
     runs = Path(config.runs_folder)
     is_there = runs.exists()
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".dry_run_", dir=runs)
-    with folder as name:
+    name = folder.name
+    try:
         _, started = launch.parse(
             [
                 *(*flags, "-m", launch.TRAIN, *settings),
@@ -261,13 +267,16 @@ def dry_run(config: Config, flags: list[str], settings: tuple[str, ...]) -> int:
                 *("--evaluation.sanity_check=false", "--evaluation.every_steps=null"),
             ]
         )
-        code = launch.start(started, shown=describe(started, "a dry run"), is_dry_run=True)
+        shown = describe(started, "a dry run")
+        code = launch.start(started, shown=shown, command=command, is_dry_run=True)
         if code == 0:
             assert started.config is not None
             print_estimate(config, started.config.folder)
-    if not is_there:
-        with suppress(OSError):
-            runs.rmdir()
+    finally:
+        folder.cleanup()
+        if not is_there:
+            with suppress(OSError):
+                runs.rmdir()
     return code
 
 
@@ -302,8 +311,12 @@ def print_estimate(config: Config, folder: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Check, say what starts, and launch; return the exit code."""
     options = read_options(arguments)
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as the processes that are started find it
     if {"-h", "--help"} & {*options.settings}:
         show_help(list(options.settings), __doc__ or "", f"python -m {__package__} train")
+    if "--print_config" in options.settings:
+        parse(list(options.settings))  # prints it and exits
     config = check(list(options.settings))
     path, processes, reason = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
@@ -312,9 +325,14 @@ def main(arguments: list[str]) -> int:
         flags += ["--num_processes", str(processes)]
     if options.preflight:
         flags.append("--preflight")
+    words = [*mask_command(arguments)]
+    while "--resume" in words and words[words.index("--resume") :][1:2] == ["never"]:
+        at = words.index("--resume")
+        del words[at : at + 2]  # it would begin anew
+    words = [word for word in words if word != "--resume=never"]
+    command = f"python -m {__package__} train {shlex.join(words)}"
     if options.dry_run:
-        return dry_run(config, flags, options.settings)
-    command = f"python -m {__package__} train {shlex.join(mask_command(arguments))}"
+        return dry_run(config, flags, options.settings, command)
     if is_finished(config):
         outcome.print_finished(config.folder, read_status(config.folder))
         return 0

@@ -55,7 +55,7 @@ def test_a_preflight_that_fails_ends_it_with_the_exit_code_of_a_wrong_setting(
 ):
     class Refuses:
         def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.stop_signal, self.stop_signal_at = torchrun, "", None
+            self.torchrun, self.stop_signal_at = torchrun, None
 
         def run(self, command: list[str], log: Path | None = None) -> int:
             assert "my_project.cluster.preflight" in command

@@ -1,5 +1,6 @@
 """Reading settings, and the names of runs: before the recipe, and so torch, is imported."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,41 @@ def test_a_name_is_found_before_the_recipe_is_imported():
     assert done.stdout == "first-width=9 False False\n"
 
 
+def test_a_recipe_may_be_typed_as_a_whole():
+    for whole in ("sweep.Sweep", "{class_path: sweep.Sweep, init_args: {width: 7}}"):
+        config = parse(["--config", "first.yaml", "--recipe", whole])
+        width = 8 if whole == "sweep.Sweep" else 7
+        assert dataclasses.asdict(config.recipe)["width"] == width
+        assert config.run_name == ("first" if width == 8 else "first-width=7")
+
+
+def test_options_before_the_file_win_over_it_too():
+    config = parse(["--optim.lr", "0.5", "--config", "first.yaml"])
+    assert (config.optim.lr, config.run_name) == (0.5, "first-lr=0.5")
+
+
+def test_a_file_that_is_not_complete_names_the_run_after_what_is_typed_only():
+    Path("part.yaml").write_text("recipe: {class_path: sweep.Sweep}\noptim: {lr: 0.5}\n")
+    typed = ("--batches.global_batch_size", "4", "--steps", "2", "--seed", "3")
+    assert check(["--config", "part.yaml", *typed]).run_name == "part-global_batch_size=4-seed=3"
+
+
+def test_fields_that_are_inherited_are_known_too():
+    Path("child.py").write_text(
+        "from sweep import Sweep\n\nclass Child(Sweep):\n    depth: int = 3\n    lr: float = 1.0\n"
+    )
+    own = ("--recipe.class_path", "child.Child", "--recipe.data_path", "/moved")
+    same = ("--recipe.rate", "0.5", "--recipe.depth", "3")
+    assert name(*own, *same) == "first-recipe=child.Child"
+    both = name(*own, "--optim.lr", "0.5", "--recipe.rate", "0.25")
+    assert both == "first-optim.lr=0.5-rate=0.25-recipe=child.Child", "the recipe has an lr as well"
+
+
+def test_a_secret_does_not_reach_the_name():
+    with pytest.raises(ConfigError, match="hub_token holds a secret"):
+        name("--recipe.init_args", '{"hub_token": "hf_QWERTYqwerty123"}')
+
+
 # ---- what is typed -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("typed", "steps", "epochs"),
@@ -180,7 +216,7 @@ def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
 
 def test_hyphens_in_the_names_of_options_are_underscores():
     assert parse(["--config", "first.yaml", "--run-name", "a-b", "--tf32=false"]).run_name == "a-b"
-    assert split(["--a-b.c-d=e-f"]) == ([], {"a_b.c_d": "e-f"})
+    assert split(["--a-b.c-d=e-f"]).options == (("a_b.c_d", "e-f"),)
 
 
 def test_help_lists_the_fields_of_the_recipe_where_a_config_is_given():

@@ -96,6 +96,7 @@ def test_the_exit_code_is_the_runs_outcome(status, before, code, wanted, tmp_pat
         is_first_node=True,
         failures=[setting_error] if code == 2 else [],
         stop_signal="",
+        stop_signal_time=float("inf"),
         was_killed=False,
         command="",
         code=1 if code == 2 else code,
@@ -138,6 +139,7 @@ class FakeChild:
         self.torchrun = torchrun
         self.stop_signal = ""
         self.stop_signal_at: float | None = None
+        self.stop_signal_time = float("inf")
         self.was_killed = False
 
 
@@ -238,6 +240,59 @@ def test_only_a_run_that_says_so_has_ended_well(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Child", Says)
     assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN]) == wanted
+
+
+def about(folder: Path, **known) -> Outcome:
+    """How a run of node 0 ended that failed with exit code 1, unless something else is known."""
+    defaults = {
+        "folder": folder, "logs": folder / "logs", "status": {"outcome": "failed", "reason": "x"},
+        "is_new": True, "is_first_node": True, "failures": [], "stop_signal": "",
+        "stop_signal_time": float("inf"), "was_killed": False, "command": "", "code": 1,
+    }  # fmt: skip
+    return Outcome(**defaults | known)
+
+
+def failure(reason: str, at: float = 0.0, **known) -> dict:
+    record = failures.record_of(RuntimeError(reason))
+    return record | {"time": at, "frames": []} | known
+
+
+def test_a_signal_after_a_failure_does_not_hide_it(tmp_path):
+    """As when srun ends the other nodes."""
+    status = {"outcome": "failed", "reason": "x", "unexplained": "lost"}
+    known = {"status": status, "stop_signal": "SIGTERM", "failures": [failure("it failed", 5.0)]}
+    assert about(tmp_path, **known, stop_signal_time=9.0).exit_code == 1
+    assert about(tmp_path, **known, stop_signal_time=2.0).exit_code == 75
+
+
+def test_another_node_shows_its_own_failure_in_one_line(tmp_path, capsys):
+    here = failure("no such package", host="gpu-b")
+    about(tmp_path, is_first_node=False, is_new=False, failures=[here]).print()
+    shown = capsys.readouterr().out
+    assert "failed: RuntimeError: no such package" in shown
+    assert str(tmp_path / "logs") in shown
+
+
+def test_the_block_names_the_first_cause_and_no_command_where_none_is_known(tmp_path, capsys):
+    lost = failure("connection closed", 1.0, cause="lost contact", rank=0)
+    bug = failure("a bug", 2.0, rank=1)
+    about(tmp_path, failures=[lost, bug]).print()
+    shown = capsys.readouterr().err
+    assert "RuntimeError: a bug" in shown
+    assert "connection closed" not in shown
+    assert shown.splitlines()[-1] == "fix it; then the same command starts again from step 0"
+
+
+def test_error_files_of_earlier_attempts_are_not_read(tmp_path):
+    for attempt in (0, 1):
+        one = failure(f"attempt {attempt}", attempt=attempt)
+        (tmp_path / f"{attempt}.json").write_text(json.dumps(one))
+    assert [one["reason"] for one in launch.read_failures(tmp_path)] == ["RuntimeError: attempt 1"]
+
+
+def test_one_process_cannot_be_two():
+    with pytest.raises(ConfigError, match=r"--num_processes is 2, but .*cpu.yaml starts one"):
+        parsed("--num_processes", "2", where="cpu")
 
 
 # ---- for real ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ IMPORTS_TORCH = {"torch", "accelerate", "torchmetrics", "torchvision", "transfor
 LIGHT = (
     "config",
     "command_line",
+    "recipe_source",
     "cli",
     "train_command",
     "child",

@@ -127,6 +127,13 @@ def test_outside_of_a_project_the_remedy_is_named(tmp_path, monkeypatch):
         choose(Options(), 16)
 
 
+def test_options_may_stand_before_the_config_and_switches_take_no_value():
+    options = read_options(["--dry-run", "configs/tiny.yaml"])
+    assert options == Options(dry_run=True, settings=("--config", "configs/tiny.yaml"))
+    with pytest.raises(ConfigError, match="--dry-run takes no value"):
+        read_options(["--dry-run=false"])
+
+
 def test_config_files_come_first_and_options_in_any_order():
     options = read_options(
         ["configs/tiny.yaml", "b.yaml", "--seed", "1", "--where=gpu", "--dry-run", "--optim.lr=2",

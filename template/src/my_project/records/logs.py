@@ -18,6 +18,7 @@ from ..cli import make_parser, run
 from ..command_line import check
 from ..config import ConfigError
 from ..run_folder import read_status
+from ..train_command import read_options
 
 QUIET_SECONDS = 3.0  # after which a run that has ended has nothing more to say
 
@@ -64,7 +65,7 @@ def find_folder(arguments: argparse.Namespace, settings: list[str]) -> Path:
     """Return the run folder that is given, or that the settings name."""
     if not settings and Path(arguments.run).suffix not in (".yaml", ".yml"):
         return Path(arguments.run)
-    return check(["--config", arguments.run, *settings]).folder
+    return check(list(read_options([arguments.run, *settings]).settings)).folder
 
 
 def main(arguments: argparse.Namespace, settings: list[str]) -> None:

@@ -1,6 +1,7 @@
 """The block that ends a run, last on the screen: finished, stopped or failed. Imports no torch."""
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -124,8 +125,9 @@ class Outcome:
     is_first_node: bool  # the others show one line
     failures: list[dict[str, Any]]  # error files of this start (failures.py), the first first
     stop_signal: str  # which the launcher has received
+    stop_signal_time: float  # seconds since 1970
     was_killed: bool  # by a second signal
-    command: str  # what continues the run
+    command: str  # what continues the run; "" where that is not known
     code: int  # the exit code of accelerate launch
 
     @property
@@ -138,8 +140,11 @@ class Outcome:
             return "finished"
         # stopped in startup, each process exits by itself, and others may report a lost connection
         unsaved = not self.is_new or outcome == "running" or "unexplained" in self.status
-        if self.stop_signal and self.code and (unsaved or self.was_killed):
+        failed_before = any(one["time"] < self.stop_signal_time for one in self.failures)
+        if self.stop_signal and self.code and (self.was_killed or (unsaved and not failed_before)):
             return "stopped"
+        if self.code == 2 and not self.failures and not self.is_new:
+            return "refused"  # by accelerate's parser
         refused = self._first is not None and self._first["cause"] == "setting"
         if self.code == 0:
             return "unknown"
@@ -178,13 +183,17 @@ class Outcome:
         """Print the block; on other nodes than the first one line."""
         kind = self.kind
         if not self.is_first_node and kind != "refused":
-            reason = self.status.get("reason", "")
-            print(f"{self.folder}: {kind}: {reason if self.is_new else ''}", flush=True)
+            reason = self.status.get("reason", "") if self.is_new else ""
+            if not reason and self._first:
+                at = own_frame(self._first["frames"])
+                place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
+                reason = f"{self._first['reason']}{place}; see {self.logs}"
+            print(f"{self.folder}: {kind}: {reason}", flush=True)
         elif kind == "finished":
             _print_finished(self.folder, self.status)
         elif kind == "refused":
-            assert self._first
-            print(f"error: {self._first['reason']}", file=sys.stderr, flush=True)
+            reason = self._first["reason"] if self._first else self._launcher_error()
+            print(f"error: {reason}", file=sys.stderr, flush=True)
         elif kind in ("preempted", "stopped"):
             self._print_stopped()
         elif kind == "unknown":
@@ -207,10 +216,15 @@ class Outcome:
             title = "stopped before it could save"
             pairs = [("reason", self.stop_signal), ("run", str(self.folder))]
         lines = rows(pairs)
-        lines.append(f"the same command {self._continues()}:")
         if self.stop_signal:
             print()  # the terminal may have shown ^C
-        print_block(title, [*lines, f"  {self.command}"])
+        print_block(title, [*lines, *self._next("the same command")])
+
+    def _next(self, what: str) -> list[str]:
+        """Return the lines about what continues the run."""
+        if not self.command:
+            return [f"{what} {self._continues()}"]
+        return [f"{what} {self._continues()}:", f"  {self.command}"]
 
     def _print_failed(self) -> None:
         failure = self._first or {}
@@ -237,20 +251,22 @@ class Outcome:
             pairs.append(("ranks", text))
         pairs.append(("logs", str(self.folder / "logs")))
         lines = [*(f"{line}"[: 4 * width()] for line in lines), *rows(pairs)]
-        lines.append(f"fix it; then the same command {self._continues()}:")
-        print_block(title, [*lines, f"  {self.command}"], to=sys.stderr)
+        lines += self._next("fix it; then the same command")
+        print_block(title, lines, to=sys.stderr)
 
-    def _unexplained(self) -> str:
-        """Return what the launcher's log says of processes that left no error file."""
+    def _launcher_error(self) -> str:
+        """Return the last line of the launcher's log that tells of a signal or an error."""
         try:
             text = (self.logs / "launcher.log").read_text(encoding="utf-8", errors="replace")
         except OSError:
-            text = ""
-        errors = [line for line in text.splitlines() if "Error: " in line or "error: " in line]
-        signals = [line.strip() for line in text.splitlines() if "Signal " in line]
-        found = [*signals, *errors]
-        hint = f" ({found[-1].strip()[:300]})" if found else ""
+            return ""
+        found = re.findall(r"(?m)^.*(?:Signal \d|Error: |error: ).*$", text)
+        return found[-1].strip()[:300] if found else ""
+
+    def _unexplained(self) -> str:
+        """Return what is known of processes that left no error file."""
+        hint = self._launcher_error()
         return (
             "a process ended without an error file: killed, out of host memory, or crashed in C"
-            f" code{hint}."
+            f" code{f' ({hint})' if hint else ''}."
         )
