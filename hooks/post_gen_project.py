@@ -48,6 +48,7 @@ TEMPLATE_FILES = (
     "configs/segmentation.yaml",
     "docs/how-a-step-works.md",
     "docs/troubleshooting.md",
+    "docs/working-with-runs.md",
     "docs/your-own-recipe.md",
     "launch/kubeflow.yaml",
     "launch/kubernetes.yaml",
@@ -161,6 +162,7 @@ TEMPLATE_FILES = (
     "tests/loop/test_trackers.py",
     "tests/loop/test_train_command.py",
     "tests/loop/test_trust.py",
+    "tests/loop/test_working_with_runs.py",
     "tests/ragged.py",
     "tests/recipes/test_causal_lm.py",
     "tests/recipes/test_embedding.py",
@@ -226,6 +228,7 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
         words['license = "MIT"\n'] = "" if license == "none" else f'license = "{license}"\n'
     # docs/your-own-recipe.md names each recipe for what it is.
     naming = ("README.md", "Makefile", "Dockerfile", "docs/troubleshooting.md")
+    naming += ("docs/working-with-runs.md",)
     names_the_recipe = file in naming or file.startswith(("launch/", "accelerate_configs/", "src/"))
     if names_the_recipe and answers["recipe"] != RECIPES[0]:
         words[extra(RECIPES[0])] = chosen_extras(answers)

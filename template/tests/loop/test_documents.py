@@ -103,7 +103,7 @@ COMMANDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"debug"}))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_the_commands_of_troubleshooting_run_as_they_stand(project, name):
     # the C++ compiler takes minutes for a model of any size
     result = run_short(COMMANDS[name].replace("inductor", "aot_eager"), project)
@@ -112,21 +112,6 @@ def test_the_commands_of_troubleshooting_run_as_they_stand(project, name):
         return
     assert result.returncode == 0, result.stdout + result.stderr
     assert ("cpu:0 on 2 process(es)" in result.stdout) == (name == "by_torchrun")
-
-
-@pytest.mark.slow
-def test_a_breakpoint_in_a_recipe_stops_a_run_of_one_process(project):
-    command = COMMANDS["debug"]
-    (name,) = re.findall(r"configs/(\w+)\.yaml", command)
-    recipe = project / "src/my_project/recipes" / f"{name}.py"
-    text = recipe.read_text()
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    (loss,) = (function for function in functions if function.name == "loss")
-    lines = text.splitlines(keepends=True)
-    lines.insert(loss.body[1].lineno - 1, " " * 8 + "breakpoint()\n")
-    recipe.write_text("".join(lines))
-    result = run_short(command, project, typed="p step\nq\n")
-    assert "(Pdb) 0\n" in result.stdout
 
 
 # ---- your own recipe -----------------------------------------------------------------------------
