@@ -167,7 +167,7 @@ def submit(slurm, *arguments: str, limit: str = "10", before_the_end: str = "60"
     return slurm.submit(
         "--gpus-per-node=0", "--cpus-per-task=2", f"--time={limit}",
         f"--signal=USR1@{before_the_end}",
-        "launch/slurm.sbatch", "--config", "tiny.yaml", "--run_name", "tiny", *arguments,
+        "launch/slurm.sbatch", "--config", "tiny.yaml", *arguments,
     )  # fmt: skip
 
 
@@ -256,6 +256,7 @@ def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_al
 ):
     assert len(OPTIONAL.findall(SBATCH)) == 12
     folder = noting.hosts.folder
+    (folder / "tiny.yaml").write_text(CONFIG.replace("run_name: tiny", ""))
     script = folder / "launch/slurm.sbatch"
     for line in OPTIONAL.finditer(SBATCH):
         script.write_text(SBATCH.replace(line[0], line[0][2:]))
