@@ -85,7 +85,7 @@ def tracked_peak(config: Any, micro: int, steps: int = 2) -> int:
 ONE = replace(CLUSTER, nodes=1, gpus_per_node=1)
 
 
-@pytest.mark.parametrize("micro", [1, 8, 64])
+@pytest.mark.parametrize("micro", [1, 8, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("looks", [False, True], ids=["fake step", "real step"])
 def test_memory_is_what_torch_allocates(tmp_path, micro, looks):
     config = make_config(tmp_path, Blocks(looks_at_values=looks))

@@ -470,6 +470,7 @@ def test_a_last_save_that_fails_is_told_or_ends_the_run(tmp_path):
     assert status(ends)["outcome"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_holds_the_step_it_was_asked_for(tmp_path, trained):
     """Writing starts when later steps have changed the weights."""
     config = change(trained, runs_folder=str(tmp_path), checkpoints__background=True)

@@ -1,5 +1,6 @@
 """The bar on a terminal: it leaves the terminal to a debugger that reads commands."""
 
+import pytest
 from terminal import Terminal
 
 LOOP = """
@@ -34,6 +35,7 @@ print("patched:", pdb.Pdb.interaction is not interaction)
 PROMPT = "(Pdb) "
 
 
+@pytest.mark.slow
 def test_the_bar_leaves_the_terminal_to_a_debugger(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
     terminal = Terminal([], tmp_path, columns=60, module="loop")

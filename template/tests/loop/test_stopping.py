@@ -82,6 +82,7 @@ class Stuck(Ragged):
         strike("hang")
 
 
+@pytest.mark.slow
 def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
     """The other ranks have nothing left to do: one that had left was named in its place."""
     limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 4}

@@ -425,6 +425,7 @@ def test_test_files_are_used_for_validation_if_there_are_no_validation_files(tmp
         assert (len(train_set), len(sets["validation"])) == (24, 8 * copies)
 
 
+@pytest.mark.slow
 def test_a_test_set_without_labels_is_ignored(tmp_path, folder):
     write_data(tmp_path / "train.jsonl")
     (tmp_path / "test.jsonl").write_text('{"id": 1, "text": "a saw"}\n')
@@ -562,6 +563,7 @@ def test_the_models_that_peft_wraps_are_no_sharding_units(folder):
     assert sum(blocks) + root == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_an_export_does_not_depend_on_the_folders_it_was_trained_from(tmp_path, folder):
     for task in ("classification", "causal_lm"):
         model = tmp_path / f"model_{task}"
@@ -652,6 +654,7 @@ def test_the_default_config_trains_the_packaged_encoder(tmp_path):
     assert len(rows) > 1500
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
 )
