@@ -234,7 +234,7 @@ def test_what_else_is_in_the_pictures_stands_in_the_code():
     code = "".join(path.read_text() for path in (REPOSITORY / "template/src").rglob("*.py"))
     for name, sentences in {
         "finished": ("checking the settings of ", ", which imports torch ...", "starting at step "),
-        "stopped": ("the run saves after this step and exits; again in 5 s to end it at once",),
+        "stopped": ("a run saves after its step; again in 5 s to end it at once",),
     }.items():
         shown = "\n".join(picture(name))
         for sentence in sentences:

@@ -334,7 +334,8 @@ def test_the_commands_of_the_card_show_answers_and_classify_a_sample(exported, t
         "text.png": "text.png is not an image that torchvision reads",
     }.items():
         with pytest.raises(ConfigError, match=problem):
-            predict_as_typed(f"python -m my_project predict runs/image_classification {name}")
+            predict = "python -m my_project predict"
+            predict_as_typed(f"{predict} runs/image_classification {name}")
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ class Outcome:
     is_first_node: bool  # the others show one line
     failures: list[dict[str, Any]]  # error files of this start (failures.py), the first first
     stop_signal: str  # which the launcher has received
-    stop_signal_time: float  # seconds since 1970
+    stop_signal_time: float = float("inf")  # seconds since 1970
     was_killed: bool  # by a second signal
     command: str  # what continues the run; "" where that is not known
     code: int  # the exit code of accelerate launch
@@ -140,7 +140,7 @@ class Outcome:
             return "finished"
         # stopped in startup, each process exits by itself, and others may report a lost connection
         unsaved = not self.is_new or outcome == "running" or "unexplained" in self.status
-        failed_before = any(one["time"] < self.stop_signal_time for one in self.failures)
+        failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
         if self.stop_signal and self.code and (self.was_killed or (unsaved and not failed_before)):
             return "stopped"
         if self.code == 2 and not self.failures and not self.is_new:
