@@ -333,9 +333,9 @@ def test_the_commands_of_the_card_show_answers_and_classify_a_sample(exported, t
         "no.png": "no.png does not exist; give an image file",
         "text.png": "text.png is not an image that torchvision reads",
     }.items():
+        command = f"python -m my_project predict runs/image_classification {name}"
         with pytest.raises(ConfigError, match=problem):
-            predict = "python -m my_project predict"
-            predict_as_typed(f"{predict} runs/image_classification {name}")
+            predict_as_typed(command)
 
 
 @pytest.mark.slow
