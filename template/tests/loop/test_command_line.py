@@ -222,7 +222,8 @@ def test_hyphens_in_the_names_of_options_are_underscores():
 def test_help_lists_the_fields_of_the_recipe_where_a_config_is_given():
     def shown(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "my_project", "train", *arguments, "--help"],
+            [sys.executable, "-X", "importtime", "-m", "my_project", "train",
+             *arguments, "--help"],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
 
