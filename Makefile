@@ -9,6 +9,7 @@ help: ## Show this list
 
 train: .venv/installed ## Generate a project with the default answers and train it on 2 processes
 	cd $(PROJECT) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train WHERE=cpu_2_processes
+	@echo "For the next commands: cd $(PROJECT) && source $(BIN)/activate"
 
 test: .venv/installed ## Run the quick tests: about 5 minutes, no root
 	cd template && $(BIN)/pytest -q -m "not slow and not gpu"
@@ -56,6 +57,7 @@ $(PROJECT): | .venv/bin/cookiecutter
 
 # The project lists the libraries of its own recipe, the template those of all recipes.
 .venv/installed: pyproject.toml template/pyproject.toml | $(PROJECT)
+	@echo "Installing into .venv, about 7 GB: 1 to 3 minutes"
 	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(PROJECT)
 	touch $@
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, folded, record_of, report_once
+from .failures import exit_with_error, exit_with_exception, folded, record_of, report_once
 from .process import LOGS, world, write_logs
 from .recipe_source import did_you_mean
 from .safety.redaction import MaskedFormatter
@@ -79,6 +79,8 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
         raise SystemExit(main(*arguments) or 0)
     except ConfigError as error:
         exit_with_error(error)
+    except Exception as error:
+        exit_with_exception(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
@@ -123,6 +125,18 @@ def run_on_all_ranks(
 OUTPUT = "stderr"  # the logger of what only the log file shows under launch.py
 
 
+class _Screen(logging.StreamHandler):
+    """Log to sys.stdout as it is at the time: above the bar, while there is one."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the current sys.stdout."""
+        return sys.stdout
+
+
 def set_up_logging(*, is_run: bool) -> None:
     """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
 
@@ -137,7 +151,7 @@ def set_up_logging(*, is_run: bool) -> None:
     formatter = MaskedFormatter(f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s")
     level = logging.WARNING if rank else logging.INFO
     has_file = is_run and LOGS in os.environ
-    shown = logging.StreamHandler(sys.stdout)
+    shown = _Screen()
     kept = logging.StreamHandler(sys.stderr) if has_file else shown
     for handler in (shown, kept):
         handler.setFormatter(formatter)

@@ -24,7 +24,13 @@ from types import NoneType
 from typing import Any
 
 from .config import Config, ConfigError, check_yaml, fixed_settings, read_yaml
-from .failures import exit_with_error, exit_with_exception
+from .failures import (
+    exit_with_error,
+    exit_with_exception,
+    frames_of,
+    own_frame,
+    short_path,
+)
 from .process import LAUNCHER
 from .recipe import problems_of
 from .recipe_source import check_recipe_exists, did_you_mean, fields_of
@@ -131,7 +137,10 @@ def _check_name(name: str, label: str = "--{}") -> None:
         parents.append(parents[-1].rpartition(".")[0])
     is_entry = any(str(names.get(parent, "")).startswith("dict") for parent in parents)
     if name.removesuffix("+") not in names and not is_entry:
-        hint = did_you_mean(label.format(name), map(label.format, names))
+        short = {full.rpartition(".")[2]: full for full in names}
+        similar = label.format(short[name]) if name in short else ""
+        hint = f"; did you mean {similar}?" if similar else ""
+        hint = hint or did_you_mean(label.format(name), map(label.format, names))
         hint = hint or f"; python -m {__package__} train --help lists all settings."
         raise ConfigError(f"there is no setting {label.format(name)}{hint}")
 
@@ -153,7 +162,9 @@ def read_config(file: Path) -> dict[str, Any]:
     """Read a config file, and check the names of its settings."""
     if not file.is_file():
         folder = file.parent if file.parent.is_dir() else Path("configs")
+        named = Path("configs", f"{file.name.removesuffix('.yaml')}.yaml")
         hint = did_you_mean(str(file), map(str, sorted(folder.glob("*.yaml"))))
+        hint = f"; did you mean {named}?" if named.is_file() else hint
         raise ConfigError(f"there is no config file {file}{hint or '; configs/ has some.'}")
     settings = read_yaml(file)
     _check_names_in(settings, file)
@@ -185,6 +196,11 @@ def recipe_settings(sources: list[dict[str, Any]], typed: dict[str, str]) -> Rec
             value = {"class_path": value}
         if not isinstance(value, (dict, NoneType)):
             raise ConfigError(f"recipe is {value!r}; give class_path and init_args.")
+        for key in (value or {}).keys() - {"class_path", "init_args"}:
+            hint = did_you_mean(key, ("class_path", "init_args"))
+            raise ConfigError(
+                f"recipe has a key {key}{hint or '; it takes class_path and init_args.'}"
+            )
         class_path = str((value or {}).get("class_path", class_path))
         fields = (value or {}).get("init_args") or {}
         if not isinstance(fields, dict):
@@ -374,12 +390,31 @@ def _values(parser: Any, parse_them: Any) -> dict[str, Any]:
         if isinstance(error, ConfigError):
             raise
         message = " ".join(str(error).split())[:1000]  # it may quote a whole file
-        message = re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message)
+        message = _plain_words(re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message))
         if "does not implement protocol" in message:
             class_path = message.split("Import path ")[-1].split(" ")[0]
             found = "; ".join(problems_of(class_path)) or message
             message = f"recipe {class_path}: {found} (recipe.py describes all methods)."
         raise ConfigError(message) from error
+
+
+WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+WORDS |= {"NoneType": "null"}
+
+
+def _plain_words(message: str) -> str:
+    """Return jsonargparse's message about a value without the names of Python's types."""
+    found = re.search(r"(?:Got|Given) value: (.*)$", message)
+    name = re.search(r'^(?:"?recipe"?: .*Parser key "(\w+)"|([\w.]+)):', message)
+    kinds = dict.fromkeys(re.findall(r"<class '(\w+)'>", message.partition("Errors:")[0]))
+    choices = re.findall(r"'(\w+)'", "".join(re.findall(r"Literal\[([^\]]*)\]", message)))
+    wanted = [WORDS[kind] for kind in kinds if kind in WORDS and kind != "str"]
+    wanted += [f"one of {', '.join(choices)}"] if choices else []
+    if not found or not name or not wanted or len(wanted) < len(kinds) + bool(choices) - 1:
+        return message
+    key = f"recipe.{name[1]}" if name[1] else name[2]
+    hint = did_you_mean(found[1], choices)
+    return f"{key} is {found[1]!r}, but must be {' or '.join(wanted)}{hint or '.'}"
 
 
 def parse(
@@ -403,8 +438,15 @@ def parse(
     checked = check(arguments)
     typed, recipe = split(arguments), checked.recipe
     assert isinstance(recipe, RecipeSettings)
-    with suppress(ImportError):  # jsonargparse says which; any other exception is the recipe's own
+    try:  # here, since jsonargparse would hide what the recipe's module raises
         importlib.import_module(recipe.class_path.rpartition(".")[0])
+    except ImportError as error:
+        at = own_frame(frames_of(error))
+        place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
+        raise ConfigError(
+            f"recipe {recipe.class_path} cannot be imported: {error}{place}; install what is"
+            " missing, or fix the import."
+        ) from error
     unset = one_duration([*map(read_yaml, typed.files), typed.last])
     words = [*typed.words(with_recipe=True), *unset, *typed.flags]
     parser = _parser(description=description, prog=prog)
@@ -428,15 +470,16 @@ def _similar_field(message: str, class_path: str) -> str:
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
     """Print all settings, and with a config file those of its recipe; exit."""
-    kind: Any = _anything
+    kind: Any = None
     typed = split(word for word in arguments if word not in ("-h", "--help"))
     if class_path := recipe_settings([*map(read_config, typed.files)], typed.last).class_path:
         check_recipe_exists(class_path)
         module, _, name = class_path.rpartition(".")
         kind = getattr(importlib.import_module(module), name)
     else:
-        description += "\n\nWith --config, the fields of its recipe are listed too."
-    _parser(kind, description=description, prog=prog).print_help()
+        description += "\nWith a config, the fields of its recipe are listed too.\n"
+    print(description)  # as it is: the parser would join its lines
+    _parser(kind, prog=prog).print_help()
     raise SystemExit(0)
 
 

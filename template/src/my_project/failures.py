@@ -62,11 +62,14 @@ def frames_of(error: BaseException) -> list[dict[str, Any]]:
         found = FRAME.findall(message.split(WORKER_TRACEBACK, 1)[1])
         if found:
             return [frame(file, int(line), name, code) for file, line, name, code in found]
-    return [
+    frames = [
         frame(f.filename, f.lineno or 0, f.name, f.line or "")
         for f in traceback.extract_tb(error.__traceback__)
         if f.name != "failures_recorded"  # the context around the loop
     ]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append(frame(error.filename, error.lineno or 0, "<module>", error.text or ""))
+    return frames
 
 
 def own_frame(frames: list[dict[str, Any]]) -> dict[str, Any] | None:

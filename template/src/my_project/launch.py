@@ -433,12 +433,16 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Out
     code = run_module(launch, child, launch.module, logs)
     found = read_failures(errors)
     status = wait_for_status(folder, before, launch.nodes)
-    if status != before:
-        token = read_json(folder / "run.json").get("launch", "")
+    token = read_json(folder / "run.json").get("launch", "") if status != before else ""
+    if token:
         found = sorted([*found, *read_errors(folder, token)], key=lambda one: one["time"])
-    if code and status == before and any(map(is_setting, found)):
-        shutil.rmtree(logs, ignore_errors=True)
-        for path in made:  # a refused start leaves no folder
+    # a refused start leaves no folder, unless it was there
+    refused = next(filter(is_setting, found[:1]), None) if code else None
+    leftover = logs if status == before else folder
+    was_new = folder in made and refused and refused["launch"] == token and not refused["step"]
+    if refused and (status == before or (was_new and refused["exit_code"] == 2)):
+        shutil.rmtree(leftover, ignore_errors=True)
+        for path in made:
             with suppress(OSError):
                 path.rmdir()
     return outcome.Outcome(

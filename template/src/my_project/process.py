@@ -39,9 +39,16 @@ class CopiedStream:
         self.file = file
 
     def write(self, text: str) -> int:
-        """Write to both."""
+        """Write to both; a terminal may have been closed."""
         self.write_to_file(text)
-        return self.stream.write(text)
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        with suppress(OSError):
+            self.stream.flush()
 
     def write_to_file(self, text: str) -> None:
         """Write to the file only."""

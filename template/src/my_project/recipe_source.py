@@ -83,11 +83,6 @@ def check_recipe_exists(class_path: str) -> None:
             raise ConfigError(f"recipe {class_path}: {module} has no class {name}{hint}")
 
 
-def literal_defaults(class_path: str) -> dict[str, Any]:
-    """Return the defaults of a recipe's fields that are literals."""
-    return fields_of(class_path)[0]
-
-
 def fields_of(class_path: str) -> tuple[dict[str, Any], set[str]]:
     """Return the literal defaults of a recipe's fields, and the fields that may change.
 

@@ -13,6 +13,8 @@ runs/<run_name>/
 
 import errno
 import fcntl
+import hashlib
+import inspect
 import json
 import logging
 import os
@@ -177,7 +179,8 @@ class Run:
         about = self.folder / "run.json"
         self.id = str(read_json(about).get("run") or self.id)
         record = {"run": self.id, "launch": self.token, "numerics": self.numerics}
-        record |= {"lengths": self.lengths} | provenance()
+        source = inspect.getsourcefile(type(self.config.recipe))
+        record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)} | provenance()
         write_atomically(about, json.dumps(record, indent=1) + "\n")
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
@@ -292,10 +295,7 @@ class Run:
             if before.get(name) != now.get(name)
         ]
         if differing:
-            raise ConfigError(
-                f"{self.folder} was trained with other settings: {'; '.join(differing)}. Choose"
-                " another --run_name, or --resume never, which moves the run folder aside."
-            )
+            raise ConfigError(other_settings(self.folder, differing))
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -314,6 +314,22 @@ def read_status(folder: Path) -> dict[str, Any]:
     ):
         return {}
     return status
+
+
+def other_settings(folder: Path, differing: list[str]) -> str:
+    """Return the message about a run whose settings differ from those of its folder."""
+    return (
+        f"{folder} was trained with other settings: {'; '.join(differing)}. Choose another"
+        " --run_name, or --resume never, which moves the run folder aside."
+    )
+
+
+def source_hash(file: str | Path | None) -> str | None:
+    """Return the SHA-256 of a source file; None where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    except OSError:
+        return None
 
 
 def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:

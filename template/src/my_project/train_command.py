@@ -3,7 +3,8 @@
     python -m my_project train configs/image_classification.yaml --optim.lr 3e-3
     python -m my_project train configs/image_classification.yaml --where fsdp2
 
-Options of its own, before or between the settings:
+Config files may stand anywhere; several are read one after the other. Options of its own:
+
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default all GPUs
                        of this machine (of nvidia-smi) that divide the global batch, else one CPU
                        process
@@ -33,12 +34,13 @@ from .command_line import (
     text_of,
 )
 from .config import Config, ConfigError, fixed_settings, read_yaml
+from .failures import short_path
 from .files import read_json, step_of, writing
 from .loading.layout import batch_layout
-from .recipe_source import did_you_mean, literal_defaults
+from .recipe_source import did_you_mean, fields_of, source_of
 from .records import outcome
-from .run_folder import read_status
-from .safety.redaction import mask_command
+from .run_folder import other_settings, read_status, source_hash
+from .safety.redaction import mask, mask_command
 
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
@@ -186,9 +188,7 @@ def describe(started: launch.Launch, reason: str) -> str:
             f" {layout.world_size} x accumulation {layout.accumulation}",
         ),
     ]
-    recipe = config.recipe
-    assert isinstance(recipe, RecipeSettings)
-    name = recipe.class_path.rpartition(".")[2]
+    name = recipe_of(config).class_path.rpartition(".")[2]
     return "\n".join(
         [
             *outcome.rows(pairs),
@@ -208,45 +208,93 @@ def continues(config: Config) -> str:
     return "new" if config.resume == "auto" else f"new, from {config.resume}"
 
 
-def is_finished(config: Config) -> bool:
-    """Return whether status.json and config.yaml say that exactly this run has finished.
+def recipe_of(config: Config) -> RecipeSettings:
+    """Return the recipe, which check has not imported."""
+    assert isinstance(config.recipe, RecipeSettings)
+    return config.recipe
 
-    So that a finished run is shown at once. Where anything differs, the train module decides.
+
+def differing(config: Config) -> tuple[list[str], bool]:
+    """Compare settings with config.yaml of the run folder, without importing the recipe.
+
+    Returns:
+        The settings that surely differ, as text, and whether all are known to be equal. The train
+        module compares all of them.
     """
-    status = read_status(config.folder)
-    path = config.folder / "config.yaml"
-    if status.get("outcome") != "finished" or config.resume != "auto" or not path.is_file():
-        return False
-    if not (config.folder / "export").is_dir():
-        return False
     try:
-        saved = read_yaml(path)
-        recipe = saved["recipe"]
-        same = _values(config) == {name: _look_up(saved, name) for name in _values(config)}
-        assert isinstance(config.recipe, RecipeSettings)
-        now = config.recipe
-        fields = literal_defaults(now.class_path) | now.init_args
-        before = {name: text_of(value) for name, value in recipe["init_args"].items()}
-        unknown = before.keys() - fields.keys()  # with defaults that are no literals
-        changed = [name for name in fields if before.get(name) != text_of(fields[name])]
-        return same and recipe["class_path"] == now.class_path and not (unknown or changed)
+        saved = read_yaml(config.folder / "config.yaml")
+        then = saved["recipe"]["init_args"]
+        same_class = saved["recipe"]["class_path"] == recipe_of(config).class_path
+        fixed = {name: _look_up(saved, name) for name in _fixed(config)}
     except (ConfigError, KeyError, TypeError):
-        return False
-
-
-def _values(config: Config) -> dict[str, Any]:
-    values = fixed_settings(config) | {
-        "steps": config.steps,
-        "epochs": config.epochs,
-        "evaluation.patience": config.evaluation.patience,
+        return [], False
+    differ = {
+        name: (fixed[name], now) for name, now in _fixed(config).items() if fixed[name] != now
     }
-    return {name: value for name, value in values.items() if name.partition(".")[0] != "recipe"}
+    defaults, may_change = fields_of(recipe_of(config).class_path)
+    fields = defaults | recipe_of(config).init_args
+    unlike = [
+        name
+        for name in fields.keys() - may_change
+        if text_of(then.get(name)) != text_of(fields[name])
+    ]
+    for name in unlike if same_class else ():
+        # a text may be read as a number here
+        numbers = all(type(value) in (int, float, bool) for value in (then.get(name), fields[name]))
+        if numbers or type(then.get(name)) is type(fields[name]) is str:
+            differ[f"recipe.{name}"] = then[name], fields[name]
+    shown = [f"{name} ({before!r} there, {now!r} here)" for name, (before, now) in differ.items()]
+    known = same_class and not (unlike or differ or then.keys() - fields.keys())
+    return sorted(map(mask, shown)), known
+
+
+def _fixed(config: Config) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in fixed_settings(config).items()
+        if name.partition(".")[0] != "recipe"
+    }
 
 
 def _look_up(settings: Any, name: str) -> Any:
     for key in name.split("."):
         settings = settings[key]
     return settings
+
+
+def is_finished(config: Config) -> bool:
+    """Return whether status.json and config.yaml say that exactly this run has finished.
+
+    So that a finished run is shown at once. Where anything differs, the train module decides.
+    """
+    status = read_status(config.folder)
+    if status.get("outcome") != "finished" or not (config.folder / "export").is_dir():
+        return False
+    lengths = {
+        "steps": config.steps,
+        "epochs": config.epochs,
+        "evaluation.patience": config.evaluation.patience,
+    }
+    try:
+        saved = read_yaml(config.folder / "config.yaml")
+        return all(_look_up(saved, name) == value for name, value in lengths.items())
+    except (ConfigError, KeyError, TypeError):
+        return False
+
+
+def print_earlier(config: Config) -> None:
+    """Show the result of a run that has finished before."""
+    print("already finished, so nothing is trained", flush=True)
+    with suppress(ImportError, ValueError):
+        source = source_of(recipe_of(config).class_path.rpartition(".")[0])
+        then = read_json(config.folder / "run.json").get("recipe_sha256")
+        if then and source and source_hash(source) != then:
+            print(
+                f"{short_path(str(source))} has changed since: --resume never trains anew and keeps"
+                " this run aside, --run_name trains another run",
+                flush=True,
+            )
+    outcome.print_finished(config.folder, read_status(config.folder))
 
 
 # ---- a dry run -----------------------------------------------------------------------------------
@@ -333,9 +381,13 @@ def main(arguments: list[str]) -> int:
     command = f"python -m {__package__} train {shlex.join(words)}"
     if options.dry_run:
         return dry_run(config, flags, options.settings, command)
-    if is_finished(config):
-        outcome.print_finished(config.folder, read_status(config.folder))
-        return 0
+    if config.resume != "never" and (config.folder / "config.yaml").is_file():
+        differ, known = differing(config)
+        if differ:
+            raise ConfigError(other_settings(config.folder, differ))
+        if known and config.resume == "auto" and is_finished(config):
+            print_earlier(config)
+            return 0
     _, started = launch.parse([*flags, "-m", launch.TRAIN, *options.settings])
     return launch.start(started, shown=describe(started, reason), command=command)
 

@@ -68,7 +68,7 @@ def test_help_imports_no_torch(command):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: ")
+    assert "usage: " in done.stdout
     assert not re.findall(r"\| +(torch|accelerate|numpy)$", done.stderr, re.M)
 
 

@@ -203,11 +203,22 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--recipe.class_path my_project.recipes.lmm.Lm", "there is no module"),
         ("--recipe.widht 3", "'widht' is not accepted; did you mean width?"),
         ("--recipe.width wide", "width"),
-        ("--seed x", "seed: Expected a <class 'int'>. Got value: x"),
+        ("--seed x", "seed is 'x', but must be a whole number."),
+        ("--steps 1x", "steps is '1x', but must be a whole number or null."),
+        ("--optim.schedule cosin", "linear, cosine, wsd; did you mean cosine?"),
+        ("--recipe.width big", "recipe.width is 'big', but must be a whole number."),
+        ("--lr 1", "there is no setting --lr; did you mean --optim.lr?"),
+        ("--config first", "no config file first; did you mean configs/first.yaml?"),
+        ("--config keys.yaml", "recipe has a key class_pth; did you mean class_path?"),
+        ("--recipe.class_path broken.Recipe", "No module named 'not_there' (broken.py, line 1)"),
     ],
 )
 def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
     Path("wrong.yaml").write_text("optim: {lrr: 1}\n")
+    Path("keys.yaml").write_text("recipe: {class_pth: sweep.Sweep}\n")
+    Path("broken.py").write_text("import not_there\n\nclass Recipe: ...\n")
+    Path("configs").mkdir()
+    Path("configs/first.yaml").touch()
     with pytest.raises(ConfigError) as refusal:
         parse(["--config", "first.yaml", *typed.split()])
     assert sentence in str(refusal.value)
@@ -229,6 +240,7 @@ def test_help_lists_the_fields_of_the_recipe_where_a_config_is_given():
 
     alone = shown()
     assert "--optim.lr" in alone.stdout
+    assert "\n  --where NAME " in alone.stdout, "its own options, as they stand in the docstring"
     assert "The highest learning rate of the schedule" in alone.stdout
     assert " torch\n" not in alone.stderr
     both = shown("first.yaml")

@@ -1,5 +1,6 @@
 """The command train, typed into a real terminal: what is last on the screen, and the exit code."""
 
+import json
 import os
 import re
 import time
@@ -11,7 +12,7 @@ from terminal import Terminal
 
 from my_project import train_command
 from my_project.command_line import check
-from my_project.config import ConfigError
+from my_project.config import Config, ConfigError
 from my_project.train_command import Options, choose, count_gpus, read_options
 
 CONFIG = """
@@ -157,7 +158,7 @@ def typed(words: str, folder: Path, columns: int, **environment: str) -> Termina
 
 REFUSED = {
     "typo in an option": ("configs/tiny.yaml --optim.lrr 1", "did you mean --optim.lr?"),
-    "typo in a value": ("configs/tiny.yaml --optim.schedule cosin", "Got value: cosin"),
+    "typo in a value": ("configs/tiny.yaml --optim.schedule cosin", "wsd; did you mean cosine?"),
     "typo in a path": ("configs/tinny.yaml", "did you mean configs/tiny.yaml?"),
     "typo in a YAML key": (
         "configs/wrong.yaml",
@@ -276,11 +277,32 @@ def test_stopped_continued_finished_shown_again_and_refused(project, columns):
     again_lines, code = again.end()
     assert code == 0
     assert again_lines == again.shown.rstrip("\n").splitlines(), "at once, and nothing else"
+    assert again_lines[0] == "already finished, so nothing is trained"
     assert again_lines[-8:] == lines[-8:]
 
     lines, code = typed("configs/tiny.yaml --seed 1 --run_name tiny", project, columns).end()
     assert code == 2
     assert "error: runs/tiny was trained with other settings: seed (0 there, 1 here)" in lines[-1]
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_is_a_preemption_and_a_broken_recipe_is_named(project):
+    terminal = typed("configs/tiny.yaml --steps 100000 --telemetry.every_steps 1", project, 80)
+    terminal.read(lambda shown: re.search(r"step +1\d/100000", shown) is not None)
+    os.close(terminal.master)
+    _, status = os.waitpid(terminal.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    left = json.loads((project / "runs/tiny/status.json").read_text())
+    assert left["outcome"] == "preempted", left
+
+    for name, code, line in (("syntax", "def loss(:", 1), ("raises", "\nx = {}['missing']", 2)):
+        (project / f"{name}.py").write_text(f"{code}\n\nclass Recipe: ...\n")
+        words = f"configs/tiny.yaml --recipe.class_path {name}.Recipe --run_name broken"
+        lines, code = typed(words, project, 80).end()
+        shown = " ".join(" ".join(lines).split())
+        assert code == 1
+        assert re.search(rf"at {name}\.py, line {line}, in <module>", shown), shown
+        assert ("SyntaxError" if name == "syntax" else "KeyError: 'missing'") in shown
 
 
 @pytest.mark.slow
@@ -298,18 +320,47 @@ def test_a_dry_run_says_what_the_whole_run_will_take_and_keeps_nothing(project):
 
 
 def test_a_finished_run_is_shown_only_for_the_settings_it_was_trained_with(project, monkeypatch):
+    from my_project.command_line import parse
+    from my_project.config import to_yaml
+
+    def is_shown(config: Config) -> bool:
+        return train_command.differing(config)[1] and train_command.is_finished(config)
+
     config = check(["--config", "configs/tiny.yaml"])
     folder = project / "runs/tiny"
     (folder / "export").mkdir(parents=True)
     (folder / "status.json").write_text('{"outcome": "finished", "step": 8, "result": {}}')
-    assert not train_command.is_finished(config), "there is no config.yaml"
+    assert not is_shown(config), "there is no config.yaml"
+    (folder / "config.yaml").write_text(to_yaml(parse(["--config", "configs/tiny.yaml"])))
+    assert is_shown(config)
+    for change in ("--steps 9", "--seed 1", "--recipe.samples 71"):
+        words = ["--config", "configs/tiny.yaml", "--run_name", "tiny", *change.split()]
+        assert not is_shown(check(words)), change
+    monkeypatch.setattr(train_command, "fields_of", lambda _: ({"samples": 99}, set()))
+    assert not is_shown(config), "a default in the recipe's code was changed"
+
+
+def test_other_settings_are_refused_before_torch_is_imported(project):
     from my_project.command_line import parse
     from my_project.config import to_yaml
 
-    (folder / "config.yaml").write_text(to_yaml(parse(["--config", "configs/tiny.yaml"])))
-    assert train_command.is_finished(config)
-    for change in ("--steps 9", "--seed 1", "--recipe.samples 71", "--resume never"):
-        words = ["--config", "configs/tiny.yaml", "--run_name", "tiny", *change.split()]
-        assert not train_command.is_finished(check(words)), change
-    monkeypatch.setattr(train_command, "literal_defaults", lambda _: {"samples": 99})
-    assert not train_command.is_finished(config), "a default in the recipe's code was changed"
+    (project / "runs/tiny").mkdir(parents=True)
+    saved = to_yaml(parse(["--config", "configs/tiny.yaml", "--run_name", "tiny"]))
+    (project / "runs/tiny/config.yaml").write_text(saved)
+    for change, sentence in {
+        "--seed 1": "seed (0 there, 1 here)",
+        "--recipe.samples 71": "recipe.samples (70 there, 71 here)",
+        "--recipe.dtype float64": "recipe.dtype ('float32' there, 'float64' here)",
+    }.items():
+        words = f"configs/tiny.yaml --run_name tiny {change}"
+        with pytest.raises(ConfigError, match=re.escape(f"with other settings: {sentence}")):
+            train_command.main(words.split())
+
+
+def test_a_changed_recipe_is_named_where_a_run_has_finished(project, capsys):
+    (project / "runs/tiny").mkdir(parents=True)
+    (project / "runs/tiny/run.json").write_text('{"recipe_sha256": "0"}')
+    train_command.print_earlier(check(["--config", "configs/tiny.yaml"]))
+    shown = capsys.readouterr().out
+    assert "already finished, so nothing is trained" in shown
+    assert "ragged.py has changed since: --resume never trains anew" in " ".join(shown.split())

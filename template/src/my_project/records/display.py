@@ -1,9 +1,10 @@
 """What a run shows on the terminal."""
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,10 @@ class Progress:
             sys.stdout = CopiedStream(sys.stdout, self.log.file)
 
     def _remove_bar(self) -> None:
-        if self.bar:
-            self.bar.stop()
-        self.bar = None
+        bar, self.bar = self.bar, None
+        if bar:
+            with suppress(OSError):  # a closed terminal
+                bar.stop()
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of metrics.jsonl."""
@@ -77,10 +79,13 @@ class Progress:
         if self.log:
             self.log.write_to_file(f"{line}\n")
         if "samples_per_second" in record:
-            brief = f"{record['samples_per_second']:.0f} samples/s, loss {record['loss'] or 0:.4g}"
-            self.bar.update(self.task, completed=record["step"], description=brief)
+            loss = math.nan if record["loss"] is None else record["loss"]
+            brief = f"{record['samples_per_second']:.0f} samples/s, loss {loss:.4g}"
+            with suppress(OSError):
+                self.bar.update(self.task, completed=record["step"], description=brief)
         else:
-            self.bar.console.print(line)
+            with suppress(OSError):
+                self.bar.console.print(line)
 
     def stop(self) -> None:
         """Remove the bar."""

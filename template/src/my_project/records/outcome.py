@@ -13,6 +13,7 @@ from ..child import PREEMPTED
 from ..failures import CONSEQUENCES, folded, own_frame, short_path
 from ..files import read_json, read_manifest, step_of
 from ..process import LOGS
+from ..stack_traces import library_of
 
 
 def format_metric(value: float | None) -> str:
@@ -261,7 +262,15 @@ class Outcome:
         except OSError:
             return ""
         found = re.findall(r"(?m)^.*(?:Signal \d|Error: |error: ).*$", text)
-        return found[-1].strip()[:300] if found else ""
+        if not found:
+            return ""
+        # an import that fails, of a module of the loop, ends a process before it can report
+        places = re.findall(r'File "([^"<>]+)", line (\d+)', text)
+        own = [(file, line) for file, line in places if not library_of(file)]
+        syntax = next((line for line in found if "SyntaxError" in line), found[0] if own else "")
+        if own and syntax:
+            return f"{syntax.strip()[:300]} ({short_path(own[-1][0])}, line {own[-1][1]})"
+        return found[-1].strip()[:300]
 
     def _unexplained(self) -> str:
         """Return what is known of processes that left no error file."""

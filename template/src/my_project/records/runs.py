@@ -162,7 +162,7 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             flat["recipe"] = value
         elif isinstance(value, dict):
             flat |= _flat(value, f"{name}.".replace("recipe.init_args.", "recipe."))
-        elif name not in NOT_COMPARED:
+        elif name not in NOT_COMPARED and not name.startswith(("telemetry.", "checkpoints.")):
             flat[name] = value
     return flat
 
