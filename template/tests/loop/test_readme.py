@@ -121,7 +121,8 @@ def test_the_make_targets_are_the_commands_of_the_readme(project):
     dry_run = "; ".join(f"{command} -n" for command in [*installing, "make train", *targets])
     shown = run(f"set -e; {dry_run}", project)
     assert shown.returncode == 0, shown.stderr
-    lines = shown.stdout.splitlines()
+    # under make, make says which folder it is in
+    lines = [line for line in shown.stdout.splitlines() if not line.startswith("make[")]
     with_uv, with_pip = (command for command in typed if "pip install" in command)
     assert lines[:2] == [with_uv, with_pip]
     (train,) = (line.strip() for line in lines if "my_project train" in line)
