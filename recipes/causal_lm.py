@@ -33,6 +33,7 @@ The default config, with its measured loss and time, is configs/causal_lm.yaml.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import random
@@ -53,6 +54,7 @@ from torch.utils.checkpoint import checkpoint
 # B: sequences in a micro-batch, T: tokens in a sequence, D: width, H: heads, V: vocabulary size
 
 BYTE_EOS = 256  # the end-of-text token of the byte tokenizer; tokens 0 to 255 are the bytes
+logger = logging.getLogger(__name__)
 MAY_CHANGE: Any = {"changes_curve": False}
 PREPARED: dict["CausalLM", dict[str, Any]] = {}  # the data_info that prepare_data returned
 
@@ -114,11 +116,13 @@ class CausalLM:
         data_info = json.loads((folder / "data_info.json").read_text())
         if self.validation_fraction and not data_info["validation"]["sequences"]:
             held_out = data_info["validation"]["documents"]
-            raise ValueError(
-                f"validation_fraction {self.validation_fraction} holds out {held_out} of"
-                f" {held_out + data_info['train']['documents']} documents, which do not fill one"
-                f" sequence of {self.sequence_length + 1} tokens: raise it, or set it to 0 to train"
-                " without validation"
+            logger.warning(
+                "validation_fraction %s holds out %d of %d documents, which do not fill one"
+                " sequence of %d tokens, so nothing is evaluated: raise it, or set it to 0",
+                self.validation_fraction,
+                held_out,
+                held_out + data_info["train"]["documents"],
+                self.sequence_length + 1,
             )
         PREPARED[self] = data_info
         return data_info

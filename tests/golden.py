@@ -94,7 +94,7 @@ def from_card(name: str, accumulation: int, processes: int, **settings: Any) -> 
     """Return what makes a recipe's config from its file, shortened to 6 steps."""
 
     def make() -> Any:
-        from my_project.config import parse
+        from my_project.command_line import parse
         from runs import change
 
         config = parse(["--config", str(TEMPLATE / f"configs/{name}.yaml")])

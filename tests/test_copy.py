@@ -644,7 +644,7 @@ def test_every_recipe_and_its_config_find_each_other(tmp_path: Path):
         done = by_command(recipe, package)
         assert done.returncode == 0, done.stderr
         parse = f"parse(['--config', 'configs/{recipe}.yaml'])"
-        script = f"from your_package.training.config import parse; print({parse}.recipe)"
+        script = f"from your_package.training.command_line import parse; print({parse}.recipe)"
         shown = succeed(f'python -c "{script}"', repository, environment)
         assert re.match(r"\w+\(", shown)
 

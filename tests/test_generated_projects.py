@@ -70,7 +70,7 @@ def test_a_project_installed_as_its_readme_says_passes_its_own_checks(
 ):
     project = Desk(tmp_path).generate(template, **RENAMED, recipe=recipe)
     section = (project / "README.md").read_text().split("## Install\n")[1].split("\n## ")[0]
-    (install,) = re.findall(r"```bash\n(.*?)```", section, re.S)
+    _, install = re.findall(r"```bash\n(.*?)```", section, re.S)  # with uv, with pip
     environment = users_environment()
     try:
         # pip only warns of an extra that it does not find.
