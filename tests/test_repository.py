@@ -22,9 +22,9 @@ REPOSITORY = Path(__file__).parents[1]
 def test_make_train_reaches_its_accuracy_and_shows_it_again():
     """The first call trains; the second neither installs, generates nor trains."""
     shown = make("train")
-    accuracy = float(shown.split("validation/accuracy │")[1].split()[0])
-    assert accuracy >= 0.97
-    assert "exported weights" in shown
+    block = shown.split("--- finished: runs/image_classification -")[1]
+    assert float(re.findall(r"validation/accuracy ([\d.]+)", block)[0]) >= 0.97
+    assert "weights  runs/image_classification/export" in block
     again = make("train")
     assert "validation/accuracy" in again
     for trace in ("uv pip install", "cookiecutter --no-input", "step 10 of"):

@@ -95,8 +95,9 @@ def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
     assert all(code != 0 for code in codes)
     assert time.monotonic() - struck < 60
     assert status(hosts)["outcome"] == "failed"
-    errors = [path.read_text() for path in (run_folder(hosts) / "errors").glob("*.json")]
-    said = {text.split()[3].rstrip(",") for text in errors}
+    paths = (run_folder(hosts) / "errors").glob("*.json")
+    errors = [json.loads(path.read_text()) for path in paths]
+    said = {error["host"] for error in errors}
     assert said == {"host0", "host1"}, "a process of each host has left word"
     if what == "cable":
         assert len(errors) == 4
