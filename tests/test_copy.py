@@ -437,7 +437,8 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
     (repository / "texts/one.txt").write_text("to be or not to be " * 2000)
     data = " --recipe.init_args.data files --recipe.init_args.data_path texts"
     size = " --batches.global_batch_size 4 --batches.micro_batch_size 2"
-    size += " --evaluation.best_metric null"  # one document leaves none for validation
+    # one document leaves none for validation
+    size += " --evaluation.best_metric null --run_name causal_lm"
     succeed(line + SHORT + data + size, repository, environment)
     assert outcome(repository, "causal_lm")["outcome"] == "finished"
     commands = f"PYTHONPATH=src python -m {DOTTED['src']}.training"
