@@ -37,7 +37,7 @@ def test_without_cluster_its_tests_and_launch_everything_else_works(template: Pa
     assert "leafscan.train\n" in desk.succeed(sys.executable, "-c", IMPORT_ALL, cwd=project)
     listed = desk.succeed(*python, "leafscan", cwd=project).splitlines()
     names = [line.split()[0] for line in listed if line.startswith("  ")]
-    assert names == ["launch", "evaluate", "predict", "export", "logs"]
+    assert names == ["train", "evaluate", "predict", "export", "logs", "runs", "launch"]
 
     alone = ["--config_file", "accelerate_configs/cpu_2_processes.yaml"]
     desk.succeed(*python, "leafscan", "launch", *alone, *TRAIN, *SHORT, cwd=project)

@@ -21,6 +21,7 @@ from .failures import exit_with_error, exit_with_exception, folded, record_of, r
 from .process import LOGS, world, write_logs
 from .recipe_source import did_you_mean
 from .safety.redaction import MaskedFormatter
+from .stack_traces import library_of
 
 COMMANDS = {  # and their modules
     "train": "train_command",
@@ -125,6 +126,12 @@ def run_on_all_ranks(
 OUTPUT = "stderr"  # the logger of what only the log file shows under launch.py
 
 
+def _is_of_project(record: logging.LogRecord) -> bool:
+    """Return whether the project's own code logs this, and not a library or Python's warnings."""
+    is_library = library_of(record.pathname) is not None
+    return not is_library and record.name not in (OUTPUT, "py.warnings")
+
+
 class _Screen(logging.StreamHandler):
     """Log to sys.stdout as it is at the time: above the bar, while there is one."""
 
@@ -152,13 +159,15 @@ def set_up_logging(*, is_run: bool) -> None:
     level = logging.WARNING if rank else logging.INFO
     has_file = is_run and LOGS in os.environ
     shown = _Screen()
-    kept = logging.StreamHandler(sys.stderr) if has_file else shown
-    for handler in (shown, kept):
-        handler.setFormatter(formatter)
-    logging.basicConfig(level=level, handlers=[kept], force=True)
-    ours = logging.getLogger(__package__)
-    ours.handlers = [shown]
-    ours.propagate = False
+    shown.setFormatter(formatter)
+    handlers: list[logging.Handler] = [shown]
+    if has_file:
+        kept = logging.StreamHandler(sys.stderr)
+        kept.setFormatter(formatter)
+        kept.addFilter(lambda record: not _is_of_project(record))
+        shown.addFilter(_is_of_project)
+        handlers.append(kept)
+    logging.basicConfig(level=level, handlers=handlers, force=True)
     for library in ("accelerate", "torch", "httpx", "datasets"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)
