@@ -11,14 +11,14 @@
 
 Data:  python (the source of Python's standard library, present on every machine), files (all files
        below data_path that match pattern; one file is one document), or the name or local path of a
-       Hugging Face dataset with a text column: --recipe.init_args.data
+       Hugging Face dataset with a text column: --recipe.data
 Tokenizer: bytes, the path of a tokenizer.json, or the name of a tokenizer on the Hugging Face Hub:
-       --recipe.init_args.tokenizer
+       --recipe.tokenizer
 Packing: documents are tokenized once, joined with an end-of-text token after each, and cut into
        sequences of sequence_length tokens. A sequence may hold the end of one document and the
        start of the next, and attention crosses that boundary. The packed sequences are stored in
        cache_path and memory-mapped; if cache_path is on each node's own disk, each node packs once.
-Streaming: with --recipe.init_args.lanes 64 the training documents are not packed to disk but read
+Streaming: with --recipe.lanes 64 the training documents are not packed to disk but read
        and tokenized during training. A lane is a logical shard of the stream: the number of lanes
        is fixed by the config, not by the number of processes, as with the canonical nodes of
        MosaicML's streaming. Each process reads its own lanes only. If a Hugging Face dataset has

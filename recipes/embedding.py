@@ -11,7 +11,7 @@
 Data:  python (each documented function of the standard library: the first paragraph of its
        docstring is the query, its source without the docstring the document), or pairs
        (<data_path>/train.jsonl and validation.jsonl, one object with "query" and "document" per
-       line): --recipe.init_args.data
+       line): --recipe.data
 Model: the mean of hashed character n-gram embeddings, and an MLP each for queries and documents.
        For another encoder, override build_model: its module needs encode(bag, side) -> (B, D) and
        logit_scale.

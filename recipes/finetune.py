@@ -13,17 +13,17 @@
 """Fine-tune a model of transformers: all weights, or LoRA adapters.
 
 Task:  classification (of one text or a pair of texts) or causal_lm (generate a text, optionally
-       after a prompt, which the loss ignores): --recipe.init_args.task
+       after a prompt, which the loss ignores): --recipe.task
 Model: minilm (a small encoder, from a Python package), a name on the Hugging Face Hub, or a folder.
        A folder with config.json and a tokenizer but no weights makes a new, untrained model.
-       Weights must be safetensors, and code from the Hub is never run: --recipe.init_args.model
+       Weights must be safetensors, and code from the Hub is never run: --recipe.model
 Data:  python (docstrings of the standard library, labeled with their module), files (data_path: a
        .jsonl, .csv or .parquet file, or a folder of them; files named validation, valid, val, dev,
-       eval or test are held out), or the name of a Hugging Face dataset: --recipe.init_args.data
+       eval or test are held out), or the name of a Hugging Face dataset: --recipe.data
        Rows without a text or a label are skipped.
 Padding: texts are padded to the longest of their micro-batch; loss and metrics ignore padding.
 Export: save_pretrained writes it, with the tokenizer, so that from_pretrained loads it. With LoRA
-       it holds the adapter only, or the merged model with --recipe.init_args.merge_adapter true.
+       it holds the adapter only, or the merged model with --recipe.merge_adapter true.
 The default config, with its measured accuracy and time, is configs/finetune.yaml.
 """
 

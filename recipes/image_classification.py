@@ -14,8 +14,8 @@
 Data:  digits (handwritten digits included in scikit-learn, no download), cifar10, folder
        (torchvision's ImageFolder: <data_path>/train/<class>/*.png and <data_path>/validation/...),
        parquet (<data_path>/train*.parquet and validation*.parquet), or the name or local path of a
-       Hugging Face dataset: --recipe.init_args.data
-Model: mini_resnet, or the name of a torchvision classification model: --recipe.init_args.model
+       Hugging Face dataset: --recipe.data
+Model: mini_resnet, or the name of a torchvision classification model: --recipe.model
 The default config, with its measured accuracy and time, is configs/image_classification.yaml.
 """
 

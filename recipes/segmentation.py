@@ -13,7 +13,7 @@
 Data:  digits (synthetic scenes composed of scikit-learn's real handwritten digits, each scene from
        its own seed), or folder (<data_path>/train/images/*.png or *.jpg, and masks/<same name>.png
        with a class number per pixel, 255 for pixels to ignore; <data_path>/validation/... the
-       same): --recipe.init_args.data
+       same): --recipe.data
 Model: mini_unet, or the name of a torchvision segmentation model (lraspp_mobilenet_v3_large, ...).
 Padding: images keep their sizes. A micro-batch is padded to its largest image; padded pixels are
        ignored by loss and metrics, but padding still changes the outputs near it. With

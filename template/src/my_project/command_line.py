@@ -61,8 +61,8 @@ def normalized(arguments: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Typed:
-    """A command line: config files first, then options in the order in which they were typed."""
+class CommandLine:
+    """Config files first, then options in the order in which they were typed."""
 
     files: tuple[Path, ...]
     options: tuple[tuple[str, str], ...]  # names without --, and texts; a name may be repeated
@@ -85,7 +85,7 @@ class Typed:
         ]
 
 
-def split(arguments: Iterable[str]) -> Typed:
+def split(arguments: Iterable[str]) -> CommandLine:
     """Read a command line.
 
     Raises:
@@ -114,7 +114,7 @@ def split(arguments: Iterable[str]) -> Typed:
             files.append(Path(value))
         else:
             options.append((name.removeprefix("--"), value))
-    return Typed(files=tuple(files), options=tuple(options), flags=tuple(flags))
+    return CommandLine(files=tuple(files), options=tuple(options), flags=tuple(flags))
 
 
 @cache
@@ -249,7 +249,7 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def name_of_run(typed: Typed, in_files: Config | None, config: Config) -> str:
+def name_of_run(typed: CommandLine, in_files: Config | None, config: Config) -> str:
     """Return the name of a run for which no run_name is given.
 
     Args:

@@ -408,13 +408,13 @@ def start(
             return print_setting_error(read_failures(Path(errors))) or 1
         if child.stop_signal_at:  # at the end of the preflight
             return PREEMPTED
-        about = run(launch, child, Path(errors), command)
-    if isinstance(about, int):
-        return about
-    if not (is_dry_run and about.kind == "finished"):
+        ending = run(launch, child, Path(errors), command)
+    if isinstance(ending, int):
+        return ending
+    if not (is_dry_run and ending.kind == "finished"):
         with suppress(OSError):  # a closed terminal
-            about.print()
-    return about.exit_code
+            ending.print()
+    return ending.exit_code
 
 
 def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Outcome | int:
@@ -438,10 +438,8 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Out
         found = sorted([*found, *read_errors(folder, token)], key=lambda one: one["time"])
     # a refused start leaves no folder, unless it was there
     refused = next(filter(is_setting, found[:1]), None) if code else None
-    leftover = logs if status == before else folder
-    was_new = folder in made and refused and refused["launch"] == token and not refused["step"]
-    if refused and (status == before or (was_new and refused["exit_code"] == 2)):
-        shutil.rmtree(leftover, ignore_errors=True)
+    if refused and (status == before or _has_begun_here(launch, refused, token, made)):
+        shutil.rmtree(logs if status == before else folder, ignore_errors=True)
         for path in made:
             with suppress(OSError):
                 path.rmdir()
@@ -458,6 +456,15 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Out
         command=command,
         code=code,
     )
+
+
+def _has_begun_here(launch: Launch, refused: dict[str, Any], token: str, made: list[Path]) -> bool:
+    """Return whether this start alone has made the run folder, and took no step.
+
+    Another start may have begun the run meanwhile: run.json then has its token.
+    """
+    is_own = bool(token) and refused["launch"] == token and launch.run_folder in made
+    return is_own and launch.node_rank == 0 and refused["exit_code"] == 2 and not refused["step"]
 
 
 def read_failures(errors: Path) -> list[dict[str, Any]]:

@@ -290,8 +290,8 @@ def print_earlier(config: Config) -> None:
         then = read_json(config.folder / "run.json").get("recipe_sha256")
         if then and source and source_hash(source) != then:
             print(
-                f"{short_path(str(source))} has changed since: --resume never trains anew and keeps"
-                " this run aside, --run_name trains another run",
+                f"{short_path(str(source))} has changed since: --resume never trains it again and"
+                " keeps this run aside, --run_name trains another run",
                 flush=True,
             )
     outcome.print_finished(config.folder, read_status(config.folder))
@@ -376,7 +376,7 @@ def main(arguments: list[str]) -> int:
     words = [*mask_command(arguments)]
     while "--resume" in words and words[words.index("--resume") :][1:2] == ["never"]:
         at = words.index("--resume")
-        del words[at : at + 2]  # it would begin anew
+        del words[at : at + 2]  # it would start again from step 0
     words = [word for word in words if word != "--resume=never"]
     command = f"python -m {__package__} train {shlex.join(words)}"
     if options.dry_run:

@@ -363,4 +363,4 @@ def test_a_changed_recipe_is_named_where_a_run_has_finished(project, capsys):
     train_command.print_earlier(check(["--config", "configs/tiny.yaml"]))
     shown = capsys.readouterr().out
     assert "already finished, so nothing is trained" in shown
-    assert "ragged.py has changed since: --resume never trains anew" in " ".join(shown.split())
+    assert "ragged.py has changed since: --resume never trains it again" in " ".join(shown.split())
