@@ -439,7 +439,8 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
     size = " --batches.global_batch_size 4 --batches.micro_batch_size 2"
     # one document leaves none for validation
     size += " --evaluation.best_metric null --run_name causal_lm"
-    succeed(line + SHORT + data + size, repository, environment)
+    shown = succeed(line + SHORT + data + size, repository, environment)
+    assert f"  python -m {DOTTED['src']}.training predict runs/causal_lm" in shown
     assert outcome(repository, "causal_lm")["outcome"] == "finished"
     commands = f"PYTHONPATH=src python -m {DOTTED['src']}.training"
     listed = re.findall(r"(?m)^  (\w+)", succeed(commands, repository, environment))

@@ -108,10 +108,10 @@ def _print_finished(folder: Path, status: dict[str, Any]) -> None:
     pairs.append(("result", ", ".join(results)))
     pairs.append(("weights", str(folder / "export")))
     pairs.append(("metrics", f"{folder / 'metrics.jsonl'}, tensorboard --logdir {folder.parent}"))
-    module = __package__.partition(".")[0] if __package__ else ""
+    package = (__package__ or "").rpartition(".")[0]  # a copy of the loop has another name
     lines = rows([(name, value) for name, value in pairs if value])
     lines.append("next:")
-    lines += [f"  python -m {module} {command} {folder}" for command in ("predict", "evaluate")]
+    lines += [f"  python -m {package} {command} {folder}" for command in ("predict", "evaluate")]
     print_block(f"finished: {folder}", lines)
 
 
