@@ -272,10 +272,9 @@ def main(arguments: argparse.Namespace) -> int:
 
     The weights are those that training evaluates: a checkpoint's EMA, if it has one.
     """
+    output = sys.stdout
     if arguments.json:  # standard output is for the JSON alone
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
-                handler.setStream(sys.stderr)
+        sys.stdout = sys.stderr
     folder = weights_folder(Path(arguments.folder))
     config = config_beside(folder, arguments.trust, Path(arguments.folder))
     devices.check_launch(config)
@@ -295,7 +294,8 @@ def main(arguments: argparse.Namespace) -> int:
         results = evaluate(accelerator, config, model, datasets)
         if accelerator.is_main_process:
             if arguments.json:
-                print(json.dumps({"weights": str(folder)} | finite(results), allow_nan=False))
+                found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
+                print(found, file=output)
             else:
                 print_table(
                     {name: format_metric(value) for name, value in results.items()}, str(folder)
