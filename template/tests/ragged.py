@@ -27,6 +27,7 @@ class Ragged:
     fault_on_rank: int = 1
     bad_sample: int = -1  # index of a sample that cannot be read
     seconds: float = 0.0  # added to the time of each micro-batch
+    slow_rank: int = -1  # the only rank whose micro-batches take longer; -1: all
     unused_parameter: bool = False
     batch_norm: bool = False
     metrics: str = "auroc"
@@ -56,7 +57,8 @@ class Ragged:
         has_fault = step == self.fault_at and is_faulty_rank
         if has_fault:
             strike(self.fault)
-        time.sleep(self.seconds)
+        if self.slow_rank in (-1, int(os.environ.get("RANK", "0"))):
+            time.sleep(self.seconds)
         counts = batch["counts"]  # (B, T)
         if step in self.empty_at:
             counts = torch.zeros_like(counts)

@@ -150,8 +150,8 @@ class TelemetryConfig:
     )
     """Names of accelerate's trackers: tensorboard, wandb, mlflow, ..."""
     peak_tflops: float | None = may_change(None)
-    """Peak TFLOP/s of one device, from its data sheet for the run's precision. With a recipe that
-    states its FLOPs (per_sample), MFU is recorded."""
+    """Peak TFLOP/s of one device for the run's precision, from its data sheet, to record MFU; null:
+    by the device's name, for those in cost.py."""
 
 
 @dataclass(frozen=True, kw_only=True)

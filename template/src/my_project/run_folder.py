@@ -94,6 +94,7 @@ class Run:
         self.lengths: dict[str, int] = {}  # of the datasets
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the --resume path at which this run began
+        self.continued_from: str | None = None  # the checkpoint at which this start began
         with writing(self.folder):
             self._lock()
             self._check_room()

@@ -64,6 +64,8 @@ class TrainState:
     evaluations_since_best: int = 0
     interval_loss_sum: float = 0.0  # summed since the last record
     interval_num_items: float = 0.0  # items since the last record
+    interval_steps: int = 0  # since the last record
+    interval_skipped_steps: int = 0  # since the last record
     skipped_steps: int = 0
     consecutive_skipped_steps: int = 0
 
@@ -90,6 +92,7 @@ class TrainState:
         if not self._knows_num_items and report.num_items > 0:
             self.items_per_micro_batch = report.num_items / layout.micro_batches_per_step
             self._knows_num_items = True
+        self.interval_steps += 1
         if report.is_skipped:
             self._count_skipped(report, config.optim.max_skipped_steps)
             return
@@ -101,20 +104,23 @@ class TrainState:
             logger.warning(
                 "step %d: the loss is %s, though its gradient is finite; it is left out of the mean"
                 " in metrics.jsonl",
-                report.step,
+                report.step + 1,
                 report.loss_sum,
             )
 
     def _count_skipped(self, report: StepReport, most: int) -> None:
         self.skipped_steps += 1
+        self.interval_skipped_steps += 1
         self.consecutive_skipped_steps += 1
         if not math.isfinite(report.own_loss_sum):
             logger.warning(
-                "step %d is skipped: the loss on this rank is %s", report.step, report.own_loss_sum
+                "step %d is skipped: the loss on this rank is %s",
+                report.step + 1,
+                report.own_loss_sum,
             )
         if self.consecutive_skipped_steps < most:
             return
-        count = f"in {self.consecutive_skipped_steps} steps in a row, up to step {report.step}"
+        count = f"in {self.consecutive_skipped_steps} steps in a row, up to step {report.step + 1}"
         limit = f"optim.max_skipped_steps is {most}"
         raise NotFiniteError(
             f"the recipe's loss returned num_items 0 {count} ({limit}): check the data and labels"
@@ -122,6 +128,13 @@ class TrainState:
             else f"the gradient was not finite {count} ({limit}); the loss on this rank is"
             f" {report.own_loss_sum}: lower optim.lr, or check the data"
         )
+
+    def begin_interval(self) -> None:
+        """Begin to count anew, after a record."""
+        self.interval_loss_sum = 0.0
+        self.interval_num_items = 0.0
+        self.interval_steps = 0
+        self.interval_skipped_steps = 0
 
     def evaluation_is_due(self, run: Run) -> bool:
         """Return whether an evaluation is due at this step and has not been done."""

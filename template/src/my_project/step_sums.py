@@ -51,30 +51,42 @@ class StepSums:
             self.work.wait()
 
 
+class HostCopy:
+    """A copy of a tensor on its way to the host; on a GPU nothing waits until it is read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.event: Any = None
+        if tensor.is_cuda:
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.tensor = pinned.copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def tolist(self) -> list[Any]:
+        """Wait for the copy, and return the values."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor.tolist()
+
+
 class DelayedReader:
     """Read the sums of a step one step later, when the device has them anyway."""
 
     def __init__(self) -> None:
-        self.pending: tuple[int, Tensor, Any] | None = None
+        self.pending: tuple[int, HostCopy] | None = None
 
     def push(self, step: int, sums: StepSums) -> StepReport | None:
         """Start to copy a step's sums to the host; return the report of the step before."""
-        numbers, event = sums.tensor, None
-        if numbers.is_cuda:
-            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = pinned.copy_(numbers, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+        copy = HostCopy(sums.tensor)
         before = self.flush()
-        self.pending = (step, numbers, event)
+        self.pending = (step, copy)
         return before
 
     def flush(self) -> StepReport | None:
         """Return the report of the step that has not been read yet, if there is one."""
         if self.pending is None:
             return None
-        step, numbers, event = self.pending
+        step, copy = self.pending
         self.pending = None
-        if event is not None:
-            event.synchronize()
-        return StepReport(step, *numbers.tolist())
+        return StepReport(step, *copy.tolist())

@@ -96,7 +96,8 @@ def main(config: Config) -> int:
         stop_agreed = False
         model.train()
         stop.loop_begins()
-        with checkpoints, MetricsWriter(accelerator, run, layout, state, raw_model) as metrics:
+        metrics = MetricsWriter(accelerator, run, layout, state, model, data_info)
+        with checkpoints, metrics:
 
             def observe(report: StepReport | None) -> None:
                 nonlocal stop_agreed
@@ -111,7 +112,7 @@ def main(config: Config) -> int:
             def save() -> None:
                 state.epoch, state.epoch_start = feed.epoch, feed.epoch_start
                 watchdog.allow_long_limit()
-                with metrics.paused():
+                with metrics.paused("saving"):
                     checkpoints.save(state)
                     if state.step == run.total_steps:  # on the disk before the last evaluation
                         checkpoints.wait()
@@ -119,18 +120,18 @@ def main(config: Config) -> int:
 
             def evaluate_and_record() -> None:
                 watchdog.allow_long_limit()
-                with metrics.paused(), ema_swapped_in():
+                with metrics.paused("evaluation"), ema_swapped_in():
                     results = evaluate(accelerator, config, evaluation_model, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
                         export.export_best(run, data_info, raw_model)
-                metrics.write({"step": state.step} | results)
+                metrics.write_evaluation(results)
                 checkpoints.add_evaluation(state)
 
             if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
                 evaluate_and_record()
             elif config.evaluation.sanity_check and state.step == 0:
                 watchdog.allow_long_limit()
-                with metrics.paused():
+                with metrics.paused("evaluation"):
                     sanity_check(accelerator, config, evaluation_model, validation_sets)
             end_reason = state.end_reason(run)  # empty until the run is at its end
             micro_batches = metrics.timed(feed)
@@ -157,8 +158,10 @@ def main(config: Config) -> int:
                         # accelerator.backward would divide by its own accumulation, set to 1: two
                         # extra kernels, measurable on small models
                         scaled = scaler.scale(loss_sum) if scaler else loss_sum
+                        metrics.backward_begins()
                         scaled.backward(torch.full_like(scaled, backward_factor))
                 sums.wait()
+                metrics.backward_ended()
                 accelerator.unscale_gradients()
 
                 # ---- normalize, clip, step -------------------------------------------------------
@@ -201,6 +204,7 @@ def main(config: Config) -> int:
             accelerator.wait_for_everyone()  # torchrun kills ranks that save once another exits
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"
+                metrics.write_stop(reason)
                 run.write_status("preempted", reason + checkpoints.note)
             return 75
         state.check_trained(is_fp16=bool(scaler))
@@ -208,8 +212,8 @@ def main(config: Config) -> int:
             export.export(run, "export", data_info, raw_model)
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
         if rank == 0:
-            result, is_early = state.results | metrics.throughput, state.step < run.total_steps
-            patience = config.evaluation.patience if is_early else 0
+            result = state.results | metrics.throughput.of_run()
+            patience = config.evaluation.patience if state.step < run.total_steps else 0
             reason = end_reason + checkpoints.note
             run.write_status("finished", reason, result=result, patience=patience)
             outcome.print_finished(run.folder, run.status())

@@ -201,10 +201,10 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
 @pytest.mark.parametrize(
     ("reason", "sentence"),
     [
-        ("explode_at", "the gradient was not finite in 3 steps in a row, up to step 4"),
+        ("explode_at", "the gradient was not finite in 3 steps in a row, up to step 5"),
         (
             "empty_at",
-            "the recipe's loss returned num_items 0 in 3 steps in a row, up to step 4",
+            "the recipe's loss returned num_items 0 in 3 steps in a row, up to step 5",
         ),
     ],
 )

@@ -1,9 +1,12 @@
-"""Records: what they say of throughput, and of what a run is continued with."""
+"""Records: of an interval, its steps and all ranks; of what a run is continued with."""
 
 import json
 import logging
+import math
 import shutil
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +19,10 @@ from ragged import Ragged
 from runs import change, make_config, records, train
 from world import run_world
 
-from my_project import devices
+from my_project import cost, devices
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
-from my_project.records import metrics
+from my_project.records import anatomy, gpu, metrics, ranks, record_file
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
 
@@ -32,17 +35,33 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def read(self, seconds: float) -> Iterator[int]:
-        """Make batches, each of which takes so long."""
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now + 1e9
+
+
+class Feed:
+    """Micro-batches, each of which takes some seconds."""
+
+    epoch = 0
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock = clock
+        self.seconds = seconds
+
+    def __iter__(self) -> Iterator[int]:
         while True:
-            self.now += seconds
+            self.clock.now += self.seconds
             yield 0
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(metrics, "time", clock)
+    for module in (metrics, anatomy, record_file):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -50,40 +69,72 @@ def writer_of(folder: Path, steps: int, **settings: Any) -> metrics.MetricsWrite
     config = make_config(folder, steps=steps, **settings)
     run = Run(config, rank=0)
     run.total_steps = steps
+    run.lengths = {"the training set": 70}
+    run.hosts = ["here"]
     run.folder.mkdir()
     accelerator: Any = SimpleNamespace(
-        is_main_process=True, device=torch.device("cpu"), trackers=[],
+        is_main_process=True, device=torch.device("cpu"), trackers=[], mixed_precision="no",
         log=lambda values, step: None,
     )  # fmt: skip
     layout = batch_layout(config.batches, 1)
     state = TrainState(items_per_micro_batch=1.0)
-    return metrics.MetricsWriter(accelerator, run, layout, state, torch.nn.Linear(1, 1))
+    return metrics.MetricsWriter(accelerator, run, layout, state, torch.nn.Linear(1, 1), {})
 
 
-def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
-    """Seconds of each step; a record every two; a save or an evaluation after steps 4, 5 and 7."""
-    log = writer_of(tmp_path, steps=8, telemetry__every_steps=2)
-    with log.paused():  # the sanity check
-        clock.now += 1000
-    samples = log.timed(clock.read(0.25))
+def take_steps(log: metrics.MetricsWriter, clock: Clock, seconds: list[float]) -> None:
+    """Take steps of so many seconds each; a save or an evaluation after steps 4, 5, 7 and 8."""
+    samples = log.timed(Feed(clock, 0.25))
     unread: list[StepReport] = []
-    for step, seconds in enumerate([1, 3, 2, 6, 4, 4, 0.5, 1.5]):
+    for step, whole in enumerate(seconds):
         next(samples)
-        clock.now += seconds - 0.25
+        clock.now += 0.125  # forward
+        log.backward_begins()
+        clock.now += whole - 0.5
+        log.backward_ended()
+        clock.now += 0.125
         log.step_ended(step)
         unread.append(StepReport(step, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0))
         if len(unread) > 1:  # the numbers of a step come after the next one
             log.observe(unread.pop(0))
         if step + 1 in (4, 5, 7, 8):
             log.observe(unread.pop())
-            with log.paused():
+            with log.paused("saving" if step + 1 == 4 else "evaluation"):
                 clock.now += 100
             clock.now += 10 if step + 1 == 4 else 0  # not in a pause: part of the next interval
-    seen = [
-        (r["step"], 32 / r["samples_per_second"], r["data_seconds"]) for r in records(log.config)
+
+
+def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
+    """A record every two steps."""
+    log = writer_of(tmp_path, steps=8, telemetry__every_steps=2)
+    with log.paused("evaluation"):  # the sanity check
+        clock.now += 1000
+    take_steps(log, clock, [1, 3, 2, 6, 4, 4, 0.5, 1.5])
+    seen = [(r["step"], r["step_seconds"]) for r in records(log.config)]
+    assert seen == [(2, 2), (4, 4), (6, 9), (8, 1)]
+    for record in records(log.config):
+        rate = record["samples_per_second"]
+        assert rate == pytest.approx(16 / record["step_seconds"], rel=1e-3)
+    assert log.throughput.of_run() == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
+
+
+def test_the_shares_of_a_record_are_those_of_its_phases_and_pauses(tmp_path, clock):
+    log = writer_of(tmp_path, steps=8, telemetry__every_steps=2)
+    take_steps(log, clock, [1, 3, 2, 6, 4, 4, 0.5, 1.5])
+    names = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
+    seen = [[r[f"{name}_share"] for name in names] for r in records(log.config)]
+    # seconds of two steps, of which half a second, an eighth and an eighth are known; and pauses
+    wanted = [
+        [0.5, 0.25, 3, 0.25, 0, 0, 4],
+        [0.5, 0.25, 7, 0.25, 0, 0, 8],
+        [0.5, 0.25, 7, 0.25, 100, 100, 218],  # 10 seconds of something else
+        [0.5, 0.25, 1, 0.25, 100, 0, 102],
     ]
-    assert seen == [(2, 4, 0.5), (4, 8, 0.5), (6, 18, 0.5), (8, 2, 0.5)]
-    assert log.throughput == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
+    for shares, (*parts, whole) in zip(seen, wanted, strict=True):
+        assert shares == pytest.approx([part / whole for part in parts], rel=1e-3)
+    assert [(r["rank_seconds_max"], r["data_seconds_max"]) for r in records(log.config)] == [
+        (0.375, 0.25)
+    ] * 4
+    assert [r["epoch"] for r in records(log.config)] == [0.5, 1, 1.5, 2]
 
 
 def numerics(config: Config) -> dict[str, Any]:
@@ -106,7 +157,7 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, ca
         "precision": ["no", "bf16"], "tf32": [True, False], "comm_hook": ["no", "bf16"],
     }  # fmt: skip
     run_world(2, train, other)
-    assert records(config, "changed") == [{"step": 2, "changed": changed}]
+    assert [(r["step"], r["changed"]) for r in records(config, "changed")] == [(2, changed)]
     assert numerics(config) == plain | {name: now for name, (_, now) in changed.items()}
     newest = config.folder / "checkpoints/step_00000004"
     assert json.loads((newest / "state.json").read_text())["numerics"] == numerics(config)
@@ -140,3 +191,198 @@ def test_the_kind_of_sharding_is_told(tmp_path, kind, mesh, wanted):
         num_processes=8, distributed_type=kind, parallelism_config=mesh, mixed_precision="bf16"
     )
     assert devices.numerics(accelerator, make_config(tmp_path))["sharding"] == wanted
+
+
+# ---- a whole run ---------------------------------------------------------------------------------
+ALL = {"kind", "step", "epoch", "elapsed_seconds", "time"}
+SHARES = {"data", "forward", "backward", "optimizer", "evaluation", "saving", "communication"}
+PER_RANK = {f"{what}_{how}" for what in ("rank_seconds", "data_seconds")
+            for how in ("min", "median", "max")}  # fmt: skip
+INTERVAL = {
+    "steps", "skipped", "skipped_steps", "loss", "learning_rate", "gradient_norm",
+    "samples_per_second", "step_seconds", "slowest_rank", "slowest_host", "peak_memory_bytes",
+}  # fmt: skip
+FIELDS = {
+    "start": {"world_size", "hosts", "resumed_from"},
+    "interval": INTERVAL | PER_RANK | {f"{name}_share" for name in SHARES},
+    "evaluation": {"seconds", "is_best", "validation/accuracy", "validation/auroc"},
+    "checkpoint": {"seconds"},
+    "stop": {"reason"},
+}
+
+
+def kinds(config: Config) -> list[tuple[str, int]]:
+    return [(record["kind"], record["step"]) for record in records(config, "kind")]
+
+
+def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
+    config = make_config(
+        tmp_path, steps=8, telemetry__every_steps=2, evaluation__every_steps=3,
+        evaluation__best_metric="validation/accuracy", checkpoints__every_steps=4,
+        checkpoints__keep=9,
+    )  # fmt: skip
+    assert run_world(2, train, change(config, stop_after="0s")) == [75, 75]
+    stopped = kinds(config)
+    step = stopped[-1][1]  # the first at which the vote of the step before is known
+    assert stopped[0] == ("start", 0)
+    assert stopped[-2:] == [("checkpoint", step), ("stop", step)]
+    assert records(config, "reason")[0]["reason"] == "stop_after 0s has elapsed"
+
+    assert run_world(2, train, config) == [0, 0]
+    intervals = [("interval", k) for k in (2, 4, 6, 8) if k > step]
+    assert kinds(config)[: len(stopped)] == stopped
+    assert kinds(config)[len(stopped)] == ("start", step)
+    assert [one for one in kinds(config)[len(stopped) :] if one[0] == "interval"] == intervals
+    assert kinds(config)[-3:] == [("interval", 8), ("checkpoint", 8), ("evaluation", 8)]
+    seen = records(config, "kind")
+    for record in seen:
+        assert record.keys() == ALL | FIELDS[record["kind"]], record["kind"]
+        assert record["epoch"] == record["step"] / 4, "70 samples make 4 global batches of 16"
+    for name in ("elapsed_seconds", "time"):
+        assert [r[name] for r in seen] == sorted(r[name] for r in seen), name
+    starts = [r for r in seen if r["kind"] == "start"]
+    assert [r["resumed_from"] for r in starts] == [
+        None, str(config.folder / f"checkpoints/step_{step:08d}")
+    ]  # fmt: skip
+    assert {(r["world_size"], len(r["hosts"])) for r in starts} == {(2, 2)}
+    for record in records(config, "loss"):
+        assert record["steps"] == 2, "also of an interval in which the run was stopped"
+        phases = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
+        parts = [record[f"{name}_share"] for name in phases]
+        assert all(part >= 0 for part in parts)
+        assert sum(parts) <= 1.001  # rounded
+        assert record["slowest_rank"] in (0, 1)
+        low, middle, high = (record[f"rank_seconds_{how}"] for how in ("min", "median", "max"))
+        assert low <= middle <= high
+
+    for path in config.folder.glob("checkpoints/step_*"):  # as if killed before they were written
+        if path.name > f"step_{step:08d}":
+            shutil.rmtree(path)
+    before = kinds(config)
+    assert run_world(1, train, change(config, steps=9)) == [0]
+    after = kinds(config)
+    kept = [one for one in before if one[1] <= step]
+    assert after[: len(kept)] == kept
+    assert after[len(kept)] == ("start", step)
+    assert after[-1] == ("evaluation", 9)
+
+
+def test_steps_that_are_skipped_are_counted_in_their_interval(tmp_path):
+    config = make_config(
+        tmp_path, Ragged(explode_at=(2, 3, 5), validation_samples=0), steps=6,
+        telemetry__every_steps=2,
+    )  # fmt: skip
+    assert train(config) == 0
+    seen = [(r["steps"], r["skipped"], r["skipped_steps"]) for r in records(config)]
+    assert seen == [(2, 0, 0), (2, 2, 2), (2, 1, 3)]
+    assert [r["loss"] is None for r in records(config)] == [False, True, False]
+
+
+def test_a_rank_that_stays_slow_is_reported_once(tmp_path):
+    recipe = Ragged(seconds=0.3, slow_rank=1, validation_samples=0)
+    config = make_config(tmp_path, recipe, steps=5, batches__micro_batch_size=8)
+    run_world(2, train, config)
+    assert {record["slowest_rank"] for record in records(config)} == {1}
+    for record in records(config):
+        assert record["rank_seconds_max"] > record["rank_seconds_min"] + 0.2
+    found = records(config, "rank")
+    assert [(r["kind"], r["step"], r["rank"], r["cause"]) for r in found] == [
+        ("straggler", 3, 1, "forward pass")
+    ]
+    assert found[0]["seconds"] > found[0]["median"] + 0.2
+
+
+def test_ranks_that_differ_little_or_for_a_moment_are_no_stragglers():
+    stragglers = ranks.Stragglers()
+
+    def observe(*seconds: float) -> list[int]:
+        nan = math.nan
+        reports = [
+            ranks.RankReport(
+                rank_seconds=one, data_seconds=one, peak_memory_bytes=1, allocator_retries=nan,
+                gpu_utilization=nan, gpu_temperature=nan, gpu_power_watts=nan,
+            )
+            for one in seconds
+        ]  # fmt: skip
+        return [found["rank"] for found in stragglers.observe(reports)]
+
+    assert [observe(1.0, 1.2, 1.0) for _ in range(5)] == [[]] * 5
+    assert [observe(0.0001, 0.0009) for _ in range(5)] == [[]] * 5  # seconds: nobody would notice
+    assert observe(9.0) == []
+    assert [observe(1.0, 1.0, 2.0), observe(1.0, 1.0, 2.0), observe(1.0, 1.0, 1.0)] == [[]] * 3
+    assert [observe(1.0, 2.0, 2.0) for _ in range(4)] == [[], [], [], []]  # most are that slow
+    assert [observe(1.0, 1.0, 2.0) for _ in range(4)] == [[], [], [2], []]
+
+
+# ---- MFU -----------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Stated(Ragged):
+    """Ragged, which states what a sample costs."""
+
+    def per_sample(self, model: torch.nn.Module) -> dict[str, float]:
+        assert len(model) == 4, "the plain model"
+        return {"tokens": 9, "flops": 1000.0}
+
+
+def test_mfu_is_recorded_for_any_recipe(tmp_path):
+    """By hand: two linear layers, forward; backward for both weights and one input."""
+    plain = {"telemetry__peak_tflops": 1e-6, "telemetry__every_steps": 2}
+    for name, recipe in {
+        "counted": Ragged(validation_samples=0),
+        "stated": Stated(validation_samples=0),
+    }.items():
+        config = make_config(tmp_path, recipe, steps=2, run_name=name, **plain)
+        positions = recipe.build_datasets(recipe.prepare_data())[0][0]["x"].shape[0]
+        by_hand = 2 * positions * (6 * 8 + 8 * 1) * 2 + 2 * positions * 8
+        run_world(2, train, config)
+        (record,) = records(config)
+        flops = by_hand if name == "counted" else 1000
+        mfu = record["samples_per_second"] * flops / (1e6 * 2)
+        assert record["mfu"] == pytest.approx(mfu, rel=2e-3), name
+    assert record["tokens_per_second"] == pytest.approx(9 * record["samples_per_second"], rel=2e-3)
+
+
+def test_the_peak_is_known_by_the_name_of_the_device(monkeypatch):
+    cuda = torch.device("cuda", 0)
+
+    def peak(name: str, precision: str, tf32: bool = True) -> float | None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return cost.peak_tflops(cuda, precision, tf32=tf32)
+
+    assert peak("NVIDIA H100 80GB HBM3", "bf16") == 989
+    assert peak("NVIDIA H100 PCIe", "fp16") == 756
+    assert peak("NVIDIA A100-SXM4-40GB", "no") == 156
+    assert peak("NVIDIA A100-SXM4-40GB", "no", tf32=False) == 19.5
+    assert peak("NVIDIA L40S", "bf16") == 362
+    assert peak("NVIDIA L4", "bf16") == 121
+    assert peak("Some Other GPU", "bf16") is None
+    assert cost.peak_tflops(torch.device("cpu"), "bf16", tf32=True) is None
+
+
+# ---- the sensors of a GPU ------------------------------------------------------------------------
+def test_the_sensors_of_a_gpu_are_found_by_its_uuid(monkeypatch):
+    class Lost(Exception):
+        pass
+
+    def power(handle: str) -> int:
+        raise Lost
+
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-abc": "the handle"}[uuid],
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97),
+        nvmlDeviceGetTemperature=lambda handle, sensor: 61 + sensor,
+        nvmlDeviceGetPowerUsage=lambda handle: 412_500,
+    )
+    cuda = torch.device("cuda", 1)
+    properties = {cuda: SimpleNamespace(uuid="abc"), torch.device("cuda", 0): SimpleNamespace()}
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.get)
+    assert gpu.GpuMonitor(cuda).read() == (97, 61, 412.5)
+    nvml.nvmlDeviceGetPowerUsage = power  # this GPU lacks it, or has gone
+    assert gpu.GpuMonitor(cuda).read()[:2] == (97, 61)
+    assert math.isnan(gpu.GpuMonitor(cuda).read()[2])
+    for device in (torch.device("cuda", 0), torch.device("cpu")):  # no UUID; no GPU
+        assert all(math.isnan(value) for value in gpu.GpuMonitor(device).read())
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert all(math.isnan(value) for value in gpu.GpuMonitor(cuda).read())

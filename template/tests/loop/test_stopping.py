@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_is_traced_to_its_process(tmp_path):
     found = errors(config)
     assert "the loss on this rank is nan" in found[1]
     assert "the loss on this rank is nan" not in found[0]
-    assert "the gradient was not finite in 1 steps in a row, up to step 3" in found[0]
+    assert "the gradient was not finite in 1 steps in a row, up to step 4" in found[0]
 
 
 def test_an_exception_in_a_loader_worker_ends_the_run_and_is_named(tmp_path):

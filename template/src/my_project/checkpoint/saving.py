@@ -173,6 +173,7 @@ class Checkpoints:
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
+        self.run.continued_from = str(folder)
         try:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             state |= read_manifest(folder).get("evaluation", {})

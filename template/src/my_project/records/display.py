@@ -31,7 +31,7 @@ class Progress:
         self.log: CopiedStream | None = None
         self.debuggers = ExitStack()
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, records: list[dict[str, Any]]) -> None:
         """Show the bar, if this is a terminal."""
         self.is_terminal = sys.stdout.isatty()
         if self.is_terminal:
@@ -63,12 +63,20 @@ class Progress:
             with suppress(OSError):  # a closed terminal
                 bar.stop()
 
+    def step_ended(self, step: int) -> None:
+        """Note the steps done."""
+
+    def pause(self, what: str) -> None:
+        """Show what interrupts the steps."""
+
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of metrics.jsonl."""
+        if record["kind"] not in ("interval", "evaluation"):
+            return
         values = " ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in record.items()
-            if value is not None and name not in ("step", "peak_memory_bytes", "data_seconds")
+            if value is not None and name not in ("step", "kind", "time", "elapsed_seconds")
         )
         line = f"step {record['step']} of {self.run.total_steps}: {values}"
         if not self.is_terminal:

@@ -1,41 +1,89 @@
-"""One record per interval, by rank 0: metrics.jsonl, trackers, a bar or plain lines.
+"""Write the records of a run: metrics.jsonl, trackers, the terminal.
 
-It only records; state.py and the loop decide.
+It only records; state.py and the loop decide. metrics.jsonl has one JSON object per line; numbers
+that are not finite are null. Every record has
+
+    kind             start, interval, evaluation, checkpoint, straggler, spike, numerics or stop
+    step             steps done: the number of the last step, counted from 1
+    epoch            passes over the training set so far; of a stream the number of its epoch
+    elapsed_seconds  how long the run has been running, over all its starts, without undone work
+    time             seconds since 1970
+
+and, by kind (a field whose value is not known is left out):
+
+    start       world_size; hosts, by rank; resumed_from: the checkpoint, or null
+    interval    every telemetry.every_steps steps, and at the last:
+                steps, skipped       steps since the last record, and how many were skipped
+                skipped_steps        skipped in the whole run
+                loss                 mean over the items of all steps but the skipped; or null
+                learning_rate, gradient_norm     of the last step; the norm before clipping
+                samples_per_second, tokens_per_second, mfu, step_seconds
+                                     without evaluations and saves
+                data_share, forward_share, backward_share, optimizer_share, evaluation_share,
+                saving_share         of the whole time, on rank 0; the rest is something else
+                communication_share  DDP's all-reduces that did not overlap with the backward,
+                                     as a share of a step; part of backward_share
+                rank_seconds_min, _median, _max    over the ranks, per step: data wait and forward
+                                     pass, in which a rank waits for no other (but under FSDP)
+                data_seconds_min, _median, _max    over the ranks, per step: data wait
+                slowest_rank, slowest_host         the one with the largest rank_seconds
+                peak_memory_bytes    the largest of all ranks
+                allocator_retries, gpu_utilization (percent, mean over the ranks), gpu_temperature
+                (degrees Celsius, the largest), gpu_power_watts (mean)             GPUs only
+    evaluation  seconds; each result by its name; is_best; sample, pictures (records/samples.py)
+    checkpoint  seconds: how long training waited for it
+    straggler   rank, host, seconds, median: its rank_seconds were far above the median of the
+                other ranks in three records in a row; cause: data wait or forward pass
+    spike       name (loss or gradient_norm), value, median: far above the steps before
+    numerics    changed: precision and the like, [old, new]
+    stop        reason: the run was preempted here; the next start continues it
+
+A start drops the records that are newer than its checkpoint; while a run goes on, lines are only
+appended. read_records (records/runs.py) reads the file.
 """
 
-import json
 import logging
 import math
-import os
-import resource
-import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from accelerate import Accelerator
 
-from ..files import finite, move_aside, write_atomically
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
-from ..recipe import optional
 from ..run_folder import Run
 from ..state import StepReport, TrainState
+from .anatomy import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    NO_PHASE,
+    OPTIMIZER,
+    PHASES,
+    Phases,
+    exposed_communication,
+    make_anatomy,
+)
 from .display import Progress
-from .runs import parse_records
+from .gpu import GpuMonitor, allocator_retries, peak_memory_bytes
+from .ranks import Gather, RankReport, Stragglers, summarize
+from .record_file import RecordFile
+from .throughput import Throughput
 from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
+PAUSES = ("evaluation", "saving")
 
 
-class Clock(NamedTuple):
-    """Seconds since the start: in total, waiting for data, and paused (evaluations, saves)."""
+class Ended(NamedTuple):
+    """A step that has ended and is not observed yet, since its numbers come one step later."""
 
-    total: float
-    data: float
-    paused: float
+    clock: float  # seconds
+    pauses: tuple[float, ...]  # seconds of each of PAUSES up to then
+    epoch: int  # of a stream
+    phases: Any  # see Anatomy.read
 
 
 class MetricsWriter:
@@ -47,166 +95,230 @@ class MetricsWriter:
         run: Run,
         layout: BatchLayout,
         state: TrainState,
-        model: torch.nn.Module,
+        model: Any,
+        data_info: dict[str, Any],
     ) -> None:
-        """Continue the records of a run at state.step; newer ones are discarded."""
+        """Continue the records of a run at state.step.
+
+        Args:
+            accelerator: this process's Accelerator.
+            run: the run folder.
+            layout: the global batch's division.
+            state: the sums since the last record are part of the checkpoint.
+            model: prepared.
+            data_info: what the recipe's prepare_data returned.
+        """
         self.run = run
         self.config = run.config
         self.layout = layout
-        self.state = state  # the sums since the last record are part of the checkpoint
+        self.state = state
+        self.model = model
         self.device = accelerator.device
         self.is_main = accelerator.is_main_process
-        count = optional(run.config.recipe, "per_sample")
-        self.per_sample: dict[str, float] = count(model) if count else {}
-        self.path = run.folder / "metrics.jsonl"
-        self.unwritten = ""  # lines that a full disk has not taken yet
+        self.file = RecordFile(run)
         self.trackers = Trackers(accelerator, run)
         self.progress = Progress(run)
-        self.data_seconds = 0.0
-        self.paused_seconds = 0.0
-        self.run_seconds = 0.0
-        self.run_steps = 0
-        self.interval_steps = 0
-        self.ended: dict[int, Clock] = {}  # when a step ended that is not observed yet
-        self.recorded = self._clock()  # when the last recorded step ended
+        self.gpu = GpuMonitor(self.device)
+        self.throughput = Throughput(accelerator, run.config, layout, model, data_info)
+        self.anatomy = make_anatomy(self.device)
+        self.stragglers = Stragglers()
+        self.feed: Any = None
+        self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
+        self.last_pause = 0.0  # seconds
+        self.interval_steps = 0  # since the last record of this process
+        self.interval_phases: Phases = [0.0] * len(PHASES)
+        self.ended: dict[int, Ended] = {}
+        self.recorded = self._now(0, None)  # when the last recorded step ended
+        self.gathering: tuple[dict[str, Any], Gather] | None = None  # a record not yet written
 
+    # ---- start and end ---------------------------------------------------------------------------
     def __enter__(self) -> "MetricsWriter":
-        if not self.is_main:
-            return self
-        if os.path.lexists(self.path):
-            records, damaged = parse_records(self.run.folder)
-            if damaged:
-                move_aside(self.path)
-            kept = [record for record in records if self._is_kept(record)]
-            write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-        if changed := self.run.changed_numerics:  # not for trackers, which take numbers
-            self._append(json.dumps({"step": self.state.step, "changed": changed}) + "\n")
-        self.trackers.start(self.state.step)
-        self.progress.start(self.state.step)
-        self.recorded = self._clock()  # trackers may take seconds to start
+        if self.is_main:
+            records = self.file.drop_newer(self.state)
+            self.trackers.start(self.state.step)
+            if changed := self.run.changed_numerics:
+                self.write({"kind": "numerics", "changed": changed})
+            start = {"world_size": self.layout.world_size, "hosts": self.run.hosts}
+            start["resumed_from"] = self.run.continued_from
+            self.progress.start(self.state.step, [*records, self.write({"kind": "start"} | start)])
+            self.recorded = self._now(0, None)  # trackers may take seconds to start
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._write_gathered(wait=kind is None)  # another rank may be gone
         self.progress.stop()
         self.trackers.finish()
 
-    def _is_kept(self, record: dict[str, Any]) -> bool:
-        """Return whether a record is kept: not newer than the state, nor to be written again."""
-        step, is_evaluation = self.state.step, "samples_per_second" not in record
-        if "changed" in record:  # one at this step is written again, if it still applies
-            return record["step"] < step
-        to_come = is_evaluation and self.state.evaluated_step != step
-        return record["step"] < step or (record["step"] == step and not to_come)
+    def write(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Write a record everywhere, on rank 0; return it with what all records have."""
+        if not self.is_main:
+            return record
+        step = record.get("step", self.state.step)
+        written = self.file.append({"step": step, "epoch": self._epoch(step)} | record)
+        self.trackers.log(written)
+        self.progress.show(written)
+        return written
 
-    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Pass the micro-batches on, adding up the seconds spent waiting for them."""
-        iterator = iter(batches)
+    def write_stop(self, reason: str) -> None:
+        """Record in the file that the run was preempted; the trackers have been closed."""
+        epoch = self._epoch(self.state.step)
+        stop = {"kind": "stop", "step": self.state.step, "epoch": epoch, "reason": reason}
+        self.file.append(stop)
+
+    def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
+        """Record the results of the evaluation that was the last pause."""
+        if results:  # there may be no validation set
+            is_best = self.state.best is not None and self.state.best_step == self.state.step
+            about = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
+            self.write({"kind": "evaluation"} | about | results | more)
+
+    # ---- the step --------------------------------------------------------------------------------
+    def timed(self, feed: Any) -> Iterator[Any]:
+        """Pass the micro-batches on; from each on, the time is that of a forward pass."""
+        self.feed = feed
+        iterator = iter(feed)
+        enter = self.anatomy.enter
         while True:
-            start = time.perf_counter()
+            enter(DATA)
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
-            self.data_seconds += time.perf_counter() - start
+            if not self.throughput.is_counted and self.is_main:
+                enter(NO_PHASE)
+                self.throughput.count_flops(batch)
+            enter(FORWARD)
             yield batch
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of an evaluation or a save out of the throughput."""
-        start = time.perf_counter()
-        yield
-        self.paused_seconds += time.perf_counter() - start
-        self.run.paused_seconds = self.paused_seconds
+    def backward_begins(self) -> None:
+        """From now on, the time is that of a backward pass."""
+        self.anatomy.enter(BACKWARD)
 
-    def _clock(self) -> Clock:
-        return Clock(time.perf_counter(), self.data_seconds, self.paused_seconds)
+    def backward_ended(self) -> None:
+        """From now on, the time is that of the optimizer."""
+        self.anatomy.enter(OPTIMIZER)
 
     def step_ended(self, step: int) -> None:
         """Note when a step ended, since its numbers come after the next one or before a save."""
-        self.ended[step] = self._clock()
+        self.ended[step] = self._now(self.feed.epoch, self.anatomy.step_ended())
+        if self.is_main:
+            self.progress.step_ended(step + 1)
 
+    def _now(self, epoch: int, phases: Any) -> Ended:
+        return Ended(time.perf_counter(), tuple(self.pauses.values()), epoch, phases)
+
+    @contextmanager
+    def paused(self, what: str) -> Iterator[None]:
+        """Leave the time of an evaluation or a save (one of PAUSES) out of the throughput."""
+        self._write_gathered()
+        if self.is_main:
+            self.progress.pause(what)
+        start = time.perf_counter()
+        yield
+        self.last_pause = time.perf_counter() - start
+        self.pauses[what] += self.last_pause
+        self.run.paused_seconds = sum(self.pauses.values())
+        if what == "saving":
+            self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
+        if self.is_main:
+            self.progress.pause("")
+
+    # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
-        self.interval_steps += 1
+        self._write_gathered()
         ended = self.ended.pop(report.step)
+        self.interval_steps += 1
+        phases = self.anatomy.read(ended.phases)
+        self.interval_phases = [a + b for a, b in zip(self.interval_phases, phases, strict=True)]
         done = report.step + 1
         if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
             self._record(report, ended)
+            self.recorded = ended
+            self.interval_steps = 0
+            self.interval_phases = [0.0] * len(PHASES)
+            self.state.begin_interval()
+            if self.layout.world_size == 1:
+                self._write_gathered()
 
-    def _record(self, report: StepReport, ended: Clock) -> None:
-        passed = Clock(*(now - then for now, then in zip(ended, self.recorded, strict=True)))
-        seconds = passed.total - passed.paused
-        samples_per_second = self.interval_steps * self.layout.global_batch_size / seconds
-        self.run_steps += self.interval_steps
-        self.run_seconds += seconds
-        state, config = self.state, self.config
-        num_items = state.interval_num_items
-        self.write(
-            {
-                "step": report.step + 1,
-                "loss": state.interval_loss_sum / num_items if num_items else None,
-                "learning_rate": learning_rate(report.step, self.run.total_steps, config.optim),
-                "gradient_norm": report.grad_norm if math.isfinite(report.grad_norm) else None,
-                "samples_per_second": samples_per_second,
-                **self._rates(samples_per_second),
-                "data_seconds": passed.data,
-                "peak_memory_bytes": peak_memory_bytes(self.device),
-                "skipped_steps": state.skipped_steps,
-            }
+    def _record(self, report: StepReport, ended: Ended) -> None:
+        """Begin the record of an interval, which is written with the other ranks' part."""
+        state, steps, phases = self.state, self.interval_steps, self.interval_phases
+        whole = ended.clock - self.recorded.clock
+        pauses = [now - then for now, then in zip(ended.pauses, self.recorded.pauses, strict=True)]
+        seconds = whole - sum(pauses)
+        rates = self.throughput.add(steps, seconds)
+        parts = zip((*PHASES, *PAUSES), [*phases, *pauses], strict=True)
+        shares = {f"{name}_share": part / whole for name, part in parts}
+        if exposed := exposed_communication(self.model):
+            shares["communication_share"] = exposed / rates["step_seconds"]
+        loss = state.interval_loss_sum / (state.interval_num_items or math.nan)
+        rate = learning_rate(report.step, self.run.total_steps, self.config.optim)
+        record = {
+            "kind": "interval",
+            "step": report.step + 1,
+            "epoch": self._epoch(report.step + 1, ended.epoch),
+            "steps": state.interval_steps,
+            "skipped": state.interval_skipped_steps,
+            "skipped_steps": state.skipped_steps,
+            "loss": loss,
+            "learning_rate": rate,
+            "gradient_norm": report.grad_norm,
+            **rounded(rates | shares),
+        }
+        utilization, temperature, power = self.gpu.read()
+        mine = RankReport(
+            rank_seconds=(phases[DATA] + phases[FORWARD]) / steps,
+            data_seconds=phases[DATA] / steps,
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            allocator_retries=allocator_retries(self.device),
+            gpu_utilization=utilization,
+            gpu_temperature=temperature,
+            gpu_power_watts=power,
         )
-        self.recorded = ended
-        self.interval_steps = 0
-        state.interval_loss_sum = 0.0
-        state.interval_num_items = 0.0
+        self.gathering = record, Gather(mine, self.layout.world_size, self.device)
 
-    def _rates(self, samples_per_second: float) -> dict[str, float]:
-        """Return the throughput in the recipe's units, and the model FLOPs utilization (MFU)."""
-        rates = {}
-        if "tokens" in self.per_sample:
-            rates["tokens_per_second"] = samples_per_second * self.per_sample["tokens"]
-        if (peak := self.config.telemetry.peak_tflops) and "flops" in self.per_sample:
-            flops_per_second = samples_per_second * self.per_sample["flops"]
-            rates["mfu"] = flops_per_second / (peak * 1e12 * self.layout.world_size)
-        return rates
+    def _write_gathered(self, *, wait: bool = True) -> None:
+        """Write the record that waits for the reports of the other ranks.
 
-    @property
-    def throughput(self) -> dict[str, float]:
-        """Return the samples per second since this process started, without evaluations and saves.
-
-        Nothing where no step was recorded.
+        Args:
+            wait: for their reports, which they send where this is called on all ranks.
         """
-        samples = self.run_steps * self.layout.global_batch_size
-        return {"samples per second": samples / self.run_seconds} if self.run_steps else {}
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Write one record everywhere."""
-        if not self.is_main or len(record) == 1:  # there may be no validation set
+        if not self.gathering:
             return
-        record = finite(record)
-        self._append(json.dumps(record, allow_nan=False) + "\n")
-        values = {name: value for name, value in record.items() if value is not None}
-        self.trackers.log(values, values.pop("step"))
-        self.progress.show(record)
+        record, gather = self.gathering
+        self.gathering = None
+        reports = gather.read() if wait else []
+        if reports and self.is_main:
+            record |= rounded(summarize(reports, self.run.hosts))
+        self.write(record)
+        for straggler in self.stragglers.observe(reports) if self.is_main else ():
+            self._report_straggler(straggler | {"step": record["step"]})
 
-    def _append(self, line: str) -> None:
-        """Append to metrics.jsonl; lines that fail (full disk) are retried with the next record."""
-        is_first_failure = not self.unwritten
-        self.unwritten += line
-        size = self.path.stat().st_size if self.path.exists() else 0
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(self.unwritten)
-            self.unwritten = ""
-        except OSError as error:
-            if is_first_failure:
-                logger.error("%s cannot be written, so records are kept: %s", self.path, error)
-            if self.path.exists():
-                os.truncate(self.path, size)  # drop the partial line
+    def _report_straggler(self, found: dict[str, Any]) -> None:
+        host = self.run.hosts[found["rank"]]
+        logger.warning(
+            "rank %d on %s is a straggler: %.3g s per step, mostly %s, before it waits for others;"
+            " the median of the other ranks is %.3g s, and all wait for the slowest",
+            found["rank"],
+            host,
+            found["seconds"],
+            found["cause"],
+            found["median"],
+        )
+        self.write({"kind": "straggler", "host": host} | rounded(found))
+
+    def _epoch(self, step: int, of_stream: int = 0) -> float:
+        """Return the passes over the training set, or the number of a stream's epoch."""
+        samples = self.run.lengths.get("the training set")
+        if samples is None:
+            return of_stream or self.state.epoch
+        return round(step / max(1, samples // self.layout.global_batch_size), 4)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has held: on the GPU, or on the host for a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def rounded(fields: dict[str, Any]) -> dict[str, Any]:
+    """Round what was measured to four digits: a long run has hundreds of thousands of records."""
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in fields.items()
+    }

@@ -42,8 +42,7 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
         run: the run folder.
 
     Returns:
-        The records of metrics.jsonl, in its order. Each has "step"; those of an interval have
-        "loss", those of an evaluation its results, and "changed" tells of other numerics.
+        The records of metrics.jsonl, in its order, as records/metrics.py describes them.
 
     Raises:
         ConfigError: this is not a run folder.
@@ -73,6 +72,15 @@ def parse_records(folder: Path) -> tuple[list[dict[str, Any]], bool]:
         else:
             damaged |= line.endswith(b"\n") or not line.startswith(b"{")
     return records, damaged
+
+
+def kind_of(record: dict[str, Any]) -> str:
+    """Return the kind of a record (records/metrics.py); older runs did not state it."""
+    if "kind" in record:
+        return str(record["kind"])
+    if "changed" in record:
+        return "numerics"
+    return "interval" if "samples_per_second" in record else "evaluation"
 
 
 def _parse(line: bytes) -> dict[str, Any]:

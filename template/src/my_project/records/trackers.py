@@ -45,9 +45,16 @@ class Trackers:
                 report(str(tracker), "start", error)
         self.accelerator.trackers = started
 
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the values of a step."""
-        self._each("log", lambda tracker: tracker.log(dict(values), step=step))
+    def log(self, record: dict[str, Any]) -> None:
+        """Log a record of metrics.jsonl."""
+        if record["kind"] not in ("interval", "evaluation"):
+            return
+        values = {
+            name: value
+            for name, value in record.items()
+            if isinstance(value, (int, float)) and name != "step"
+        }
+        self._each("log", lambda tracker: tracker.log(dict(values), step=record["step"]))
 
     def finish(self) -> None:
         """Flush and close each tracker."""

@@ -1,0 +1,81 @@
+"""Throughput in samples, tokens and FLOPs: model FLOPs utilization (MFU)."""
+
+import logging
+from typing import Any
+
+from accelerate import Accelerator
+
+from .. import cost
+from ..config import Config
+from ..loading.layout import BatchLayout
+from ..recipe import optional
+from ..sharding import RecipeModule
+
+logger = logging.getLogger(__name__)
+
+
+class Throughput:
+    """What an interval's samples per second are in tokens and in the device's peak."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: Config,
+        layout: BatchLayout,
+        model: Any,
+        data_info: dict[str, Any],
+    ) -> None:
+        """Ask the recipe for the tokens and FLOPs of a sample (per_sample).
+
+        Args:
+            accelerator: this process's Accelerator.
+            config: the run's config.
+            layout: the global batch's division.
+            model: prepared.
+            data_info: what the recipe's prepare_data returned.
+        """
+        self.config = config
+        self.layout = layout
+        self.data_info = data_info
+        self.steps = 0  # since this process started
+        self.seconds = 0.0  # of these steps, without evaluations and saves
+        self.peak_tflops = config.telemetry.peak_tflops or cost.peak_tflops(
+            accelerator.device, accelerator.mixed_precision, tf32=config.tf32
+        )
+        self.per_sample: dict[str, float] = {}
+        if per_sample := optional(config.recipe, "per_sample"):
+            wrapped = next(m for m in model.modules() if isinstance(m, RecipeModule))
+            self.per_sample = dict(per_sample(wrapped.model))
+        self.is_counted = not self.peak_tflops or "flops" in self.per_sample
+
+    def count_flops(self, batch: Any) -> None:
+        """Count the FLOPs of the run's first micro-batch, where the recipe does not state them."""
+        self.is_counted = True
+        try:
+            flops = cost.flops_of(self.config, self.data_info, batch)
+        except Exception as error:  # fake tensors do not support everything
+            logger.info(
+                "MFU is not recorded: the FLOPs of a step could not be counted (%s); the recipe may"
+                " state them with per_sample",
+                " ".join(f"{type(error).__name__}: {error}".split())[:200],
+            )
+            return
+        self.per_sample["flops"] = flops / self.layout.micro_batch_size
+
+    def add(self, steps: int, seconds: float) -> dict[str, float]:
+        """Count the steps of an interval; return the fields of its record."""
+        self.steps += steps
+        self.seconds += seconds
+        samples_per_second = steps * self.layout.global_batch_size / seconds
+        fields = {"samples_per_second": samples_per_second, "step_seconds": seconds / steps}
+        if "tokens" in self.per_sample:
+            fields["tokens_per_second"] = samples_per_second * self.per_sample["tokens"]
+        if self.peak_tflops and "flops" in self.per_sample:
+            flops_per_second = samples_per_second * self.per_sample["flops"]
+            fields["mfu"] = flops_per_second / (self.peak_tflops * 1e12 * self.layout.world_size)
+        return fields
+
+    def of_run(self) -> dict[str, float]:
+        """Return the samples per second since this process started; {} before the first record."""
+        samples = self.steps * self.layout.global_batch_size
+        return {"samples per second": samples / self.seconds} if self.steps else {}
