@@ -32,7 +32,7 @@ def status(hosts: TwoHosts) -> dict:
 
 def steps(hosts: TwoHosts) -> int:
     path = run_folder(hosts) / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    return path.read_text().count('"interval"') if path.exists() else 0
 
 
 def wait_for(hosts: TwoHosts, condition, seconds: float = 90) -> None:

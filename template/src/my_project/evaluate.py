@@ -296,6 +296,7 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
                 print(found, file=output)
+                sys.stdout = output
             else:
                 print_table(
                     {name: format_metric(value) for name, value in results.items()}, str(folder)

@@ -67,7 +67,7 @@ def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path, proc
     config = config_of(tmp_path, "first", {"how": "raise at once"})
     with pytest.raises(RuntimeError, match="KeyError: 'labels'"):
         run_world(processes, train, config)
-    assert not (config.folder / "metrics.jsonl").exists()
+    assert [record["kind"] for record in records(config, "kind")] == ["start"]
     assert not checkpoints(config.folder)
 
 

@@ -305,7 +305,7 @@ def project(tmp_path):
 
 def steps(folder: Path) -> int:
     path = folder / "runs/tiny/metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    return path.read_text().count('"interval"') if path.exists() else 0
 
 
 def start(project: Path, where: str, *arguments: str):

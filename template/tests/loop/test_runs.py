@@ -181,7 +181,10 @@ def test_records_are_read_as_a_table(tmp_path):
     config = make_config(tmp_path, steps=3, evaluation__every_steps=2)
     train(config)
     found = read_records(str(config.folder))
-    assert [record["step"] for record in found] == [1, 2, 2, 3, 3]
+    assert [(record["kind"], record["step"]) for record in found] == [
+        ("start", 0), ("interval", 1), ("interval", 2), ("evaluation", 2), ("interval", 3),
+        ("checkpoint", 3), ("evaluation", 3),
+    ]  # fmt: skip
     assert [record for record in found if "loss" in record] == records(config)
     assert read_records(write_run(tmp_path, "new", "running").folder) == []
     pandas = pytest.importorskip("pandas")
