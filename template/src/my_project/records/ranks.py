@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Gather:
 
     def __init__(self, report: RankReport, world_size: int, device: torch.device) -> None:
         """Start to gather; on a GPU nothing waits for the device."""
-        everywhere = torch.tensor([astuple(report)])
+        everywhere = torch.tensor([[*vars(report).values()]])
         self.work: Any = None
         if world_size > 1:
             mine = everywhere.to(device)

@@ -20,7 +20,7 @@ class RecordFile:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.path = run.folder / "metrics.jsonl"
-        self.unwritten = ""  # lines that a full disk has not taken yet
+        self.unwritten = b""  # lines that a full disk has not taken yet
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
 
     def drop_newer(self, state: TrainState) -> list[dict[str, Any]]:
@@ -45,16 +45,17 @@ class RecordFile:
         now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
         record = finite({"kind": record["kind"], "step": record["step"], **record, **now})
         is_first_failure = not self.unwritten
-        self.unwritten += json.dumps(record, allow_nan=False) + "\n"
-        size = self.path.stat().st_size if self.path.exists() else 0
+        self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+        size: int | None = None
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with self.path.open("ab") as file:
+                size = file.tell()
                 file.write(self.unwritten)
-            self.unwritten = ""
+            self.unwritten = b""
         except OSError as error:
             if is_first_failure:
                 logger.error("%s cannot be written, so records are kept: %s", self.path, error)
-            if self.path.exists():
+            if size is not None:
                 os.truncate(self.path, size)  # drop the partial line
         return record
 
