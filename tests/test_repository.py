@@ -191,7 +191,7 @@ def test_the_block_in_a_picture_is_what_the_code_prints(name: str, tmp_path, mon
         saved, given["stop_signal"] = step, "SIGINT"
         status |= {"step": step, "steps": steps, "reason": "SIGINT"}
     else:
-        title = r"^--- failed at step (\d+) of (\d+), rank (\d) on (\S+) -+$"
+        title = r"^--- failed after step (\d+) of (\d+), rank (\d) on (\S+) -+$"
         step, steps, rank, host = find(title)
         (reason,) = find(r"^  error    (.*\n {11}.*)$")
         failure = {"rank": int(rank), "host": host, "step": int(step), "cause": "exception"}

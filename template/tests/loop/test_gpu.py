@@ -71,6 +71,24 @@ def test_nccl_gives_the_curve_of_one_process(tmp_path, several):
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_records_have_the_phases_by_cuda_events_and_the_sensors(tmp_path, processes):
+    if gpus < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    config = make_config(tmp_path, steps=12, telemetry__every_steps=3, telemetry__peak_tflops=1.0)
+    run_world(processes, train, config)
+    for record in records(config):
+        phases = [record[f"{name}_share"] for name in ("data", "forward", "backward", "optimizer")]
+        assert all(share > 0 for share in phases)
+        assert sum(phases) <= 1.001
+        assert 0 < record["rank_seconds_min"] <= record["rank_seconds_max"]
+        assert record["peak_memory_bytes"] == pytest.approx(1e7, rel=10)
+        assert record["allocator_retries"] == 0
+        assert record["mfu"] > 0, "counted on fake tensors of the GPU"
+        assert record["gpu_temperature"] > 0
+        assert record["gpu_power_watts"] > 0
+
+
 @needs_two
 def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
     """2 processes with micro-batch 8 and SyncBN normalise like one with micro-batch 16."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -108,11 +109,16 @@ def _print_finished(folder: Path, status: dict[str, Any]) -> None:
     pairs.append(("result", ", ".join(results)))
     pairs.append(("weights", str(folder / "export")))
     pairs.append(("metrics", f"{folder / 'metrics.jsonl'}, tensorboard --logdir {folder.parent}"))
-    package = (__package__ or "").rpartition(".")[0]  # a copy of the loop has another name
     lines = rows([(name, value) for name, value in pairs if value])
     lines.append("next:")
-    lines += [f"  python -m {package} {command} {folder}" for command in ("predict", "evaluate")]
+    lines += [f"  {command_line(name, folder)}" for name in ("report", "predict", "evaluate")]
     print_block(f"finished: {folder}", lines)
+
+
+def command_line(name: str, folder: Path) -> str:
+    """Return what one types for a command on a run."""
+    package = (__package__ or "").rpartition(".")[0]  # a copy of the loop has another name
+    return f"python -m {package} {name} {shlex.quote(str(folder))}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +241,7 @@ class Outcome:
         if frames:
             lines += ["traceback, the innermost frame last:", *folded(frames)]
         step = failure.get("step")
-        title = "failed" + (f" at step {step} of {self.status.get('steps')}" if step else "")
+        title = "failed" + (f" after step {step} of {self.status.get('steps')}" if step else "")
         if failure:
             title += f", rank {failure['rank']} on {failure['host']}"
         reason = failure.get("reason") or self._unexplained()
@@ -252,6 +258,7 @@ class Outcome:
             pairs.append(("ranks", text))
         pairs.append(("logs", str(self.folder / "logs")))
         lines = [*(f"{line}"[: 4 * width()] for line in lines), *rows(pairs)]
+        lines.append(f"  {'doctor':8} {command_line('doctor', self.folder)}")
         lines += self._next("fix it; then the same command")
         print_block(title, lines, to=sys.stderr)
 
