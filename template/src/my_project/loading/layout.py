@@ -61,7 +61,18 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
         counts = {"the lanes of the stream": train_set.lanes}
     else:
         counts = {"the training set": len(train_set)}
+        if whole := getattr(train_set, "all_samples", 0):  # the samples follow from it (overfit)
+            counts["the whole training set"] = whole
     return counts | {f"validation set {name}": len(data) for name, data in validation_sets.items()}
+
+
+def lanes_of(layout: BatchLayout, lanes: int, rank: int) -> list[range]:
+    """Return the lanes of a stream that feed each micro-batch of a rank."""
+    per_micro_batch = lanes // layout.micro_batches_per_step
+    return [
+        range(m * per_micro_batch, (m + 1) * per_micro_batch)
+        for m in range(rank, layout.micro_batches_per_step, layout.world_size)
+    ]
 
 
 def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:

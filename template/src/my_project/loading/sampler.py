@@ -56,6 +56,15 @@ def shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(samples, generator=generator)
 
 
+class FirstBatches(Subset):
+    """The samples of the first global batches."""
+
+    @property
+    def all_samples(self) -> int:
+        """Count the samples of the whole dataset."""
+        return len(self.dataset)  # pyright: ignore[reportArgumentType]
+
+
 def first_batches(
     config: Config, train_set: Any, validation_sets: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
@@ -82,5 +91,5 @@ def first_batches(
             f" {batches} global batches of {size}; lower overfit_batches to at most"
             f" {samples // size}."
         )
-    chosen = Subset(train_set, shuffled(samples, config.seed, 0)[: batches * size].tolist())
+    chosen = FirstBatches(train_set, shuffled(samples, config.seed, 0)[: batches * size].tolist())
     return chosen, dict.fromkeys(validation_sets, chosen)

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from ..config import Config, ConfigError
 from ..recipe import optional
-from .layout import BatchLayout
+from .layout import BatchLayout, lanes_of
 from .loader import make_loader, on_device, start_iterating
 from .seeding import derive_seed, fork_rng, seed_rng
 from .workers import check_sendable
@@ -128,13 +128,8 @@ class StreamBatches:
         self.device = accelerator.device
         self.epoch, self.epoch_start = epoch
         self.collate = optional(config.recipe, "collate") or default_collate
-        micro_batches = layout.micro_batches_per_step
-        per_micro_batch = data.lanes // micro_batches
         self.per_step = layout.global_batch_size // data.lanes
-        self.lanes = [
-            range(m * per_micro_batch, (m + 1) * per_micro_batch)
-            for m in range(self.rank, micro_batches, layout.world_size)
-        ]
+        self.lanes = lanes_of(layout, data.lanes, self.rank)
         self.ahead: deque[list[Any]] = deque()  # the micro-batches of steps that have been read
         self.is_short = False  # the lanes cannot feed the step after the next
         self.epoch_end: int | None = None  # the first step of the next epoch, once known
