@@ -203,7 +203,7 @@ INTERVAL = {
     "samples_per_second", "step_seconds", "slowest_rank", "slowest_host", "peak_memory_bytes",
 }  # fmt: skip
 FIELDS = {
-    "start": {"world_size", "hosts", "resumed_from"},
+    "start": {"world_size", "micro_batch_size", "hosts", "resumed_from"},
     "interval": INTERVAL | PER_RANK | {f"{name}_share" for name in SHARES},
     "evaluation": {"seconds", "is_best", "validation/accuracy", "validation/auroc"},
     "checkpoint": {"seconds"},

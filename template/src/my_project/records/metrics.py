@@ -11,7 +11,7 @@ that are not finite are null. Every record has
 
 and, by kind (a field whose value is not known is left out):
 
-    start       world_size; hosts, by rank; resumed_from: the checkpoint, or null
+    start       world_size; micro_batch_size; hosts, by rank; resumed_from: a checkpoint, or null
     interval    every telemetry.every_steps steps, and at the last:
                 steps, skipped       steps since the last record, and how many were skipped
                 skipped_steps        skipped in the whole run
@@ -70,6 +70,7 @@ from .display import Progress
 from .gpu import GpuMonitor, allocator_retries, peak_memory_bytes
 from .ranks import Gather, RankReport, Stragglers, summarize
 from .record_file import RecordFile
+from .spikes import Spikes
 from .throughput import Throughput
 from .trackers import Trackers
 
@@ -122,6 +123,7 @@ class MetricsWriter:
         self.throughput = Throughput(accelerator, run.config, layout, model, data_info)
         self.anatomy = make_anatomy(self.device)
         self.stragglers = Stragglers()
+        self.spikes = Spikes()
         self.feed: Any = None
         self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
         self.last_pause = 0.0  # seconds
@@ -138,9 +140,14 @@ class MetricsWriter:
             self.trackers.start(self.state.step)
             if changed := self.run.changed_numerics:
                 self.write({"kind": "numerics", "changed": changed})
-            start = {"world_size": self.layout.world_size, "hosts": self.run.hosts}
-            start["resumed_from"] = self.run.continued_from
-            self.progress.start(self.state.step, [*records, self.write({"kind": "start"} | start)])
+            start = {
+                "kind": "start",
+                "world_size": self.layout.world_size,
+                "micro_batch_size": self.layout.micro_batch_size,
+                "hosts": self.run.hosts,
+                "resumed_from": self.run.continued_from,
+            }
+            self.progress.start(self.state.step, [*records, self.write(start)])
             self.recorded = self._now(0, None)  # trackers may take seconds to start
         return self
 
@@ -232,6 +239,10 @@ class MetricsWriter:
         phases = self.anatomy.read(ended.phases)
         self.interval_phases = [a + b for a, b in zip(self.interval_phases, phases, strict=True)]
         done = report.step + 1
+        if self.is_main:
+            loss = report.loss_sum / (report.num_items or math.nan)
+            for spike in self.spikes.observe(done, loss, report.grad_norm):
+                self.write({"kind": "spike", "step": done} | spike)
         if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
             self._record(report, ended)
             self.recorded = ended
