@@ -1,10 +1,10 @@
 """What a run shows on the terminal."""
 
 import logging
-import math
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,91 +14,94 @@ from torch import nn
 from ..loading.layout import BatchLayout
 from ..process import CopiedStream
 from ..run_folder import Run
+from .history import History
 
 logger = logging.getLogger(__name__)
+DEBUGGING = "debugging"  # a pause that no record tells of
 
 
 class Progress:
-    """A bar on a terminal; elsewhere one line per record.
+    """The live lines of a terminal (screen.py); elsewhere one plain line per record.
 
-    While a debugger reads commands, it has the terminal; the bar is back with the next record.
+    While a debugger reads commands, it has the terminal; the lines are back after the step.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self.history = History(run)
         self.is_terminal = False
-        self.bar: Any = None
+        self.live: Any = None
         self.log: CopiedStream | None = None
         self.debuggers = ExitStack()
 
     def start(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Show the bar, if this is a terminal."""
-        self.is_terminal = sys.stdout.isatty()
+        """Show where the run is, if this is a terminal.
+
+        Args:
+            step: steps done.
+            records: what metrics.jsonl holds, with the record of this start.
+        """
+        self.history.start(step, records)
+        is_dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
+        self.is_terminal = sys.stdout.isatty() and not is_dumb
         if self.is_terminal:
-            self.debuggers.enter_context(called_by_debuggers(self._remove_bar))
-            self._show_bar(step)
-
-    def _show_bar(self, step: int) -> None:
-        from rich import progress
-        from rich.console import Console
-
-        before = sys.stdout
-        self.log = before if isinstance(before, CopiedStream) else None
-        self.bar = progress.Progress(
-            "step",
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.description}"),
-            console=Console(file=self.log.stream if self.log else None),  # not into the log
-        )
-        self.task = self.bar.add_task("", total=self.run.total_steps, completed=step)
-        self.bar.start()
-        if self.log:  # sys.stdout is rich's now, which prints above the bar
-            sys.stdout = CopiedStream(sys.stdout, self.log.file)
-
-    def _remove_bar(self) -> None:
-        bar, self.bar = self.bar, None
-        if bar:
-            with suppress(OSError):  # a closed terminal
-                bar.stop()
+            self.debuggers.enter_context(called_by_debuggers(self._hide))
+            self._show()
 
     def step_ended(self, step: int) -> None:
-        """Note the steps done."""
+        """Note the number of steps done; called after each, so it draws nothing."""
+        self.history.pace.step_ended(step)
+        if self.is_terminal and not self.live:  # a debugger had the terminal
+            self._show()
 
     def pause(self, what: str) -> None:
-        """Show what interrupts the steps."""
+        """Note what training waits for: evaluating, saving; "" when it goes on."""
+        self.history.pace.set_pause(what)
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of metrics.jsonl."""
-        if record["kind"] not in ("interval", "evaluation"):
-            return
-        values = " ".join(
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in record.items()
-            if value is not None and name not in ("step", "kind", "time", "elapsed_seconds")
-        )
-        line = f"step {record['step']} of {self.run.total_steps}: {values}"
+        self.history.add(record)
+        line = self.history.line(record)
         if not self.is_terminal:
-            logger.info(line)
+            if line:
+                logger.info(line)
             return
-        if not self.bar:
-            self._show_bar(record["step"])
-        if self.log:
+        if self.log and line:
             self.log.write_to_file(f"{line}\n")
-        if "samples_per_second" in record:
-            loss = math.nan if record["loss"] is None else record["loss"]
-            brief = f"{record['samples_per_second']:.0f} samples/s, loss {loss:.4g}"
-            with suppress(OSError):
-                self.bar.update(self.task, completed=record["step"], description=brief)
-        else:
-            with suppress(OSError):
-                self.bar.console.print(line)
+        if not self.live:  # a debugger had the terminal
+            self._show()
+        if record.get("kind") == "spike":
+            self.live.console.print(line, markup=False, highlight=False)
 
     def stop(self) -> None:
-        """Remove the bar."""
-        self._remove_bar()
+        """Leave the last state on the screen, with more of the evaluations."""
+        if self.live:
+            self.live.get_renderable().has_ended = True
+        self._remove()
         self.debuggers.close()
+
+    def _show(self) -> None:
+        from . import screen
+
+        if self.history.pace.pause == DEBUGGING:
+            self.history.pace.set_pause("")
+        before = sys.stdout
+        self.log = before if isinstance(before, CopiedStream) else None
+        self.live = screen.live(self.history, self.log.stream if self.log else before)
+        self.live.start(refresh=True)
+        if self.log:  # sys.stdout is rich's now, which prints above the lines, but into no log
+            sys.stdout = CopiedStream(sys.stdout, self.log.file)
+
+    def _hide(self) -> None:
+        """Leave the terminal to a debugger."""
+        if self.live:
+            self.live.transient = True
+            self.history.pace.set_pause(DEBUGGING)
+        self._remove()
+
+    def _remove(self) -> None:
+        live, self.live = self.live, None
+        if live:
+            live.stop()
 
 
 @contextmanager
@@ -114,7 +117,7 @@ def called_by_debuggers(function: Callable[[], None]) -> Iterator[None]:
 
     def call_first(debugger: Any, *arguments: Any, **options: Any) -> None:
         function()
-        # a debugger made while the bar was shown prints through the bar
+        # a debugger made while the lines were shown prints through them
         debugger.stdout = getattr(debugger.stdout, "rich_proxied_file", debugger.stdout)
         interaction(debugger, *arguments, **options)
 
