@@ -49,8 +49,7 @@ INTERVAL = {
     "kind": "interval", "step": 190, "epoch": 3.1, "elapsed_seconds": 76.0,
     "steps": 10, "skipped": 0, "skipped_steps": 3,
     "loss": 0.4312, "learning_rate": 9.1e-3, "samples_per_second": 3021.4, "mfu": 0.41,
-    "data_share": 0.02, "rank_seconds_median": 0.5, "rank_seconds_max": 0.9,
-    "slowest_rank": 3, "slowest_host": "node-2",
+    "data_share": 0.02, "slowest_rank": 3,
 }  # fmt: skip
 
 
@@ -70,6 +69,8 @@ def make_history(
             results = {"validation/loss": 1 - score, "validation/accuracy": score}
             results |= {f"validation/recall_{i}": score for i in range(9)}
             history.add({"kind": "evaluation", "step": step, "is_best": step == 80} | results)
+    found = {"rank": 3, "host": "node-2", "seconds": 0.9, "median": 0.5, "cause": "data wait"}
+    history.add({"kind": "straggler", "step": 190} | found)
     history.add(INTERVAL | (interval or {}))
     clock.now += waited
     return history
@@ -146,7 +147,8 @@ def test_names_from_a_recipe_are_text():
     history = History(make_run(), Clock())
     history.start(0, [])
     history.add({"kind": "evaluation", "step": 0, "[red]\x1b[2J": 0.5, "x" * 300: 0.1})
-    history.add(INTERVAL | {"slowest_host": "\x1b[31m"})
+    history.add({"kind": "straggler", "step": 0, "rank": 3, "host": "\x1b[31m", "seconds": 0.9})
+    history.straggler_found["median"] = 0.5
     shown = "\n".join(drawn(history, 200))
     assert "rank 3 (?[31m) 1.8x" in shown
     assert "\x1b[2J" not in shown
@@ -208,7 +210,7 @@ for step in range(1, 5):
     progress.step_ended(step)
     progress.show({"kind": "interval", "step": step, "loss": 0.5, "samples_per_second": 9.0})
     print(f"a line of the recipe, {step}")
-progress.pause("evaluating")
+progress.pause("evaluation")
 wait_for("evaluated")
 scores = {"validation/accuracy": 0.8125}
 progress.show({"kind": "evaluation", "step": 4, "seconds": 1.0, "is_best": True} | scores)
@@ -234,7 +236,7 @@ def test_the_lines_go_on_while_a_step_is_slow_and_the_last_evaluations_stay(tmp_
         terminal.read(lambda _: len(set(seen.findall(terminal.text))) > 2)
 
     try:
-        see_seconds_pass("evaluating")
+        see_seconds_pass("evaluation")
         assert terminal.screen[-3] == "a line of the recipe, 4", "printed lines are above"
         (tmp_path / "evaluated").touch()
         see_seconds_pass("this step")

@@ -64,7 +64,7 @@ def test_warm_up_and_pauses_do_not_count_as_steps_but_pauses_to_come_do(clock):
     go(history, clock, 1, WARM_UP_STEPS, seconds=100)
     go(history, clock, WARM_UP_STEPS + 1, 50, seconds=2)
     pause(history, clock, "checkpoint", "saving", 50, seconds=7)
-    pause(history, clock, "evaluation", "evaluating", 50, seconds=30)
+    pause(history, clock, "evaluation", "evaluation", 50, seconds=30)
     go(history, clock, 51, 60, seconds=2)
     assert history.pace.step_seconds == 2
     assert history.pace.remaining_seconds == 40 * 2 + 7 + 30
@@ -76,7 +76,7 @@ def test_the_remaining_time_counts_down_in_a_step_and_in_a_pause_but_not_below_w
     history = History(make_run(), clock)
     history.start(0, [])
     go(history, clock, 1, 50, seconds=2)
-    pause(history, clock, "evaluation", "evaluating", 50, seconds=30)
+    pause(history, clock, "evaluation", "evaluation", 50, seconds=30)
     go(history, clock, 51, 60, seconds=2)
     clock.now += 1.5
     assert history.pace.remaining_seconds == 40 * 2 + 30 - 1.5
@@ -85,7 +85,7 @@ def test_the_remaining_time_counts_down_in_a_step_and_in_a_pause_but_not_below_w
     assert history.pace.waited_seconds == 1001.5, "the step under way"
     go(history, clock, 61, 100, seconds=2)
     left = history.pace.remaining_seconds
-    history.pace.set_pause("evaluating")
+    history.pace.set_pause("evaluation")
     clock.now += 20
     assert left is not None
     assert history.pace.remaining_seconds == left - 20

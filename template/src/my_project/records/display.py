@@ -54,7 +54,7 @@ class Progress:
             self._show()
 
     def pause(self, what: str) -> None:
-        """Note what training waits for: evaluating, saving; "" when it goes on."""
+        """Note what training waits for: evaluation, saving; "" when it goes on."""
         self.history.pace.set_pause(what)
 
     def show(self, record: dict[str, Any]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from ..run_folder import Run
 from .outcome import format_metric
 from .pace import Pace, format_age, format_time, number
+from .runs import kind_of
 
 EVALUATIONS = 10  # as many are kept
-STRAGGLER = 1.25  # the slowest rank is named from here on, in median times of a rank
 # Of an evaluation; its other numbers are results.
 NOT_RESULTS = {"kind", "step", "epoch", "elapsed_seconds", "time", "seconds", "is_best"}
 
@@ -26,6 +26,7 @@ class History:
         self.best_metric: str | None = run.config.evaluation.best_metric
         self.pace = Pace(run, clock)
         self.interval: dict[str, Any] = {}  # of this start
+        self.straggler_found: dict[str, Any] = {}  # its record, while it is the slowest rank
         self.evaluations: deque[dict[str, Any]] = deque(maxlen=EVALUATIONS)
         self.best: dict[str, Any] = {}  # its record
         self.saved_at: float | None = None  # by the clock of the pace
@@ -40,7 +41,8 @@ class History:
         for record in records:
             self.add(record)
         self.interval = {}
-        self.restarts = sum(record.get("kind") == "start" for record in records[1:])
+        self.straggler_found = {}
+        self.restarts = sum(kind_of(record) == "start" for record in records[1:])
         self.pace.start(step)
 
     def add(self, record: dict[str, Any]) -> None:
@@ -51,6 +53,10 @@ class History:
             self.epoch_at = (epoch, record["step"])
         if kind == "interval":
             self.interval = record
+            if record.get("slowest_rank") != self.straggler_found.get("rank"):
+                self.straggler_found = {}
+        elif kind == "straggler":
+            self.straggler_found = record
         elif kind == "evaluation":
             self.evaluations.append(record)
             if record.get("is_best") is True:
@@ -75,6 +81,16 @@ class History:
         if self.saved_at is None:
             return "not saved yet"
         return f"saved {format_age(self.pace.clock() - self.saved_at)} ago"
+
+    @property
+    def straggler(self) -> str:
+        """Name the rank that all wait for, if there is one: rank 3 (node-2) 1.8x as slow."""
+        names = ("rank", "seconds", "median")
+        rank, seconds, median = (number(self.straggler_found, name) for name in names)
+        if rank is None or not seconds or not median:
+            return ""
+        host = printable(str(self.straggler_found.get("host")))
+        return f"rank {rank} ({host}) {seconds / median:.1f}x as slow"
 
     @property
     def times(self) -> tuple[str, str]:
@@ -105,15 +121,6 @@ class History:
         return f"step {record['step']} of {self.total_steps}: {says}" if says else ""
 
 
-def kind_of(record: dict[str, Any]) -> str:
-    """Return the kind of a record; those of older runs do not name it."""
-    if isinstance(kind := record.get("kind"), str):
-        return kind
-    if "loss" in record:
-        return "interval"
-    return "numerics" if "changed" in record else "evaluation"
-
-
 def results(record: dict[str, Any]) -> dict[str, float | None]:
     """Return the results of an evaluation by name; None for what is not finite."""
     names = [name for name in record if name not in NOT_RESULTS]
@@ -141,7 +148,6 @@ def numbers(interval: dict[str, Any]) -> dict[str, str]:
         "mfu": "" if mfu is None else f"MFU {mfu:.0%}",
         "data": "" if data is None else f"data {data:.0%}",
         "skipped": f"{skipped:.0f} steps skipped in all" if skipped else "",
-        "slowest": straggler(interval),
     }
 
 
@@ -157,16 +163,6 @@ def loss(interval: dict[str, Any]) -> str:
     if skipped := number(interval, "skipped"):
         says += f", {skipped:.0f} of {number(interval, 'steps') or 0:.0f} steps skipped"
     return says
-
-
-def straggler(interval: dict[str, Any]) -> str:
-    """Name the slowest rank, if it is much slower than others: rank 3 (node-2) 1.8x as slow."""
-    most, median = number(interval, "rank_seconds_max"), number(interval, "rank_seconds_median")
-    if not most or not median or most < STRAGGLER * median:
-        return ""
-    host = printable(str(interval.get("slowest_host", "")))
-    rank = number(interval, "slowest_rank")
-    return "" if rank is None else f"rank {rank} ({host}) {most / median:.1f}x as slow"
 
 
 def format_epoch(epoch: float | None) -> str:

@@ -11,7 +11,7 @@ from ..run_folder import Run
 WARM_UP_STEPS = 3  # of each start: compilation, caches and allocators take their time once
 INTERVALS = 30  # over which the time of a step is measured
 PAUSES = 5  # evaluations, and saves, over which their time is measured
-PAUSED_BY = {"evaluation": "evaluating", "checkpoint": "saving"}  # kinds of records
+PAUSED_BY = {"evaluation": "evaluation", "checkpoint": "saving"}  # by kind of record
 
 
 class Mark(NamedTuple):
@@ -36,7 +36,7 @@ class Pace:
         self.latest = Mark(0, self.began, 0.0)
         self.warm_step = 0  # from this step on, steps are measured
         self.marks: deque[Mark] = deque(maxlen=INTERVALS)
-        self.pause = ""  # what training waits for: evaluating, saving
+        self.pause = ""  # what training waits for: evaluation, saving
         self.pause_changed = self.began
         self.paused_seconds = 0.0
         self.seconds = {kind: deque[float](maxlen=PAUSES) for kind in PAUSED_BY}

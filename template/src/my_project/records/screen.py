@@ -31,7 +31,7 @@ ROWS = 4  # evaluations that are shown while the run goes on, and the best where
 LEAST_BAR = 5  # columns
 SLOW_SECONDS = 5.0  # a step that takes longer is said to be under way
 LEAST_IMPORTANT = (
-    "restarts", "mfu", "skipped", "learning rate", "slowest", "saved", "data", "epoch", "speed",
+    "restarts", "mfu", "skipped", "learning rate", "straggler", "saved", "data", "epoch", "speed",
     "under way",
 )  # fmt: skip
 SPINNERS = {False: "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", True: "|/-\\"}  # for terminals with ASCII only
@@ -119,6 +119,7 @@ def items(history: History, has_ended: bool) -> dict[str, Text]:
     """Return the numbers that are shown, by name, in their order."""
     interval, pace = history.interval, history.pace
     said = {"epoch": history.epoch} | (numbers(interval) if interval else {})
+    said["straggler"] = history.straggler
     said["saved"] = history.saved
     said["restarts"] = f"restart {history.restarts}" if history.restarts else ""
     waited = pace.waited_seconds
