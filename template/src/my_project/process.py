@@ -113,6 +113,11 @@ class Launcher:
         """Return whether a launcher started this process and has ended."""
         return self.pid is not None and os.getppid() != self.pid
 
+    @property
+    def has_told_to_stop(self) -> bool:
+        """Return whether a stop signal has come, also while a long call in C delays its handler."""
+        return self.leave_at < float("inf")
+
     def watch(self) -> None:
         """Exit this process when the launcher has ended, or when a stop signal has no effect."""
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):

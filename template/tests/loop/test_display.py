@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from terminal import Terminal
+from terminal import CONTROL, Terminal, standing
 
+from my_project.process import LAUNCHER
 from my_project.records import screen
 from my_project.records.display import Progress
 from my_project.records.history import History
@@ -196,6 +197,28 @@ def test_a_closed_terminal_and_a_dumb_one_do_not_disturb_the_run(monkeypatch, ca
     assert "step 1 of 330: loss 0.4312" in caplog.text
 
 
+def test_what_a_launcher_prints_at_a_stop_signal_stays_and_the_lines_say_it_too(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "stdout", terminal := FakeTerminal())
+    progress = Progress(make_run())
+    progress.start(0, [])
+    progress.step_ended(1)
+    progress.live.refresh()
+    terminal.write("^C\nSIGINT: stopping\n")  # by another process
+    monkeypatch.setattr(LAUNCHER, "leave_at", 1.0)
+    for step in (2, 3):
+        progress.step_ended(step)
+        progress.live.refresh()
+    shown = [CONTROL.sub("", line).strip() for line in standing(terminal.getvalue())]
+    progress.stop()
+    before = shown.index("SIGINT: stopping")
+    assert "step 1/330" in shown[before - 2]
+    assert "step 3/330" in shown[-2], "the lines have gone on below"
+    assert "step 2/330" not in "\n".join(shown), "and are erased as before"
+    assert shown[-1] == "not saved yet  stopping after this step"
+
+
 # ---- in a real terminal --------------------------------------------------------------------------
 LIVE = """
 def wait_for(name):
@@ -251,7 +274,7 @@ def test_the_lines_go_on_while_a_step_is_slow_and_the_last_evaluations_stay(tmp_
     assert first.split() == ["4*", "0.8125"]
     assert second.split() == ["8", "0.7500"]
     assert re.fullmatch(r"step 8/8  ━+  100%  0:\d\d", position)
-    assert numbers == "loss not finite, 4 of 4 steps skipped  not saved yet"
+    assert numbers == "loss not finite, 4 of 4 steps skipped"
     assert (end, nothing) == ("the end True", "")
     assert max(map(len, terminal.shown.splitlines())) <= 60, "nothing was wrapped at any time"
     assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h"), "the cursor"
@@ -261,7 +284,7 @@ def test_the_lines_go_on_while_a_step_is_slow_and_the_last_evaluations_stay(tmp_
     for step in range(1, 5):
         assert log[2 * step - 1] == f"a line of the recipe, {step}"
         assert log[2 * step - 2].startswith(f"step {step} of 8: loss 0.5000, 9 samples/s, 0:")
-    assert log[8] == "step 4 of 8: validation/accuracy 0.8125, the best so far, 1 s"
+    assert log[8] == "step 4 of 8: validation/accuracy 0.8125, the best so far, in 1 s"
     assert log[9].startswith("step 8 of 8: loss not finite, 4 of 4 steps skipped, 0:")
     assert log[-1] == "the end True"
 

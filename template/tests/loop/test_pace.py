@@ -190,14 +190,14 @@ def test_without_a_terminal_there_are_plain_lines_with_the_remaining_time_and_no
     progress.stop()
     assert [record.message for record in caplog.records] == [
         "step 10 of 100: loss 0.4300, lr 9.1e-03, 3021 samples/s, data 2%, gradient norm 1.25,"
-        " epoch 0.30, 1:23, 1:30 left",
-        "step 50 of 100: saved in 0.31 s",
+        " epoch 0.30, 1:23 elapsed, 1:30 left",
+        "step 50 of 100: saved, training waited 0.31 s",
         "step 50 of 100: validation/accuracy 0.9581, validation/loss not a number,"
-        " the best so far, 2 s",
+        " the best so far, in 2 s",
         "step 60 of 100: loss 8.0000, a spike: its median was 0.4000",
         "step 70 of 100: loss not finite, 10 of 10 steps skipped, lr 9.1e-03, 3021 samples/s,"
-        " data 2%, epoch 2.10, 1:23, 1:32 left",
-        "step 80 of 100: loss 0.5000, 9 samples/s, 1:23, 1:32 left",
+        " data 2%, epoch 2.10, 1:23 elapsed, 1:32 left",
+        "step 80 of 100: loss 0.5000, 9 samples/s, 1:23 elapsed, 1:32 left",
     ]
 
 

@@ -104,16 +104,17 @@ class History:
         if kind == "interval":
             norm = number(record, "gradient_norm")
             parts = [*numbers(record).values(), f"gradient norm {norm:.4g}" if norm else ""]
-            parts += [format_epoch(number(record, "epoch")), *self.times]
+            elapsed, left = self.times
+            parts += [format_epoch(number(record, "epoch")), f"{elapsed} elapsed", left]
             says = ", ".join(filter(None, parts))
         elif kind == "evaluation":
             parts = [f"{name} {format_metric(value)}" for name, value in results(record).items()]
             seconds = number(record, "seconds")
-            took = "" if seconds is None else f"{seconds:.3g} s"
+            took = "" if seconds is None else f"in {seconds:.3g} s"
             best = "the best so far" if record.get("is_best") is True else ""
             says = ", ".join(filter(None, [*parts, best, took]))
         elif kind == "checkpoint":
-            says = f"saved in {number(record, 'seconds') or 0:.2g} s"
+            says = f"saved, training waited {number(record, 'seconds') or 0:.2g} s"
         elif kind == "spike":
             name = printable(str(record.get("name")).replace("_", " "))
             value, median = (format_metric(number(record, n)) for n in ("value", "median"))

@@ -18,10 +18,12 @@ from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from ..process import LAUNCHER
 from .history import EVALUATIONS, History, is_finite, numbers, results
 from .outcome import format_metric
 from .pace import format_time
@@ -29,7 +31,7 @@ from .pace import format_time
 REFRESHES_PER_SECOND = 4
 ROWS = 4  # evaluations that are shown while the run goes on, and the best where it is older
 LEAST_BAR = 5  # columns
-SLOW_SECONDS = 5.0  # a step that takes longer is said to be under way
+SLOW_SECONDS = 5.0  # a step that takes longer is said to be under way; a pause after 1 s
 LEAST_IMPORTANT = (
     "restarts", "mfu", "skipped", "learning rate", "straggler", "saved", "data", "epoch", "speed",
     "under way",
@@ -56,9 +58,27 @@ class View:
         yield from lines(items(self.history, self.has_ended), width)
 
 
+class LiveLines(Live):
+    """A live display that leaves what the launcher prints at a stop signal on the screen.
+
+    It would be erased with the lines above it, since the launcher is another process. So the lines
+    are drawn anew below.
+    """
+
+    is_below = False
+
+    def process_renderables(self, renderables: list[Any]) -> list[Any]:
+        """Return what is drawn: first a control that moves up to the first of the lines."""
+        drawn = super().process_renderables(renderables)
+        if LAUNCHER.has_told_to_stop and not self.is_below and isinstance(drawn[0], Control):
+            self.is_below = True
+            drawn[0] = Text("")  # end the last of the lines
+        return drawn
+
+
 def live(history: History, stream: Any) -> Live:
     """Return the live display of a history on a terminal; printed text appears above it."""
-    return Live(
+    return LiveLines(
         View(history),  # pyright: ignore[reportArgumentType] - rich asks for any such object
         console=Console(file=OpenOrClosed(stream)),  # pyright: ignore[reportArgumentType]
         refresh_per_second=REFRESHES_PER_SECOND,
@@ -120,11 +140,14 @@ def items(history: History, has_ended: bool) -> dict[str, Text]:
     interval, pace = history.interval, history.pace
     said = {"epoch": history.epoch} | (numbers(interval) if interval else {})
     said["straggler"] = history.straggler
-    said["saved"] = history.saved
+    said["saved"] = "" if has_ended else history.saved  # an age would not stay true
     said["restarts"] = f"restart {history.restarts}" if history.restarts else ""
     waited = pace.waited_seconds
-    is_slow = waited > SLOW_SECONDS or (pace.step_seconds or 0) > SLOW_SECONDS
-    if not has_ended and (pace.pause or is_slow):
+    usual = 1.0 if pace.pause else SLOW_SECONDS
+    is_long = waited > usual or (not pace.pause and (pace.step_seconds or 0) > usual)
+    if LAUNCHER.has_told_to_stop and not pace.pause and not has_ended:
+        said["under way"] = "stopping after this step"
+    elif is_long and not has_ended:
         said["under way"] = f"{pace.pause or 'this step'} {format_time(waited)}"
     is_red = bool(interval) and not is_finite(interval)
     styles = {"loss": "red" if is_red else ""}
