@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parent
 TEMPLATE = FOLDER.parents[1] / "template"
 sys.path.insert(0, str(TEMPLATE / "tests"))
 
-from terminal import Terminal  # noqa: E402
+from terminal import Terminal, standing  # noqa: E402
 
 COLUMNS = 100
 COMMAND = "train configs/image_classification.yaml --where cpu_2_processes"
@@ -73,8 +73,8 @@ def screen(received: str) -> Text:
     """Return what stood on the terminal, with its colors, broken at its last column."""
     host = socket.gethostname()
     lines = []
-    for line in received.replace("\r\n", "\n").rstrip("\n").split("\n"):
-        text = Text.from_ansi(re.sub(r"\x1b\[[0-9;?]*[A-Za-ln-z]", "", line.rpartition("\r")[2]))
+    for line in standing(received.rstrip()):
+        text = Text.from_ansi(re.sub(r"\x1b\[[0-9;?]*[A-Za-ln-z]", "", line))
         if host in text.plain:
             ruled = text.plain.startswith("---")
             text = Text(text.plain.replace(host, "my-host"))
