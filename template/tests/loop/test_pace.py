@@ -143,6 +143,8 @@ def test_the_first_start_is_no_restart_and_the_epoch_of_a_stream_is_its_number(c
     assert history.restarts == 0
     go(history, clock, 1, 5, seconds=1)
     assert history.epoch == "epoch 2"
+    history.start(0, [{"kind": "start", "step": 0, "epoch": 0.0}])
+    assert history.epoch == "", "how much of it a step is, is not known yet"
 
 
 # ---- plain lines ---------------------------------------------------------------------------------

@@ -69,10 +69,10 @@ class History:
     # ---- read by the thread that draws -----------------------------------------------------------
     @property
     def epoch(self) -> str:
-        """Return the epoch now, from that of the newest record; "" if it is not known."""
+        """Return the epoch now, from that of the newest record; "" before the first interval."""
         epoch, step = self.epoch_at
-        if isinstance(epoch, float) and step > 0:  # a stream has an integer
-            epoch *= self.pace.latest.step / step
+        if isinstance(epoch, float):  # a stream has an integer
+            epoch = epoch * self.pace.latest.step / step if step > 0 else None
         return format_epoch(epoch)
 
     @property
