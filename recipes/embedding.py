@@ -187,7 +187,9 @@ class Embedding:
 
     def _encode(self, model: Any, texts: list[str], side: str) -> Tensor:
         bags = [ngrams(text, self.buckets, self.max_characters) for text in texts]
-        return model.encode(_concatenate(bags), side)
+        tokens, starts = _concatenate(bags)
+        device = model.table.weight.device
+        return model.encode((tokens.to(device), starts.to(device)), side)
 
     def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
         """Write a query and five documents, one per line, as a file; return the right one."""

@@ -413,12 +413,14 @@ class Finetune:
         """Return the probability of each class, (C,)."""
         tokenizer = _tokenizer_of(Path(model.name_or_path))  # in the folder of the weights
         batch = self._batch(tokenizer, [sample | {"label": 0}])
+        device = next(model.parameters()).device
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
         return self._logits(model, batch)[0].softmax(-1)[0]
 
     def _generate_text(self, model: Any, prompt: str) -> str:
         """Return a prompt and its most likely continuation."""
         tokenizer = _tokenizer_of(Path(model.name_or_path))
-        tokens = tokenizer(prompt, return_tensors="pt")
+        tokens = tokenizer(prompt, return_tensors="pt").to(next(model.parameters()).device)
         length = tokens["input_ids"].shape[1]
         limit = getattr(model.config, "max_position_embeddings", None) or 2**31
         if length >= limit:

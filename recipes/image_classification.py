@@ -253,7 +253,7 @@ def _picture(image: Tensor) -> Any:
     from torchvision.transforms.v2.functional import to_pil_image
 
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
-    return to_pil_image(((image * std + mean).clamp(0, 1) * 255).round().to(torch.uint8))
+    return to_pil_image(((image.cpu() * std + mean).clamp(0, 1) * 255).round().to(torch.uint8))
 
 
 def contact_sheet(title: str, tiles: list[tuple[Any, list[str], bool]]) -> Any:

@@ -183,8 +183,10 @@ class Segmentation:
     def _mask(self, model: nn.Module, image: Tensor) -> Tensor:
         """Return the most likely class of each pixel of an image: (3, H, W) -> (H, W)."""
         images, _ = self.collate([(image, torch.zeros(image.shape[1:], dtype=torch.int64))])
+        images = images.to(next(model.parameters()).device)
         with torch.no_grad():
-            return _logits(model(images)).argmax(1)[0, : image.shape[1], : image.shape[2]]
+            mask = _logits(model(images)).argmax(1)[0, : image.shape[1], : image.shape[2]]
+        return mask.cpu()
 
     def predict_samples(
         self, model: nn.Module, data_info: dict[str, Any], samples: Any, folder: Path
@@ -192,6 +194,7 @@ class Segmentation:
         """Write predictions.png: each picture with its true and its predicted mask laid over it."""
         tiles, found, num_right, num_labeled = [], set(), 0, 0
         for image, label in samples:
+            image, label = image.cpu(), label.cpu()  # in an evaluation they are where the model is
             predicted = self._mask(model, image)
             is_labeled = label != IGNORE_INDEX
             right = int((predicted == label)[is_labeled].sum())

@@ -38,7 +38,8 @@ A recipe may also have:
     per_sample(model) -> {"tokens": n, "flops": m}    of one sample, forward and backward; for
                                                   throughput and MFU
     predict(model, data_info, argument) -> str    the answer that predict.py prints
-    predict_samples(model, data_info, samples, folder)    the answers for some validation samples
+    predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
+                                                  also shown at each evaluation
     write_sample(data_info, samples, path) -> str    writes an input for `predict` as a file
     example_inputs(data_info) -> tuple of tensors     batch first; for predict.py --onnx
     export(model, data_info, folder) -> None      writes an export other than model.safetensors
@@ -46,7 +47,9 @@ A recipe may also have:
 
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what
 predict.py prints, a str or a table of rich; files that it writes into `folder`, such as pictures,
-are moved to the run. write_sample writes samples[0] and returns what is known of it (its class).
+are moved to the run. It is called at each evaluation, too, on every rank, for evaluation.samples
+samples, whose tensors are on the device of the model (records/samples.py). write_sample writes
+samples[0] and returns what is known of it (its class).
 
 Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
 change between two starts of a run (a path); "staged": True for the path of data that `stage_to`
