@@ -95,6 +95,8 @@ class EvaluationConfig:
     sanity_check: bool = may_change(True)
     """Before the first step of a new run, evaluate one micro-batch of each validation set and
     discard the results, so that an error in the metrics ends the run before it trains."""
+    samples: int = may_change(8)
+    """Validation samples that the recipe's predict_samples answers at each evaluation; 0: none."""
     best_metric: str | None = may_change(None)
     """A result such as validation/accuracy; its best weights are exported to best/."""
     best_mode: Literal["max", "min"] = may_change("max")
@@ -225,6 +227,7 @@ class Config:
             "optim.max_skipped_steps": (self.optim.max_skipped_steps, 1),
             "evaluation.every_steps": (self.evaluation.every_steps, 1),
             "evaluation.batch_size": (self.evaluation.batch_size, 0),
+            "evaluation.samples": (self.evaluation.samples, 0),
             "evaluation.patience": (self.evaluation.patience, 1),
             "checkpoints.every_steps": (self.checkpoints.every_steps, 1),
             "checkpoints.keep": (self.checkpoints.keep, 1),

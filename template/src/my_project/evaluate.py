@@ -65,7 +65,6 @@ from .records.outcome import format_metric
 logger = logging.getLogger(__name__)
 
 
-@torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
     config: Config,
@@ -86,20 +85,35 @@ def evaluate(
     Returns:
         The value of each metric, "<dataset>/<metric>", the same on every rank.
     """
+    results: dict[str, float] = {}
+    with evaluation_mode(accelerator, model):
+        for name, data in datasets.items():
+            values = _evaluate_one(accelerator, config, model, data, is_sanity_check)
+            results |= {f"{name}/{metric}": value for metric, value in values.items()}
+    return results
+
+
+@contextmanager
+def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """Set a prepared model to evaluation: no gradients, and the buffers of rank 0 on every rank."""
     model.eval()
     reshard(model)
     broadcast_buffers(accelerator, model)
-    results: dict[str, float] = {}
-    for name, data in datasets.items():
-        values = _evaluate_one(accelerator, config, model, data, is_sanity_check)
-        results |= {f"{name}/{metric}": value for metric, value in values.items()}
-    if sample := optional(config.recipe, "sample"):
-        text = model(sample)  # on every rank: each holds only a part of a sharded model
-        if accelerator.is_main_process and not is_sanity_check:
-            logger.info("sample: %s", text)
-    reshard(model)
-    model.train()
-    return results
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        reshard(model)
+        model.train()
+
+
+def sample(config: Config, model: Any) -> str:
+    """Return the recipe's sample, such as a generated text; empty where it has no such method.
+
+    In evaluation mode, and on every rank: each holds only a part of a sharded model.
+    """
+    sample_of = optional(config.recipe, "sample")
+    return str(model(sample_of)) if sample_of else ""
 
 
 def sanity_check(
@@ -120,6 +134,8 @@ def sanity_check(
         ):
             warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
             evaluate(accelerator, config, model, datasets, is_sanity_check=True)
+            with evaluation_mode(accelerator, model):
+                sample(config, model)
     except Exception as error:
         error.add_note(
             "This was the evaluation of one micro-batch before the first step;"
@@ -292,7 +308,11 @@ def main(arguments: argparse.Namespace) -> int:
             export.load_weights(folder, model)
         model = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
         results = evaluate(accelerator, config, model, datasets)
+        with evaluation_mode(accelerator, model):
+            text = sample(config, model)
         if accelerator.is_main_process:
+            if text:
+                logger.info("sample: %s", text)
             if arguments.json:
                 found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
                 print(found, file=output)

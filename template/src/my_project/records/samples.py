@@ -1,0 +1,192 @@
+"""Answers of the recipe at each evaluation: `sample`, and `predict_samples` for a few samples.
+
+<run folder>/samples/step_00000110/ holds the texts and what the recipe has written, such as
+pictures. Whatever fails here, the run goes on, and its random state is as before.
+"""
+
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, send_to_device
+from torch.utils.data import Subset
+
+from ..config import Config
+from ..evaluate import evaluation_mode, sample
+from ..loading.loader import Fetch, identity, make_loader, start_iterating
+from ..loading.seeding import fork_rng, seed_forward
+from ..recipe import optional
+from ..run_folder import Run
+
+logger = logging.getLogger(__name__)
+KEPT = 3  # newest folders, so that a long run does not fill the disk
+MAX_CHARACTERS = 10_000  # of a text in the record; the file holds all of it
+IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
+REPORTED: set[tuple[str, str]] = set()  # starts of runs, and what has failed in them
+
+
+class LoadedSubset(Subset):
+    """A torch.utils.data.Subset whose samples are in memory, and given on a device."""
+
+    def __init__(self, data: Any, indices: list[int], loaded: list[Any], device: Any) -> None:
+        super().__init__(data, indices)
+        self.loaded = loaded
+        self.device = device
+
+    def __getitem__(self, index: Any) -> Any:
+        return send_to_device(self.loaded[index], self.device)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def show(
+    accelerator: Accelerator,
+    run: Run,
+    model: Any,
+    data_info: dict[str, Any],
+    validation_sets: dict[str, Any],
+) -> dict[str, Any]:
+    """Let the recipe answer with the weights as they are; on every rank, after an evaluation.
+
+    Args:
+        accelerator: this process's Accelerator.
+        run: the run folder, at its step.
+        model: prepared; called with a function of the plain model (sharding.RecipeModule).
+        data_info: of prepare_data.
+        validation_sets: by name; the samples are of the first.
+
+    Returns:
+        On rank 0, where the recipe gives them: "sample", a text, and "pictures", paths relative to
+        the run folder. Elsewhere nothing.
+    """
+    config, device = run.config, accelerator.device
+    predict_samples = optional(config.recipe, "predict_samples")
+    wanted = config.evaluation.samples if predict_samples and validation_sets else 0
+    if not (wanted or optional(config.recipe, "sample")):
+        return {}
+    gpus = [device] if device.type == "cuda" else []
+    texts: dict[str, str] = {}
+    files: list[Path] = []
+    with ExitStack() as stack:
+        stack.enter_context(fork_rng())
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        stack.enter_context(evaluation_mode(accelerator, model))
+
+        def prepare() -> tuple[Any, Path]:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            return choose(config, validation_sets, wanted, device), Path(folder)
+
+        prepared = attempt(run, "reading the samples", prepare)
+        seed_forward(config.seed, 0, 0, device)  # what is drawn at random stays the same
+        texts["sample.txt"] = attempt(run, "sample", lambda: sample(config, model)) or ""
+        if wanted and on_every_rank(accelerator, bool(prepared)):
+            data, folder = prepared
+            answer = attempt(
+                run,
+                "predict_samples",
+                lambda: text_of(model(predict_samples, data_info, data, folder)),
+            )
+            if answer is not None:
+                texts["answers.txt"] = answer
+                files = sorted(path for path in folder.iterdir() if path.is_file())
+        if accelerator.is_main_process:
+            return attempt(run, "writing", lambda: keep(run, texts, files)) or {}
+    return {}
+
+
+def attempt(run: Run, what: str, function: Callable[[], Any]) -> Any:
+    """Call a function; where it fails, report that in a line, once in a start; return None."""
+    try:
+        return function()
+    except Exception as error:
+        if (run.token, what) not in REPORTED:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.warning("samples: %s failed, and the run goes on: %s", what, reason)
+        REPORTED.add((run.token, what))
+        return None
+
+
+def on_every_rank(accelerator: Accelerator, is_true: bool) -> bool:
+    """Return whether all ranks are: one alone would wait in the forward of a sharded model."""
+    return all(gather_object([is_true])) if accelerator.num_processes > 1 else is_true
+
+
+def choose(config: Config, validation_sets: dict[str, Any], wanted: int, device: Any) -> Any:
+    """Read evenly spaced samples of the first validation set."""
+    if not wanted:
+        return None
+    data = next(iter(validation_sets.values()))
+    count = min(wanted, len(data))
+    indices = [i * len(data) // count for i in range(count)]
+    return LoadedSubset(data, indices, load(config, data, indices), device)
+
+
+def load(config: Config, data: Any, indices: list[int]) -> list[Any]:
+    """Read samples as an evaluation does: in a loader worker, if the config has any.
+
+    In this process the dataset may open a file, whose offset later workers would share.
+    """
+    fetch = Fetch(data, identity, config.seed, config.batches.seed_samples)
+    keys = [[("evaluation", i) for i in indices]]
+    brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
+    loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **brief)
+    (loaded,) = start_iterating(loader)
+    return loaded
+
+
+def text_of(answer: Any) -> str:
+    """Return a text, or a table or another renderable of rich as one."""
+    if isinstance(answer, str):
+        return answer
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=100, color_system=None).print(answer)
+    return file.getvalue()
+
+
+# ---- files ---------------------------------------------------------------------------------------
+def keep(run: Run, texts: dict[str, str], files: list[Path]) -> dict[str, Any]:
+    """Write texts and copy files into the run folder, and remove older ones."""
+    texts = {name: text for name, text in texts.items() if text}
+    if not texts and not files:
+        return {}
+    parent = run.folder / "samples"
+    folder = parent / f"step_{run.step:08d}"
+    partial = parent / f".{folder.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name, text in texts.items():
+        (partial / name).write_text(text, encoding="utf-8")
+    for path in files:
+        shutil.copyfile(path, partial / path.name)
+    remove_old(parent, run.step)
+    os.replace(partial, folder)
+    shown: dict[str, Any] = {}
+    if texts:
+        shown["sample"] = "\n\n".join(texts.values())[:MAX_CHARACTERS]
+    pictures = [path.name for path in files if path.suffix.lower() in IMAGES]
+    if pictures:
+        shown["pictures"] = [f"samples/{folder.name}/{name}" for name in pictures]
+    return shown
+
+
+def remove_old(parent: Path, step: int) -> None:
+    """Remove all folders but the newest before this step; later ones are of steps not done."""
+    steps = {}
+    for path in parent.glob("step_*"):
+        number = path.name.removeprefix("step_")
+        if number.isdecimal() and path.is_dir() and not path.is_symlink():
+            steps[int(number)] = path
+    before = sorted(number for number in steps if number < step)
+    for number in steps.keys() - set(before[1 - KEPT :]):
+        shutil.rmtree(steps[number])

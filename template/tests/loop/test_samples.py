@@ -1,0 +1,276 @@
+"""Samples that are shown at each evaluation: where they lie, and that they change no run."""
+
+import dataclasses
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
+from torch import nn
+from world import run_world
+
+from my_project import devices, sharding
+from my_project.config import Config
+from my_project.records import samples
+from my_project.run_folder import Run
+
+PICTURE = b"not looked at"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shown(Ragged):
+    """With a text, answers and files; draws random numbers, and fails where it is told to."""
+
+    fails_in: str = dataclasses.field(default="", metadata={"changes_curve": False})
+
+    def sample(self, model: Any) -> str:
+        if self.fails_in == "sample":
+            raise ValueError("no text\nto show")
+        return f"sum {float(model[0].weight.sum()):.6f}"
+
+    def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
+        assert not model.training
+        assert isinstance(samples, torch.utils.data.Subset)
+        drawn = torch.rand(()), random.random(), np.random.rand()
+        (folder / "picture.png").write_bytes(PICTURE)
+        (folder / "drawn.txt").write_text(" ".join(f"{float(number):.9f}" for number in drawn))
+        if self.fails_in == "predict_samples":
+            raise ValueError("no answers\nto show")
+        answers = [model(sample["x"][None]) for sample in samples]
+        assert not answers[0].requires_grad
+        return " ".join(str(int(sample["index"])) for sample in samples)
+
+
+def shown_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> Config:
+    settings = {"steps": 2, "evaluation__every_steps": 1} | settings
+    return make_config(folder, recipe or Shown(), **settings)
+
+
+def folders_of(config: Config) -> list[str]:
+    return sorted(path.name for path in (config.folder / "samples").iterdir())
+
+
+def test_an_evaluation_shows_the_weights_that_it_evaluates(tmp_path):
+    """They are the averaged ones, which are exported too."""
+    config = shown_config(tmp_path, optim__ema_decay=0.5, optim__lr=0.3)
+    assert train(config) == 0
+    record = records(config, "validation/accuracy")[-1]
+    total = float(weights(config.folder / "export")["0.weight"].sum())
+    answers = " ".join(str(i * 23 // 8) for i in range(8))
+    assert record["sample"] == f"sum {total:.6f}\n\n{answers}"
+    assert record["pictures"] == ["samples/step_00000002/picture.png"]
+    folder = config.folder / "samples/step_00000002"
+    assert (config.folder / record["pictures"][0]).read_bytes() == PICTURE
+    assert (folder / "sample.txt").read_text() == f"sum {total:.6f}"
+    assert (folder / "answers.txt").read_text() == answers
+    drawn = {path.read_text() for path in config.folder.glob("samples/*/drawn.txt")}
+    assert len(drawn) == 1, "the same random numbers at each evaluation"
+
+
+def test_the_newest_folders_are_kept_and_steps_not_done_yet_are_removed(tmp_path):
+    config = shown_config(tmp_path, steps=5, checkpoints__every_steps=3)
+    (config.folder / "samples/step_00000009").mkdir(parents=True)
+    (config.folder / "samples/mine").mkdir()
+    assert train(config) == 0
+    assert folders_of(config) == ["mine", *(f"step_{step:08d}" for step in (3, 4, 5))]
+
+
+def test_a_setting_limits_the_samples_or_leaves_them_out(tmp_path):
+    config = shown_config(tmp_path, steps=1, evaluation__samples=3)
+    none = change(config, run_name="none", evaluation__samples=0)
+    for one in (config, none):
+        assert train(one) == 0
+    (record,) = records(config, "validation/accuracy")
+    assert record["sample"].endswith("\n\n0 7 15")
+    (record,) = records(none, "validation/accuracy")
+    assert record["sample"].startswith("sum")
+    assert "pictures" not in record
+    with pytest.raises(ValueError, match=r"evaluation.samples is -1, but must be at least 0"):
+        change(config, evaluation__samples=-1)
+
+
+@pytest.mark.parametrize("where", ["sample", "predict_samples"])
+def test_what_fails_is_told_in_one_line_once_and_the_run_goes_on(tmp_path, where, caplog):
+    config = shown_config(tmp_path, Shown(fails_in=where), evaluation__sanity_check=False)
+    assert train(config) == 0
+    assert status(config)["outcome"] == "finished"
+    (line,) = (r.getMessage() for r in caplog.records if r.name.endswith("records.samples"))
+    assert f"{where} failed, and the run goes on: ValueError: no " in line
+    assert "\n" not in line
+    assert {r.levelno for r in caplog.records if "failed" in r.getMessage()} == {logging.WARNING}
+    found = records(config, "validation/accuracy")
+    assert [record["sample"].split(" ")[0] for record in found] == (
+        ["sum", "sum"] if where == "predict_samples" else ["0", "0"]
+    )
+
+
+def test_a_mistake_in_sample_ends_the_run_before_the_first_step(tmp_path):
+    config = shown_config(tmp_path, Shown(fails_in="sample"))
+    with pytest.raises(ValueError, match="no text"):
+        train(config)
+    assert not (config.folder / "metrics.jsonl").exists()
+
+
+def test_the_curve_is_the_same_with_and_without_samples(tmp_path):
+    shown = shown_config(tmp_path, Shown(dropout=0.3, batch_norm=True), steps=4)
+    plain = change(shown, run_name="plain", evaluation__samples=0)
+    for config in (shown, plain):
+        assert run_world(2, train, config) == [0, 0]
+    ours, theirs = records(shown, "loss"), records(plain, "loss")
+    assert [record["loss"] for record in ours] == [record["loss"] for record in theirs]
+    ours, theirs = weights(shown.folder / "export"), weights(plain.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert len(folders_of(shown)) == 3, "of rank 0 alone"
+
+
+# ---- by itself -----------------------------------------------------------------------------------
+def show(config: Config, shard: bool = False) -> dict[str, Any]:
+    """Show samples of the untrained model; return what is known before and after."""
+    rank = int(os.environ.get("RANK", "0"))
+    with devices.start(config) as accelerator:
+        run = Run(config, rank)
+        run.step = 7
+        data_info = config.recipe.prepare_data()
+        _, validation_sets = config.recipe.build_datasets(data_info)
+        torch.manual_seed(1)
+        model = sharding.RecipeModule(config.recipe.build_model(data_info))
+        if shard:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model.model[0])
+            fully_shard(model)
+        else:
+            model = accelerator.prepare_model(model, evaluation_mode=True)
+        model.train()
+        states = [random_states()]
+        shown = samples.show(accelerator, run, model, data_info, validation_sets)
+        states.append(random_states())
+        return {"shown": shown, "states": states, "is_training": model.training}
+
+
+def random_states() -> tuple:
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("fails_in", ["", "sample", "predict_samples"])
+def test_random_state_and_training_mode_are_as_before(tmp_path, fails_in):
+    found = show(shown_config(tmp_path, Shown(fails_in=fails_in)))
+    assert found["states"][0] == found["states"][1]
+    assert found["is_training"]
+    assert bool(found["shown"]["sample"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnEachRank(Shown):
+    """Notes each call; samples that one rank cannot read."""
+
+    notes: str = ""
+    unreadable_on: int = -1
+
+    def sample(self, model: Any) -> str:
+        return "text"
+
+    def build_datasets(self, data_info: Any) -> Any:
+        train_set, validation_sets = super().build_datasets(data_info)
+        if os.environ.get("RANK") == str(self.unreadable_on):
+            validation_sets["validation"].bad_sample = 0
+        return train_set, validation_sets
+
+    def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
+        total = sum(float(model(sample["x"][None]).sum()) for sample in samples)
+        (Path(self.notes) / os.environ["RANK"]).write_text(f"{folder} {total:.6f}")
+        (folder / "picture.png").write_bytes(PICTURE)
+        return f"{total:.6f}"
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_each_rank_answers_with_the_whole_model_and_rank_0_writes(tmp_path, shard):
+    config = shown_config(tmp_path, OnEachRank(notes=str(tmp_path)))
+    first, second = run_world(2, show, config, shard)
+    notes = [(tmp_path / str(rank)).read_text().split() for rank in (0, 1)]
+    assert notes[0][1] == notes[1][1]
+    assert notes[0][0] != notes[1][0]
+    assert not any(Path(folder).exists() for folder, _ in notes), "thrown away"
+    assert first["shown"] == {
+        "sample": f"text\n\n{notes[0][1]}",
+        "pictures": ["samples/step_00000007/picture.png"],
+    }
+    assert second["shown"] == {}
+
+
+def test_a_rank_that_cannot_read_the_samples_leaves_no_other_waiting(tmp_path):
+    recipe = OnEachRank(notes=str(tmp_path), unreadable_on=1)
+    first, _ = run_world(2, show, shown_config(tmp_path, recipe), True)
+    assert first["shown"] == {"sample": "text"}
+    assert not (tmp_path / "0").exists()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadByWorkers(Shown):
+    """Fails where this process, not a loader worker, reads a sample."""
+
+    def build_datasets(self, data_info: Any) -> Any:
+        train_set, validation_sets = super().build_datasets(data_info)
+        return train_set, {name: NotHere(data) for name, data in validation_sets.items()}
+
+
+class NotHere(torch.utils.data.Dataset):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        assert torch.utils.data.get_worker_info(), "a file opened here is shared with all workers"
+        return self.data[index]
+
+
+def show_all(config: Config) -> str:
+    return show(config)["shown"]["sample"]
+
+
+def test_samples_are_read_in_a_loader_worker_if_there_are_any(tmp_path):
+    config = shown_config(tmp_path, ReadByWorkers(), batches__workers=2)
+    assert run_world(1, show_all, config)[0].endswith("\n\n0 2 5 8 11 14 17 20")
+
+
+def test_a_table_becomes_text():
+    from rich.table import Table
+
+    table = Table("query", "answer")
+    table.add_row("one", "two")
+    lines = samples.text_of(table).splitlines()
+    assert [word in lines[1] for word in ("query", "answer")] == [True, True]
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_on_a_gpu_the_samples_are_where_the_model_is(tmp_path, precision):
+    config = shown_config(tmp_path, Shown(), precision=precision)
+    assert run_world(1, train, config) == [0]
+    record = records(config, "validation/accuracy")[-1]
+    assert record["sample"].endswith("\n\n0 2 5 8 11 14 17 20")
+
+
+def test_mixed_precision_leaves_texts_and_tables_as_they_are(tmp_path):
+    config = shown_config(tmp_path, Tabular(), precision="bf16")
+    assert "query" in run_world(1, show_all, config)[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tabular(Ragged):
+    def predict_samples(self, model: nn.Module, data_info: Any, samples: Any, folder: Path) -> Any:
+        from rich.table import Table
+
+        table = Table("query")
+        table.add_row(str(model(samples[0]["x"][None]).dtype))
+        return table
