@@ -212,7 +212,7 @@ def start(config: Config) -> Iterator[Accelerator]:
         gradient_accumulation_steps=1,  # the loop accumulates: backward() would divide by it
         log_with=[*config.telemetry.trackers] or None,
         project_config=ProjectConfiguration(
-            project_dir=str(config.folder), logging_dir=str(config.folder / "tensorboard")
+            project_dir=str(config.folder), logging_dir=config.runs_folder
         ),
         kwargs_handlers=[
             ddp_options(config),

@@ -8,6 +8,8 @@ runs/<run_name>/
   errors/          a file per failed rank: rank, host, step, reason, frames (failures.py)
   metrics.jsonl    one record per interval, per evaluation and per change of numerics
   checkpoints/     step_00000100/ ...
+  samples/         step_00000100/ ...: texts and pictures of the newest evaluations
+  events.out.tfevents.*    for TensorBoard, one per start
   export/  best/   weights for inference: model.safetensors, config.yaml, data_info.json
 """
 

@@ -1,16 +1,32 @@
-"""No tracker's failure ends a run, nor keeps another tracker from its records."""
+"""What trackers are given, and that no tracker's failure ends a run nor affects another tracker."""
 
+import dataclasses
+import json
 import logging
-from typing import Any
+import os
+import sqlite3
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from accelerate import tracking
 from accelerate.utils import LoggerType
+from ragged import Ragged
 from runs import change, make_config, status, train
+from world import run_world
 
 from my_project.config import Config
+from my_project.records import event_files, trackers
 
 
+def needs(*packages: str) -> Any:
+    missing = [name for name in packages if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}, not installed")
+
+
+# ---- failures ------------------------------------------------------------------------------------
 class Stub(tracking.GeneralTracker):
     """Note what it is given, and fail where it is told to."""
 
@@ -34,6 +50,9 @@ class Stub(tracking.GeneralTracker):
     def start(self) -> None:
         self._called("start")
 
+    def store_init_configuration(self, values: dict) -> None:
+        self._called("config", dict(values))
+
     def log(self, values: dict, step: int | None = None, **_: Any) -> None:
         self._called("log", step)
         values.clear()  # what one does to it is no other's concern
@@ -43,45 +62,43 @@ class Stub(tracking.GeneralTracker):
 
 
 @pytest.fixture
-def trackers(monkeypatch):
+def stubs(monkeypatch):
     """Put stubs in the places of two trackers that accelerate knows."""
     made = {}
-    for name in ("mlflow", "wandb"):
+    for name in ("aim", "wandb"):
         made[name] = type(name, (Stub,), {"name": name, "calls": []})
         monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, made[name])
-    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.MLFLOW, LoggerType.WANDB])
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.AIM, LoggerType.WANDB])
     return made
 
 
 def config_of(folder: Any) -> Config:
-    names = ["mlflow", "wandb"]
+    names = ["aim", "wandb"]
     return make_config(folder, steps=2, telemetry__trackers=names, evaluation__sanity_check=False)
 
 
-@pytest.mark.parametrize("where", ["init", "start", "log", "finish"])
-def test_a_tracker_that_fails_is_named_in_a_line_and_dropped_alone(
-    tmp_path, trackers, caplog, where
-):
-    trackers["mlflow"].fails_in = (where,)
+@pytest.mark.parametrize("where", ["init", "start", "config", "log", "finish"])
+def test_a_tracker_that_fails_is_named_in_a_line_and_dropped_alone(tmp_path, stubs, caplog, where):
+    stubs["aim"].fails_in = (where,)
     config = config_of(tmp_path)
     assert train(config) == 0
     assert status(config)["outcome"] == "finished"
     assert (config.folder / "export/model.safetensors").is_file()
-    logged = [step for what, step in trackers["wandb"].calls if what == "log"]
-    assert logged == [1, 2, 2]
-    assert trackers["wandb"].calls[-1][0] == "finish"
+    logged = [step for what, step in stubs["wandb"].calls if what == "log"]
+    assert set(logged) == {1, 2}
+    assert stubs["wandb"].calls[-1][0] == "finish"
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1
-    assert "tracker mlflow" in errors[0]
-    assert f"mlflow refuses to {where}" in errors[0]
-    assert trackers["mlflow"].calls[-1][0] == where, "it is asked for nothing more"
+    assert "tracker aim" in errors[0]
+    assert f"aim refuses to {where}" in errors[0]
+    assert stubs["aim"].calls[-1][0] == where, "it is asked for nothing more"
 
 
-def test_one_project_of_wandb_holds_all_runs_by_their_names(tmp_path, trackers, monkeypatch):
+def test_one_project_holds_all_runs_by_their_names(tmp_path, stubs, monkeypatch):
     config = config_of(tmp_path)
     for one in (config, change(config, run_name="other")):
         assert train(one) == 0
-    made = [value for what, value in trackers["wandb"].calls if what == "init"]
+    made = [value for what, value in stubs["wandb"].calls if what == "init"]
     assert [(project, options["name"]) for project, options in made] == [
         ("my_project", "run"),
         ("my_project", "other"),
@@ -89,5 +106,279 @@ def test_one_project_of_wandb_holds_all_runs_by_their_names(tmp_path, trackers, 
     assert made[0][1]["id"] != made[1][1]["id"]
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     assert train(change(config, run_name="third")) == 0
-    assert [value for what, value in trackers["wandb"].calls if what == "init"][2][0] == "theirs"
-    assert trackers["mlflow"].calls[0][1][0] == "run"
+    assert [value for what, value in stubs["wandb"].calls if what == "init"][2][0] == "theirs"
+    assert stubs["aim"].calls[0][1][0] == "run"
+    (settings, *_) = (value for what, value in stubs["aim"].calls if what == "config")
+    assert (settings["optim.lr"], settings["recipe.samples"]) == (0.05, 70)
+    assert settings["recipe"] == "ragged.Ragged"
+
+
+# ---- what is logged ------------------------------------------------------------------------------
+ABOUT = {"step": 110, "epoch": 1.5, "elapsed_seconds": 9.0, "time": 1e9}
+
+
+def test_numbers_are_grouped_and_what_is_no_number_is_left_out():
+    interval = {
+        "kind": "interval", **ABOUT, "steps": 10, "skipped": 1, "skipped_steps": 3, "loss": 0.5,
+        "learning_rate": 1e-3, "gradient_norm": None, "samples_per_second": 9.5,
+        "data_share": 0.1, "rank_seconds_max": 0.2, "slowest_rank": 3, "slowest_host": "one",
+        "peak_memory_bytes": 10,
+    }  # fmt: skip
+    assert trackers.values_of(interval) == {
+        "train/loss": 0.5, "train/learning_rate": 1e-3, "train/epoch": 1.5,
+        "train/skipped_steps": 3, "perf/samples_per_second": 9.5, "perf/data_share": 0.1,
+        "perf/rank_seconds_max": 0.2, "perf/peak_memory_bytes": 10,
+    }  # fmt: skip
+    evaluation = {
+        "kind": "evaluation", **ABOUT, "seconds": 2.0, "is_best": True, "validation/accuracy": 0.9,
+        "held_out/f1": None, "sample": "text", "pictures": ["samples/a.png"],
+    }  # fmt: skip
+    expected = {"validation/accuracy": 0.9, "perf/evaluation_seconds": 2.0}
+    assert trackers.values_of(evaluation) == expected
+    checkpoint = {"kind": "checkpoint", **ABOUT, "seconds": 0.3}
+    assert trackers.values_of(checkpoint) == {"perf/checkpoint_seconds": 0.3}
+    for kind in ("start", "spike", "numerics", "stop"):
+        assert trackers.values_of({"kind": kind, **ABOUT, "value": 1.0, "world_size": 2}) == {}
+
+
+def test_names_that_mlflow_refuses_are_changed_to_ones_that_it_takes():
+    assert trackers.mlflow_name("validation/recall@10") == "validation/recall_10"
+    assert trackers.mlflow_name("train/loss") == "train/loss"
+
+
+# ---- the tools themselves ------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shown(Ragged):
+    """With a text of two lines and a picture, and a metric whose name MLflow refuses."""
+
+    def build_metrics(self) -> dict[str, Any]:
+        return {"accuracy@1": super().build_metrics()["accuracy"]}
+
+    def sample(self, model: Any) -> str:
+        return "first\n<b>second</b>"
+
+    def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
+        from PIL import Image
+
+        Image.new("RGB", (20, 10), (200, 10, 10)).save(folder / "predictions.png")
+        return "answers"
+
+
+STEPS = [1, 2, 3, 4, 5, 6]  # 3 of the first start, 3 of the second
+
+
+def shown_config(folder: Path, tracker: str) -> Config:
+    return make_config(
+        folder, Shown(), steps=3, telemetry__trackers=[tracker], evaluation__every_steps=3,
+        checkpoints__every_steps=3,
+    )  # fmt: skip
+
+
+def start_twice(config: Config, environment: dict[str, str]) -> list[int]:
+    os.environ.update(environment)
+    os.chdir(config.runs_folder)  # where a tool may write
+    return [train(config), train(change(config, steps=6))]
+
+
+def train_twice(config: Config, **environment: str) -> None:
+    assert run_world(1, start_twice, config, environment) == [[0, 0]]
+
+
+def events_in(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    return events
+
+
+def folders_of_events(folder: Path) -> set[str]:
+    return {str(p.parent.relative_to(folder)) for p in folder.rglob("events.out.tfevents.*")}
+
+
+@needs("PIL")
+def test_tensorboard_shows_a_resumed_run_once_by_its_name(tmp_path):
+    config = shown_config(tmp_path, "tensorboard")
+    train_twice(config)
+    assert folders_of_events(tmp_path) == {"run"}, "the name that --logdir runs shows"
+    events = events_in(config.folder)
+    assert [e.step for e in events.Scalars("train/loss")] == STEPS
+    assert [e.step for e in events.Scalars("validation/accuracy@1")] == [3, 6]
+    texts = {tag: events.Tensors(f"{tag}/text_summary") for tag in ("config", "samples/text")}
+    text = [(e.step, e.tensor_proto.string_val[0].decode()) for e in texts["samples/text"]]
+    lines = "    first\n    <b>second</b>\n\n    answers"
+    assert text == [(3, lines), (6, lines)]
+    assert [e.step for e in texts["config"]] == [0, 3], "and once more, since steps is another"
+    shown = texts["config"][1].tensor_proto.string_val[0].decode()
+    assert "    steps: 6\n" in shown
+    assert shown.startswith("    recipe:\n")
+    assert [image.step for image in events.Images("samples/predictions")] == [3, 6]
+
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    (content,) = events.PluginTagToContent("hparams").values()
+    hparams = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams["optim.lr"].number_value == 0.05
+    assert hparams["recipe.dtype"].string_value == "float32"
+    assert hparams["epochs"].string_value == "null"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failing(Ragged):
+    fails_at: int = -1
+    armed: ClassVar[bool] = True
+
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        if step == self.fails_at and self.armed:
+            raise RuntimeError("told to fail")
+        return super().loss(model, batch, step)
+
+
+def fail_and_resume(config: Config) -> int:
+    Failing.armed = True
+    try:
+        train(config)
+    except RuntimeError:
+        Failing.armed = False
+        return train(config)
+    raise AssertionError("it did not fail")
+
+
+def failing_config(folder: Path, fails_at: int, tracker: str) -> Config:
+    recipe = Failing(fails_at=fails_at, validation_samples=0)
+    return make_config(
+        folder, recipe, steps=6, checkpoints__every_steps=3, telemetry__trackers=[tracker]
+    )
+
+
+@pytest.mark.parametrize("fails_at", [5, 2])
+def test_tensorboard_shows_once_what_a_failed_start_has_logged(tmp_path, fails_at):
+    """Step 4, by a run resumed from step 3; or step 1 and the config, by one from step 0."""
+    config = failing_config(tmp_path, fails_at, "tensorboard")
+    assert run_world(1, fail_and_resume, config) == [0]
+    events = events_in(config.folder)
+    assert [e.step for e in events.Scalars("train/loss")] == STEPS
+    assert [e.step for e in events.Tensors("config/text_summary")] == [0]
+
+
+def test_other_trackers_are_given_once_what_a_failed_start_has_logged(tmp_path, stubs):
+    config = failing_config(tmp_path, 5, "wandb")
+    assert fail_and_resume(config) == 0
+    assert [step for what, step in stubs["wandb"].calls if what == "log"] == STEPS
+
+
+def test_a_run_of_an_older_version_goes_on_where_its_event_files_are(tmp_path):
+    config = make_config(tmp_path, telemetry__trackers=["tensorboard"], steps=2)
+    (config.folder / "tensorboard/run").mkdir(parents=True)
+    (config.folder / "tensorboard/run/events.out.tfevents.1.vm.1.0").write_bytes(b"damaged")
+    assert train(config) == 0
+    assert folders_of_events(tmp_path) == {"run/tensorboard/run"}
+    events = events_in(config.folder / "tensorboard/run")
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
+    assert event_files.config_in(config.folder / "tensorboard/run")
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """Read an offline file, a log of LevelDB: blocks of 32 KiB, each part with 7 bytes before."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, whole, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+@pytest.mark.slow
+@needs("wandb", "PIL")
+def test_wandb_has_both_starts_under_one_id(tmp_path):
+    config = shown_config(tmp_path, "wandb")
+    train_twice(config, WANDB_MODE="offline")
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2
+    run_id = json.loads((config.folder / "run.json").read_text())["run"]
+    rows: list[dict[str, str]] = []
+    for file in files:
+        found = wandb_records(file)
+        (run,) = (r.run for r in found if r.WhichOneof("record_type") == "run")
+        assert (run.project, run.display_name, run.run_id) == ("my_project", "run", run_id)
+        updates = [u for r in found for u in (*r.config.update, *r.run.config.update)]
+        settings = {update.key: update.value_json for update in updates}
+        assert (settings["optim.lr"], settings["epochs"]) == ("0.05", "null")
+        for record in found:
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({"/".join([*i.nested_key] or [i.key]): i.value_json for i in items})
+    assert [int(row["_step"]) for row in rows] == STEPS
+    assert all("train/loss" in row for row in rows)
+    assert "validation/accuracy@1" in rows[2]
+    assert any(name.startswith("samples/text") for name in rows[2])
+    assert any(name.startswith("samples/predictions") for name in rows[5])
+    pages = [page.read_text() for page in tmp_path.glob("wandb/offline*/**/text_*.html")]
+    assert len(pages) == 2
+    assert all("first\n&lt;b&gt;second&lt;/b&gt;" in page for page in pages)
+
+
+@pytest.mark.slow
+@needs("mlflow", "PIL")
+@pytest.mark.parametrize(
+    "store", [pytest.param("default", marks=needs("sqlalchemy", "alembic")), "files"]
+)
+def test_mlflow_has_one_run_with_both_starts(tmp_path, store, monkeypatch):
+    config = shown_config(tmp_path, "mlflow")
+    address = {"default": f"sqlite:///{tmp_path}/mlflow.db", "files": f"file://{tmp_path}/mlruns"}
+    given = {"MLFLOW_TRACKING_URI": address[store], "MLFLOW_ALLOW_FILE_STORE": "true"}
+    train_twice(config, **({} if store == "default" else given))
+    (found,) = run_world(1, read_mlflow, given)
+    assert found["runs"] == [("my_project", "run", "FINISHED")]
+    assert found["loss"] == STEPS
+    assert found["accuracy"] == [3, 6]
+    assert (found["params"]["optim.lr"], found["params"]["steps"]) == ("0.05", "3")
+    assert found["text"] == "first\n<b>second</b>\n\nanswers"
+    assert found["files"] == ["predictions.png", "text.txt"]
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    default = {"run", "mlflow.db", "mlflow.artifacts"}
+    assert left == (default if store == "default" else {"run", "mlruns"})
+
+
+def read_mlflow(environment: dict[str, str]) -> dict[str, Any]:
+    os.environ.update(environment)
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    names = {e.experiment_id: e.name for e in client.search_experiments()}
+    runs = client.search_runs([*names])
+    run_id, data = runs[0].info.run_id, runs[0].data
+    folder = "samples/step_00000006"
+    return {
+        "runs": [(names[r.info.experiment_id], r.info.run_name, r.info.status) for r in runs],
+        "loss": [m.step for m in client.get_metric_history(run_id, "train/loss")],
+        "accuracy": [m.step for m in client.get_metric_history(run_id, "validation/accuracy_1")],
+        "params": dict(data.params),
+        "text": mlflow.artifacts.load_text(f"runs:/{run_id}/{folder}/text.txt"),
+        "files": sorted(Path(a.path).name for a in client.list_artifacts(run_id, folder)),
+    }
+
+
+@pytest.mark.slow
+@needs("trackio", "PIL")
+def test_trackio_has_one_run_with_both_starts(tmp_path):
+    config = shown_config(tmp_path, "trackio")
+    train_twice(config, TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
+    with sqlite3.connect(tmp_path / "trackio/my_project.db") as database:
+        rows = database.execute("select run_id, run_name, step, metrics from metrics").fetchall()
+        ((settings,),) = database.execute("select config from configs").fetchall()
+    assert len({run_id for run_id, *_ in rows}) == 1
+    assert {name for _, name, *_ in rows} == {"run"}
+    values = [(step, json.loads(metrics)) for *_, step, metrics in rows]
+    assert [step for step, found in values if "train/loss" in found] == STEPS
+    assert [step for step, found in values if "samples/text" in found] == [3, 6]
+    assert [step for step, found in values if "samples/predictions" in found] == [3, 6]
+    assert json.loads(settings)["optim.lr"] == 0.05
