@@ -22,7 +22,7 @@ from .loading.feed import train_batches
 from .loading.layout import batch_layout, lengths, total_steps
 from .loading.seeding import seed_forward
 from .process import world
-from .records import display, outcome
+from .records import display, outcome, samples
 from .records.metrics import MetricsWriter
 from .run_folder import Run
 from .state import StepReport, TrainState, check_best_metric, is_due
@@ -70,9 +70,7 @@ def main(config: Config) -> int:
         raw_model = contract.build_model(config, data_info)
         raw_model = sharding.to_device(accelerator, config, raw_model)
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
-        model, evaluation_model = sharding.prepare(
-            accelerator, raw_model, optimizer, layout.accumulation
-        )
+        model, eval_model = sharding.prepare(accelerator, raw_model, optimizer, layout.accumulation)
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         ema_swapped_in = ema.swapped_in if ema else nullcontext
         scaler = accelerator.scaler  # of fp16
@@ -121,10 +119,11 @@ def main(config: Config) -> int:
             def evaluate_and_record() -> None:
                 watchdog.allow_long_limit()
                 with metrics.paused("evaluation"), ema_swapped_in():
-                    results = evaluate(accelerator, config, evaluation_model, validation_sets)
+                    results = evaluate(accelerator, config, eval_model, validation_sets)
+                    shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
                         export.export_best(run, data_info, raw_model)
-                metrics.write_evaluation(results)
+                metrics.write_evaluation(results, **shown)
                 checkpoints.add_evaluation(state)
 
             if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
@@ -132,7 +131,7 @@ def main(config: Config) -> int:
             elif config.evaluation.sanity_check and state.step == 0:
                 watchdog.allow_long_limit()
                 with metrics.paused("evaluation"):
-                    sanity_check(accelerator, config, evaluation_model, validation_sets)
+                    sanity_check(accelerator, config, eval_model, validation_sets)
             end_reason = state.end_reason(run)  # empty until the run is at its end
             micro_batches = metrics.timed(feed)
             for step in steps if not end_reason else ():

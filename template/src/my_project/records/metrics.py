@@ -137,7 +137,7 @@ class MetricsWriter:
     def __enter__(self) -> "MetricsWriter":
         if self.is_main:
             records = self.file.drop_newer(self.state)
-            self.trackers.start(self.state.step)
+            self.trackers.start(self.state.step, self.file.newest)
             if changed := self.run.changed_numerics:
                 self.write({"kind": "numerics", "changed": changed})
             start = {

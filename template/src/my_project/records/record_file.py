@@ -22,6 +22,7 @@ class RecordFile:
         self.path = run.folder / "metrics.jsonl"
         self.unwritten = b""  # lines that a full disk has not taken yet
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
+        self.newest: dict[str, int] = {}  # of an earlier start: the last step of each kind
 
     def drop_newer(self, state: TrainState) -> list[dict[str, Any]]:
         """Drop the records that are newer than the state; return the others."""
@@ -30,6 +31,8 @@ class RecordFile:
         records, damaged = parse_records(self.run.folder)
         if damaged:
             move_aside(self.path)
+        for record in records:
+            self.newest[kind_of(record)] = max(record["step"], self.newest.get(kind_of(record), 0))
         kept = [record for record in records if _is_kept(record, state)]
         write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         times = [record.get("elapsed_seconds") for record in kept]
