@@ -226,7 +226,7 @@ def test_a_failure_ends_in_one_block(project, case, columns):
     assert code == 1
     assert reason in shown
     if case != "NaN":
-        line = "134" if "raise" in words else "164"
+        line = "136" if "raise" in words else "166"
         assert re.search(rf"at \S*ragged.py, line {line}, in ", shown), "the user's line"
         assert "in torch" in shown or "frame" in shown
     assert "Traceback" not in shown
