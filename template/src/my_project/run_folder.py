@@ -406,6 +406,7 @@ def provenance() -> dict[str, Any]:
     """Return what is needed to reproduce the run, without secrets."""
     return {
         "command": mask_command(sys.orig_argv),
+        "launcher": _launcher(),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -418,6 +419,18 @@ def provenance() -> dict[str, Any]:
             if name in os.environ
         },
     }
+
+
+def _launcher() -> list[str]:
+    """Return the command of accelerate launch, which started this process; [] if none did."""
+    import psutil
+
+    with suppress(psutil.Error):
+        for parent in psutil.Process().parents()[:3]:
+            words = parent.cmdline()
+            if any(word.partition("=")[0] == "--config_file" for word in words):
+                return mask_command(words)
+    return []
 
 
 def _git(*arguments: str) -> str | None:
