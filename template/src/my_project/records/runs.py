@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,31 +48,38 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: this is not a run folder.
     """
-    folder = Path(run)
+    check_run(Path(run))
+    return parse_records(Path(run))[0]
+
+
+def check_run(folder: Path) -> None:
+    """Refuse a folder that is not of a run."""
     if not _is_run(folder):
         raise ConfigError(
             f"{folder} is not a run folder; give the path of one such as runs/image_classification."
         )
-    return parse_records(folder)[0]
 
 
 def parse_records(folder: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Parse metrics.jsonl.
-
-    Returns:
-        The records, and whether the file is damaged; a last line cut off by a kill is no damage.
-    """
+    """Return the records of metrics.jsonl, and whether the file is damaged."""
     try:
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        found = list(each_record(folder))
     except OSError:  # a folder
         return [], True
-    records, damaged = [], False
-    for line in lines:
-        if record := _parse(line):
-            records.append(record)
-        else:
-            damaged |= line.endswith(b"\n") or not line.startswith(b"{")
-    return records, damaged
+    records = [record for record in found if record]
+    return records, len(records) < len(found)
+
+
+def each_record(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of metrics.jsonl, reading line by line; {} for a damaged line.
+
+    A last line cut off by a kill is no damage.
+    """
+    with (folder / "metrics.jsonl").open("rb") as file:
+        for line in file:
+            record = _parse(line)
+            if record or line.endswith(b"\n") or not line.startswith(b"{"):
+                yield record
 
 
 def kind_of(record: dict[str, Any]) -> str:
@@ -115,9 +123,6 @@ class Summary:
 def summarize(folder: Path) -> Summary:
     """Read what is listed of a run."""
     status = read_status(folder)
-    state = status.get("outcome", "damaged")
-    if state == "running" and is_locked(folder) is False:
-        state = "interrupted"
     settings: dict[str, Any] = {}
     problem = ""
     try:
@@ -129,7 +134,7 @@ def summarize(folder: Path) -> Summary:
     choose = min if settings.get("evaluation.best_mode") == "min" else max
     return Summary(
         name=folder.name,
-        state=state,
+        state=state_of(folder, status),
         step=max(step, status.get("step", 0)),
         steps=status.get("steps", 0),
         best_metric=best_metric,
@@ -138,6 +143,12 @@ def summarize(folder: Path) -> Summary:
         settings=settings,
         problem=problem,
     )
+
+
+def state_of(folder: Path, status: dict[str, Any]) -> str:
+    """Return the outcome in a status.json, or what has become of the run since."""
+    state = status.get("outcome", "damaged")
+    return "interrupted" if state == "running" and is_locked(folder) is False else state
 
 
 def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
