@@ -145,8 +145,16 @@ def test_a_fifth_more_is_marked_on_a_smooth_curve_and_not_on_a_noisy_one():
 @pytest.mark.parametrize("level", [0.0, 1e-3, 2.0, -2.0, 1e6])
 def test_noise_in_the_last_bits_of_a_constant_is_not_marked(level):
     generator = random.Random(0)
-    bits = [level + generator.choice((0, 1, 2)) * math.ulp(level or 1e-12) for _ in range(500)]
-    assert marks(bits, bits) == []
+    for often in (2, 50):
+        bits = [level + math.ulp(level or 1e-12) * (not generator.randrange(often)) * 3
+                for _ in range(500)]  # fmt: skip
+        assert marks(bits, bits) == []
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.2, 0.3])
+def test_even_noise_is_not_marked_in_thirty_thousand_steps(noise):
+    generator = random.Random(0)
+    assert marks([generator.lognormvariate(0, noise) for _ in range(30_000)]) == []
 
 
 def test_a_curve_that_falls_is_not_marked_but_what_rises_from_it_is():
