@@ -26,6 +26,7 @@ LIGHT = (
     "process",
     "records.logs",
     "records.runs",
+    "report.report",
     "run_folder",
     "files",
     "stack_traces",
