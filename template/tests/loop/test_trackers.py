@@ -309,7 +309,8 @@ def test_wandb_has_both_starts_under_one_id(tmp_path):
     for file in files:
         found = wandb_records(file)
         (run,) = (r.run for r in found if r.WhichOneof("record_type") == "run")
-        assert (run.project, run.display_name, run.run_id) == ("my_project", "run", run_id)
+        wanted = ("my_project", "run", run_id)
+        assert (run.project, run.display_name, run.run_id) == wanted
         updates = [u for r in found for u in (*r.config.update, *r.run.config.update)]
         settings = {update.key: update.value_json for update in updates}
         assert (settings["optim.lr"], settings["epochs"]) == ("0.05", "null")
