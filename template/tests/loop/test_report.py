@@ -186,7 +186,8 @@ def test_a_report_of_200_000_records_is_small_and_needs_little_memory(tmp_path):
     run = tmp_path / "long"
     write_history(run, steps=2_000_000, evaluate_every=2000)
     code = (
-        "import resource, sys; from pathlib import Path; import my_project.report.report as it;"
+        "import resource, sys; from pathlib import Path;"
+        "import my_project.report.report as it;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "it.write_report([Path(sys.argv[1])]);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
