@@ -145,9 +145,9 @@ def test_a_fifth_more_is_marked_on_a_smooth_curve_and_not_on_a_noisy_one():
 @pytest.mark.parametrize("level", [0.0, 1e-3, 2.0, -2.0, 1e6])
 def test_noise_in_the_last_bits_of_a_constant_is_not_marked(level):
     generator = random.Random(0)
+    bit = abs(level) * 2**-23 or 1e-12  # of float32
     for often in (2, 50):
-        bits = [level + math.ulp(level or 1e-12) * (not generator.randrange(often)) * 3
-                for _ in range(500)]  # fmt: skip
+        bits = [level + bit * (generator.randrange(often) == 0) for _ in range(500)]
         assert marks(bits, bits) == []
 
 
