@@ -23,7 +23,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .config import Config, ConfigError, check_yaml, fixed_settings, read_yaml
+from .config import Config, ConfigError, as_written, check_yaml, fixed_settings, read_yaml
 from .failures import (
     exit_with_error,
     exit_with_exception,
@@ -225,7 +225,7 @@ def _value(text: str) -> Any:
 
     try:
         check_yaml(text)
-        return get_loader("yaml")(text)
+        return as_written(get_loader("yaml")(text), text)
     except yaml.YAMLError:
         return text
 
@@ -314,7 +314,7 @@ def _parser(recipe: Any = None, *, description: str = "", prog: str | None = Non
 
     def load(text: str) -> Any:
         check_yaml(text)
-        return get_loader("yaml")(text)
+        return as_written(get_loader("yaml")(text), text)
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     set_loader("checked_yaml", load, (yaml.YAMLError,))

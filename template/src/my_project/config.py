@@ -157,6 +157,63 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps torch.profiler records, and of which ranks (records/profiling.py)."""
+
+    steps: str | int | None = may_change(None)
+    """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
+    1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: none."""
+    ranks: list[int | float | str] | int | str = field(default=0, metadata={"changes_curve": False})
+    """The ranks to profile, such as 0,1."""
+    with_stack: bool = may_change(False)
+    """Also record the line of code that called each operator; slower, and larger files."""
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """Return the first and the last step; None where no step is profiled."""
+        if self.steps is None:
+            return None
+        found = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", str(self.steps))
+        first, last = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(
+                f"profile.steps is {self.steps!r}, but must be the first and the last step, such as"
+                " 20:25; steps are numbered from 1."
+            )
+        return first, last
+
+    @property
+    def chosen_ranks(self) -> list[int]:
+        """Return the ranks, each once."""
+        listed = self.ranks if isinstance(self.ranks, list) else str(self.ranks).split(",")
+        texts = [str(part).strip() for part in listed]
+        if not texts or not all(re.fullmatch("[0-9]{1,9}", text) for text in texts):
+            raise ConfigError(f"profile.ranks is {self.ranks!r}, but must be ranks such as 0,1.")
+        return sorted({int(text) for text in texts})
+
+    def check(self, world_size: int | None = None, total_steps: int | None = None) -> None:
+        """Refuse steps and ranks that are not such, or that the run does not have.
+
+        Args:
+            world_size: None until it is known.
+            total_steps: of the whole run; None until it is known.
+        """
+        window, ranks = self.window, self.chosen_ranks
+        if not window:
+            return
+        if world_size is not None and ranks[-1] >= world_size:
+            raise ConfigError(
+                f"profile.ranks is {self.ranks!r}, but the run has {world_size} process(es), so"
+                f" its last rank is {world_size - 1}."
+            )
+        if total_steps is not None and window[1] > total_steps:
+            raise ConfigError(
+                f"profile.steps is {self.steps}, but the run has {total_steps} steps; choose"
+                " earlier ones."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
@@ -175,6 +232,7 @@ class Config:
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     run_name: str = may_change("run")
     """Name of the run folder; on the command line it defaults to the config file's name."""
     runs_folder: str = may_change("runs")
@@ -248,6 +306,7 @@ class Config:
                 raise ConfigError(f"{name} is {value}, but must be between 0 and 1.")
         if self.stop_after is not None:
             seconds_of(self.stop_after)
+        self.profile.check()
         if not self.evaluation.best_metric:
             for name, value in {
                 "checkpoints.keep_best": self.checkpoints.keep_best,
@@ -415,6 +474,29 @@ def check_yaml(text: str) -> None:
             raise yaml.YAMLError(f"it is nested more than {MAX_YAML_LEVELS} levels deep")
 
 
+def as_written(value: Any, text: str) -> Any:
+    """Return loaded YAML with 20:25 as a text: YAML 1.1 reads it as 1225, a number in base 60."""
+    import yaml
+
+    if not re.search(r"\d:[0-5]?\d", text):
+        return value
+    return _in_base_10(value, yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
+
+def _in_base_10(value: Any, node: Any) -> Any:
+    """Return a value, in which a number that is written with colons becomes a text again."""
+    written = getattr(node, "value", None)
+    match value:
+        case int() | float() if isinstance(written, str) and ":" in written:
+            return written
+        case list() if isinstance(written, list):
+            return [_in_base_10(part, inner) for part, inner in zip(value, written, strict=True)]
+        case dict() if isinstance(written, list):
+            nodes = {str(key.value): inner for key, inner in written}
+            return {key: _in_base_10(part, nodes.get(str(key))) for key, part in value.items()}
+    return value
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file of any settings.
 
@@ -427,6 +509,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         check_yaml(text)
         settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+        settings = as_written(settings, text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):

@@ -313,6 +313,7 @@ def dry_run(config: Config, flags: list[str], settings: tuple[str, ...], command
                 *(f"--steps={DRY_RUN_STEPS}", "--epochs=null", "--resume=never"),
                 *(f"--runs_folder={name}", "--telemetry.every_steps=1", "--telemetry.trackers=[]"),
                 *("--evaluation.sanity_check=false", "--evaluation.every_steps=null"),
+                "--profile.steps=null",
             ]
         )
         shown = describe(started, "a dry run")
@@ -368,6 +369,7 @@ def main(arguments: list[str]) -> int:
     config = check(list(options.settings))
     path, processes, reason = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
+    config.profile.check(processes)
     flags = ["--config_file", str(path)]
     if processes != (read_yaml(path).get("num_processes") or 1):
         flags += ["--num_processes", str(processes)]
