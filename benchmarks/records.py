@@ -49,7 +49,12 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
         run.total_steps, run.hosts, run.lengths = 10**9, ["here"], {"the training set": 10**6}
         run.folder.mkdir()
         accelerator: Any = SimpleNamespace(
-            is_main_process=True, device=device, trackers=[], log_with=[], mixed_precision="no"
+            is_main_process=True,
+            process_index=0,
+            device=device,
+            trackers=[],
+            log_with=[],
+            mixed_precision="no",
         )
         layout = BatchLayout(
             global_batch_size=32,

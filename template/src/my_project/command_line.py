@@ -23,7 +23,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .config import Config, ConfigError, as_written, check_yaml, fixed_settings, read_yaml
+from .config import Config, ConfigError, check_yaml, fixed_settings, read_yaml
 from .failures import (
     exit_with_error,
     exit_with_exception,
@@ -225,7 +225,7 @@ def _value(text: str) -> Any:
 
     try:
         check_yaml(text)
-        return as_written(get_loader("yaml")(text), text)
+        return get_loader("yaml")(text)
     except yaml.YAMLError:
         return text
 
@@ -314,7 +314,7 @@ def _parser(recipe: Any = None, *, description: str = "", prog: str | None = Non
 
     def load(text: str) -> Any:
         check_yaml(text)
-        return as_written(get_loader("yaml")(text), text)
+        return get_loader("yaml")(text)
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     set_loader("checked_yaml", load, (yaml.YAMLError,))
@@ -398,7 +398,12 @@ def _values(parser: Any, parse_them: Any) -> dict[str, Any]:
         raise ConfigError(message) from error
 
 
-WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text in quotes",
+}
 WORDS |= {"NoneType": "null"}
 
 
@@ -408,7 +413,9 @@ def _plain_words(message: str) -> str:
     name = re.search(r'^(?:"?recipe"?: .*Parser key "(\w+)"|([\w.]+)):', message)
     kinds = dict.fromkeys(re.findall(r"<class '(\w+)'>", message.partition("Errors:")[0]))
     choices = re.findall(r"'(\w+)'", "".join(re.findall(r"Literal\[([^\]]*)\]", message)))
-    wanted = [WORDS[kind] for kind in kinds if kind in WORDS and kind != "str"]
+    # of a file: on the command line any value is a text
+    is_number = bool(found) and re.fullmatch(r"[-+\d.e]+", found[1]) is not None
+    wanted = [WORDS[kind] for kind in kinds if kind in WORDS and (kind != "str" or is_number)]
     wanted += [f"one of {', '.join(choices)}"] if choices else []
     if not found or not name or not wanted or len(wanted) < len(kinds) + bool(choices) - 1:
         return message

@@ -160,9 +160,10 @@ class TelemetryConfig:
 class ProfileConfig:
     """Which steps torch.profiler records, and of which ranks (records/profiling.py)."""
 
-    steps: str | int | None = may_change(None)
+    steps: str | None = may_change(None)
     """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
-    1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: none."""
+    1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: none. In a YAML file in quotes:
+    YAML reads 20:25 as a number in base 60."""
     ranks: list[int | float | str] | int | str = field(default=0, metadata={"changes_curve": False})
     """The ranks to profile, such as 0,1."""
     with_stack: bool = may_change(False)
@@ -474,29 +475,6 @@ def check_yaml(text: str) -> None:
             raise yaml.YAMLError(f"it is nested more than {MAX_YAML_LEVELS} levels deep")
 
 
-def as_written(value: Any, text: str) -> Any:
-    """Return loaded YAML with 20:25 as a text: YAML 1.1 reads it as 1225, a number in base 60."""
-    import yaml
-
-    if not re.search(r"\d:[0-5]?\d", text):
-        return value
-    return _in_base_10(value, yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-
-
-def _in_base_10(value: Any, node: Any) -> Any:
-    """Return a value, in which a number that is written with colons becomes a text again."""
-    written = getattr(node, "value", None)
-    match value:
-        case int() | float() if isinstance(written, str) and ":" in written:
-            return written
-        case list() if isinstance(written, list):
-            return [_in_base_10(part, inner) for part, inner in zip(value, written, strict=True)]
-        case dict() if isinstance(written, list):
-            nodes = {str(key.value): inner for key, inner in written}
-            return {key: _in_base_10(part, nodes.get(str(key))) for key, part in value.items()}
-    return value
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file of any settings.
 
@@ -509,7 +487,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         check_yaml(text)
         settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
-        settings = as_written(settings, text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):

@@ -51,6 +51,7 @@ def main(config: Config) -> int:
         train_set, validation_sets = contract.build_datasets(reader, data_info, config)
     check_best_metric(config, validation_sets)
     run.total_steps = total_steps(config, train_set, layout)
+    config.profile.check(world_size, run.total_steps)
     if run.finished:
         if rank == 0:
             outcome.print_finished(run.folder, run.status())

@@ -73,7 +73,8 @@ def writer_of(folder: Path, steps: int, **settings: Any) -> metrics.MetricsWrite
     run.hosts = ["here"]
     run.folder.mkdir()
     accelerator: Any = SimpleNamespace(
-        is_main_process=True, device=torch.device("cpu"), trackers=[], mixed_precision="no",
+        is_main_process=True, process_index=0, device=torch.device("cpu"), trackers=[],
+        mixed_precision="no",
         log=lambda values, step: None,
     )  # fmt: skip
     layout = batch_layout(config.batches, 1)

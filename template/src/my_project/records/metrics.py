@@ -50,6 +50,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from torch.profiler import record_function
 
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
@@ -68,10 +69,12 @@ from .anatomy import (
 )
 from .display import Progress
 from .gpu import GpuMonitor, allocator_retries, peak_memory_bytes
+from .profiling import Profiler
 from .ranks import Gather, RankReport, Stragglers, summarize
 from .record_file import RecordFile
 from .spikes import Spikes
 from .throughput import Throughput
+from .trace_table import PAUSED
 from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
@@ -124,6 +127,7 @@ class MetricsWriter:
         self.anatomy = make_anatomy(self.device)
         self.stragglers = Stragglers()
         self.spikes = Spikes()
+        self.profiler = Profiler(run, accelerator.process_index, accelerator.device)
         self.feed: Any = None
         self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
         self.last_pause = 0.0  # seconds
@@ -152,6 +156,7 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.profiler.stop()
         self._write_gathered(wait=kind is None)  # another rank may be gone
         self.progress.stop()
         self.trackers.finish()
@@ -183,6 +188,7 @@ class MetricsWriter:
     def timed(self, feed: Any) -> Iterator[Any]:
         """Pass the micro-batches on; from each on, the time is that of a forward pass."""
         self.feed = feed
+        self.profiler.start(self.state.step)
         iterator = iter(feed)
         enter = self.anatomy.enter
         while True:
@@ -210,6 +216,7 @@ class MetricsWriter:
         self.ended[step] = self._now(self.feed.epoch, self.anatomy.step_ended())
         if self.is_main:
             self.progress.step_ended(step + 1)
+        self.profiler.step_ended(step + 1)
 
     def _now(self, epoch: int, phases: Any) -> Ended:
         return Ended(time.perf_counter(), tuple(self.pauses.values()), epoch, phases)
@@ -221,7 +228,8 @@ class MetricsWriter:
         if self.is_main:
             self.progress.pause(what)
         start = time.perf_counter()
-        yield
+        with record_function(PAUSED):  # a range in the trace of the profiler
+            yield
         self.last_pause = time.perf_counter() - start
         self.pauses[what] += self.last_pause
         self.run.paused_seconds = sum(self.pauses.values())
