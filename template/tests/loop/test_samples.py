@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import gather_object
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from torch import nn
@@ -151,7 +152,8 @@ def show(config: Config, shard: bool = False) -> dict[str, Any]:
         states = [random_states()]
         shown = samples.show(accelerator, run, model, data_info, validation_sets)
         states.append(random_states())
-        return {"shown": shown, "states": states, "is_training": model.training}
+        ranks = gather_object([rank]) if accelerator.num_processes > 1 else [rank]
+    return {"shown": shown, "states": states, "is_training": model.training, "ranks": ranks}
 
 
 def random_states() -> tuple:
@@ -160,6 +162,8 @@ def random_states() -> tuple:
 
 @pytest.mark.parametrize("fails_in", ["", "sample", "predict_samples"])
 def test_random_state_and_training_mode_are_as_before(tmp_path, fails_in):
+    random.seed(len(fails_in))
+    np.random.seed(len(fails_in))
     found = show(shown_config(tmp_path, Shown(fails_in=fails_in)))
     assert found["states"][0] == found["states"][1]
     assert found["is_training"]
@@ -206,7 +210,8 @@ def test_each_rank_answers_with_the_whole_model_and_rank_0_writes(tmp_path, shar
 
 def test_a_rank_that_cannot_read_the_samples_leaves_no_other_waiting(tmp_path):
     recipe = OnEachRank(notes=str(tmp_path), unreadable_on=1)
-    first, _ = run_world(2, show, shown_config(tmp_path, recipe), True)
+    first, second = run_world(2, show, shown_config(tmp_path, recipe), True)
+    assert first["ranks"] == second["ranks"] == [0, 1], "the next collective is the same on both"
     assert first["shown"] == {"sample": "text"}
     assert not (tmp_path / "0").exists()
 

@@ -54,7 +54,7 @@ class Stub(tracking.GeneralTracker):
         self._called("config", dict(values))
 
     def log(self, values: dict, step: int | None = None, **_: Any) -> None:
-        self._called("log", step)
+        self._called("log", step if values else None)
         values.clear()  # what one does to it is no other's concern
 
     def finish(self) -> None:

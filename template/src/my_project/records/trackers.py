@@ -101,7 +101,8 @@ class Trackers:
     ) -> None:
         for tracker in [*self.accelerator.trackers]:
             # TensorBoard alone discards what comes after the step that a run resumes from
-            if self.logged.get(kind, -1) >= step and tracker.name != "tensorboard":
+            is_logged = kind and self.logged.get(kind, -1) >= step
+            if is_logged and tracker.name != "tensorboard":
                 continue
             try:
                 function(tracker)
