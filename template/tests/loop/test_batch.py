@@ -75,8 +75,6 @@ def test_it_lists_what_the_loop_fetched_on_any_number_of_processes_over_two_epoc
     assert train(change(config, steps=9)) == 0  # resumed on one process
     then = read_book(book)
     assert min(then) == (6, 0, 0)
-    starts = {"step": 0, "world_size": 2}, {"step": 5, "world_size": 1}
-    write_starts(config.folder, *starts)
     assert listed(config.folder, range(1, 10)) == first | then
     assert describe(config.folder, 4, None, None)["epoch"] == 0
     assert describe(config.folder, 5, None, None)["epoch"] == 1, "70 // 16 = 4 steps"

@@ -1,0 +1,781 @@
+"""The doctor, on what real faults leave behind: what is known, what is likely, and nothing more."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_launch
+from ragged import Ragged
+from runs import change, make_config, train
+from test_damage import KINDS, replace
+from test_runs import HOLD
+from test_stopping import fails, with_fault
+from world import run_world
+
+from my_project import stopping
+from my_project.config import Config, ConfigError
+from my_project.doctor import doctor
+from my_project.doctor.doctor import diagnose
+from my_project.run_folder import Run
+
+HERE = socket.gethostname()
+
+
+def text_of(folder: Path, capsys: pytest.CaptureFixture) -> str:
+    capsys.readouterr()
+    doctor.print_diagnosis(diagnose(folder))
+    return capsys.readouterr().out
+
+
+# ---- runs of two processes -----------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory) -> Config:
+    config = with_fault(tmp_path_factory.mktemp("raised"), "raise", checkpoints__every_steps=2)
+    fails(config)
+    return config
+
+
+def test_an_exception_is_told_with_rank_host_line_and_file(raised, capsys):
+    found = diagnose(raised.folder)
+    assert (found["outcome"], found["cause"], found["certainty"]) == (
+        "failed",
+        "exception",
+        "known",
+    )
+    first = found["first"]
+    assert (first["rank"], first["host"], first["step"]) == (1, HERE, 3)
+    assert first["what"] == "ValueError: this rank was told to fail"
+    assert re.search(r"ragged\.py, line \d+, in strike: raise ValueError", first["at"])
+    assert json.loads(Path(first["says"]).read_text())["rank"] == 1
+    assert abs(first["time"] - time.time()) < 3600
+    assert found["others"] == [f"lost contact, which follows: rank 0 on {HERE}"]
+    assert found["remedy"][-1] == "then the same command continues from step 2"
+    assert found["likely"] == []
+    shown = text_of(raised.folder, capsys)
+    lines = shown.splitlines()
+    assert lines[0].startswith(f"--- failed: {raised.folder}")
+    assert f"first    rank 1 on {HERE}, step 3, " in shown
+    assert len(lines) <= 24, "one screen"
+    assert max(map(len, lines[1:])) <= max(100, len(first["says"]) + 11)
+
+
+def test_the_command_needs_no_torch_and_its_json_is_what_it_documents(raised, tmp_path):
+    command = [sys.executable, "-X", "importtime", "-m", "my_project", "doctor"]
+    done = subprocess.run(
+        [*command, str(raised.folder), "--json"], capture_output=True, text=True, check=True
+    )
+    assert not re.findall(r"\| +(torch|accelerate|numpy)$", done.stderr, re.M)
+    found = json.loads(done.stdout)
+    assert found == diagnose(raised.folder) | {"happened": found["happened"]}
+    described = (doctor.__doc__ or "").partition("--json prints")[2]
+    for name in (*found, *found["first"]):
+        assert re.search(rf"\b{name}\b", described), name
+    command = [sys.executable, "-m", "my_project", "doctor", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path} is not a run folder; give one.\n"
+
+
+def test_all_kinds_of_causes_are_documented():
+    folder = Path(doctor.__file__).parent
+    text = "".join((folder / f"{name}.py").read_text() for name in ("causes", "hangs"))
+    text += (folder / "flight_recorder.py").read_text()
+    kinds = set(re.findall(r'(?:kind=|of\((?:first|failure|waiting\[0\]), )"([^"]+)"', text))
+    kinds |= set(re.findall(r'kind = "([^"]+)"', text))
+    assert {"killed", "exception", "lost node", "not finite"} <= kinds
+    described = " ".join((doctor.__doc__ or "").split())
+    for kind in kinds - {"mismatch", "missing", "incomplete"}:
+        assert kind in described, kind
+
+
+def test_nan_is_told_of_the_rank_whose_loss_it_was(tmp_path):
+    config = with_fault(tmp_path, "nan", optim__max_skipped_steps=1)
+    fails(config)
+    found = diagnose(config.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("not finite", 1)
+    assert "the loss on this rank is nan" in found["first"]["what"]
+    assert "step 4 was skipped" in found["known"]
+    assert found["others"] == [f"failed too, not finite: rank 0 on {HERE}"]
+    assert "optim.lr (now 0.05)" in found["remedy"][0]
+    assert found["likely"] == []
+
+
+def test_a_hang_is_told_with_the_line_and_with_who_waits_for_it(tmp_path):
+    config = with_fault(tmp_path, "hang")
+    fails(config)
+    found = diagnose(config.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
+    assert re.search(r"ragged\.py, line \d+, in strike: time\.sleep\(1\)$", found["first"]["at"])
+    assert found["first"]["what"] == "no progress for 2 s; stalled"
+    (known,) = found["known"]
+    assert f"while rank 0 on {HERE} waited for other ranks (in " in known
+    (likely,) = found["likely"]
+    assert likely == "the others wait for it, since it alone waits for no other rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lonely(Ragged):
+    """Rank 0 alone calls a barrier."""
+
+    def loss(self, model, batch, step):
+        if step == 3 and os.environ["RANK"] == "0":
+            import torch.distributed as dist
+
+            dist.barrier()
+        return super().loss(model, batch, step)
+
+
+def test_ranks_that_wait_in_different_lines_have_likely_called_different_collectives(tmp_path):
+    config = make_config(tmp_path, Lonely(), distributed__timeout_seconds=2)
+    fails(config)
+    found = diagnose(config.folder)
+    assert (found["cause"], found["certainty"]) == ("mismatched collectives", "likely")
+    lines = sorted(found["known"])
+    assert re.match(r"rank 0: \S*test_doctor\.py, line \d+, in loss: dist\.barrier\(\)", lines[0])
+    assert re.match(r"rank 1: \S*train\.py, line \d+, in main", lines[1])
+    assert "since they wait in different lines" in found["likely"][0]
+
+
+def test_a_rank_that_is_gone_without_a_log_is_named_and_nothing_is_claimed(tmp_path):
+    config = with_fault(tmp_path, "leave")
+    fails(config)
+    found = diagnose(config.folder)
+    assert (found["cause"], found["certainty"]) == ("no report", "likely")
+    assert (found["first"]["rank"], found["first"]["host"]) == (1, HERE)
+    assert found["known"] == []
+    assert f"killed process|out of memory', on {HERE}" in found["look_at"][0]
+    assert "log of the scheduler" in found["look_at"][1]
+    assert found["others"] == [f"lost contact, which follows: rank 0 on {HERE}"]
+
+
+def test_out_of_memory_names_a_micro_batch_that_divides(tmp_path):
+    config = with_fault(tmp_path, "out_of_memory")
+    fails(config)
+    found = diagnose(config.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("out of memory", 1)
+    assert found["remedy"][0].startswith("--batches.micro_batch_size 2 (now 4): accumulation")
+
+
+@pytest.mark.parametrize(
+    ("now", "remedy"),
+    [
+        (5, "--batches.micro_batch_size 1 (now 5): accumulation rises"),
+        (0, "--batches.micro_batch_size 5 (now 15): accumulation rises"),
+        (1, "the micro-batch has 1 samples already; then --precision bf16"),
+    ],
+)
+def test_the_smaller_micro_batch_divides_the_part_of_a_rank(tmp_path, monkeypatch, now, remedy):
+    batches = {"batches__global_batch_size": 30, "batches__micro_batch_size": now}
+    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"), **batches)
+    fail(run, monkeypatch, 1, RuntimeError("CUDA error: out of memory"))
+    assert diagnose(run.folder)["remedy"][0].startswith(remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killing(Ragged):
+    """A sample that kills the loader worker that reads it."""
+
+    def build_datasets(self, data_info):
+        train_set, validation_sets = super().build_datasets(data_info)
+        return Deadly(train_set), validation_sets
+
+
+class Deadly:
+    def __init__(self, samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.samples[index]
+
+
+def test_a_killed_loader_worker_is_told(tmp_path):
+    config = make_config(tmp_path, Killing(), batches__workers=1)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        run_world(1, train, config)
+    found = diagnose(config.folder)
+    assert found["cause"] == "loader worker"
+    assert "fewer batches.workers (now 1)" in found["remedy"][0]
+    assert found["known"] == ["a loader worker ended without an exception"]
+    assert found["likely"][0].startswith("the kernel killed it for lack of host memory, or it")
+    assert found["first"]["at"] == "", "the line that noticed it is not at fault"
+
+
+# ---- a full disk ---------------------------------------------------------------------------------
+def train_on_a_full_disk(config: Config) -> int:
+    from my_project.checkpoint import saving
+
+    def full(shards, path):
+        raise OSError(28, "No space left on device", str(path))
+
+    saving.save_shards = full
+    return train(config)
+
+
+def test_a_full_disk_is_told_where_it_ends_the_run_and_where_it_does_not(tmp_path):
+    config = make_config(
+        tmp_path, run_name="ends", checkpoints__on_failure="end", checkpoints__every_steps=4
+    )
+    with pytest.raises(RuntimeError, match="No space left"):
+        run_world(1, train_on_a_full_disk, config)
+    found = diagnose(config.folder)
+    assert (found["outcome"], found["cause"], found["certainty"]) == (
+        "failed",
+        "full disk",
+        "known",
+    )
+    assert "No space left on device" in found["first"]["what"]
+    assert "GB are free now where the run folder is" in found["known"][0]
+    assert "checkpoints.keep (now 2)" in found["remedy"][0]
+
+    config = make_config(tmp_path, run_name="goes_on", stop_after="0s")
+    assert run_world(1, train_on_a_full_disk, config) == [75]
+    found = diagnose(config.folder)
+    assert found["outcome"] == "preempted"
+    assert found["cause"] == ""
+    assert "the last checkpoint could not be saved: [Errno 28] No space left" in found["happened"]
+    assert found["remedy"][0].startswith("free space, or keep fewer checkpoints")
+    assert found["remedy"][-1] == "then the same command starts again from step 0"
+
+
+def test_a_run_that_ends_without_a_word_on_a_full_disk_is_likely_due_to_it(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4096))
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("full disk", "likely")
+    assert "since a process that cannot write leaves no report" in found["likely"][0]
+
+
+# ---- finished, preempted, repaired ---------------------------------------------------------------
+def test_a_repaired_run_is_not_blamed_for_what_failed_before(raised, tmp_path, capsys):
+    config = change(raised, runs_folder=str(tmp_path))
+    shutil.copytree(raised.folder, config.folder)  # one process has no rank 1, so no fault
+    assert run_world(1, train, change(config, stop_after="0s")) == [75]
+    found = diagnose(config.folder)
+    assert (found["outcome"], found["cause"], found["first"]) == ("preempted", "", None)
+    assert found["earlier_failures"] == 1
+    assert re.match(r"stopped at step \d of 10 and saved, to be continued: ", found["happened"])
+    assert found["remedy"] == [f"the same command continues from step {found['step']}"]
+    assert run_world(1, train, config) == [0]
+    found = diagnose(config.folder)
+    assert (found["outcome"], found["cause"], found["remedy"]) == ("finished", "", [])
+    assert found["happened"].startswith("finished at step 10 of 10, ")
+    shown = text_of(config.folder, capsys)
+    assert "earlier  1 start of this run failed before" in shown
+    assert "told to fail" not in shown
+
+
+def train_without_memory(config: Config) -> int:
+    def loss(self, model, batch, step):
+        raise MemoryError
+
+    type(config.recipe).loss = loss  # type: ignore[method-assign]
+    return train(config)
+
+
+def test_the_newest_of_several_failures_is_told(raised, tmp_path):
+    config = change(raised, runs_folder=str(tmp_path))
+    shutil.copytree(raised.folder, config.folder)
+    with pytest.raises(RuntimeError, match="MemoryError"):
+        run_world(1, train_without_memory, config)
+    found = diagnose(config.folder)
+    assert (found["cause"], found["certainty"]) == ("out of host memory", "known")
+    assert (found["first"]["rank"], found["step"]) == (0, 2)
+    assert re.search(r"test_doctor\.py, line \d+, in loss: raise MemoryError", found["first"]["at"])
+    assert found["earlier_failures"] == 1
+    assert found["others"] == [], "rank 1 was of the start before"
+
+
+# ---- what the real functions write, for hosts that are not here ----------------------------------
+def begin(folder: Path, monkeypatch, hosts: tuple[str, ...] = (HERE,), **settings: Any) -> Run:
+    """Open a run of one process for each of these hosts, as rank 0 does."""
+    monkeypatch.setenv("WORLD_SIZE", str(len(hosts)))
+    monkeypatch.setattr(socket, "gethostname", lambda: hosts[0])
+    run = Run(make_config(folder, **settings), rank=0)
+    run.total_steps = 10
+    run.begin()
+    run.hosts = [*hosts]
+    assert run.lock
+    run.lock.close()  # as when its processes have ended
+    return run
+
+
+def fail(run: Run, monkeypatch, rank: int, error: BaseException) -> None:
+    """Let a rank of a run fail with an exception, with the real context of the loop."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(socket, "gethostname", lambda: run.hosts[rank])
+    monkeypatch.setattr(stopping, "REPORT_WAIT_SECONDS", 0.0)
+    run.rank, run.step = rank, 3
+    with pytest.raises(type(error)), stopping.failures_recorded(run):
+        raise error
+
+
+def write(run: Run, *lines: dict[str, Any]) -> None:
+    """Append records as the contract of metrics.jsonl has them."""
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        for line in lines:
+            defaults = {"epoch": 0.1, "elapsed_seconds": 1.0, "time": time.time()}
+            file.write(json.dumps(defaults | line) + "\n")
+
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
+
+
+@pytest.mark.parametrize("has_start_record", [False, True])
+def test_a_host_of_which_no_rank_reports_is_likely_lost(tmp_path, monkeypatch, has_start_record):
+    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-a", "gpu-b", "gpu-b"))
+    if has_start_record:
+        write(run, {"kind": "start", "step": 0, "world_size": 4, "hosts": run.hosts})
+    for rank in (0, 1):
+        fail(run, monkeypatch, rank, LOST)
+    if has_start_record:
+        run.write_status("failed", "rank 0: lost", unexplained="rank 0: lost")  # names nobody else
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("lost node", "likely")
+    assert (found["first"]["rank"], found["first"]["host"]) == (None, "gpu-b")
+    assert (
+        "no report from ranks 2, 3 on gpu-b, as rank 0 on gpu-a noticed" in found["first"]["what"]
+    )
+    assert "since none of the 2 ranks there left a report" in found["likely"][0]
+    assert found["known"] == []
+    assert "gpu-b answers" in found["look_at"][0]
+    assert found["others"] == ["lost contact, which follows: ranks 0, 1 on gpu-a"]
+
+
+def test_a_host_of_which_one_rank_reports_is_not_called_lost(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-a", "gpu-b", "gpu-b"))
+    for rank in (0, 1, 2):
+        fail(run, monkeypatch, rank, LOST)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("no report", 3)
+
+
+def test_the_hosts_of_an_earlier_start_are_not_named(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
+    start = {"kind": "start", "step": 0, "world_size": 2, "hosts": ["gpu-x", "gpu-y"]}
+    write(run, start | {"time": time.time() - 3600})
+    monkeypatch.setattr(stopping, "likely_cause", lambda run, seconds: "")
+    fail(run, monkeypatch, 0, LOST)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["first"]["rank"], found["first"]["host"]) == (
+        "no report",
+        1,
+        None,
+    )
+
+
+def test_ranks_that_all_lost_contact_point_to_the_network(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
+    fail(run, monkeypatch, 0, LOST)
+    fail(run, monkeypatch, 1, RuntimeError("NCCL error: unhandled system error"))
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("network", "likely")
+
+
+def test_a_store_that_is_lost_is_no_first_cause(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
+
+    class DistStoreError(RuntimeError):
+        pass
+
+    fail(run, monkeypatch, 0, DistStoreError("Connection was likely closed."))
+    fail(run, monkeypatch, 1, KeyError("labels"))
+    assert diagnose(run.folder)["first"]["rank"] == 1
+
+
+def test_failures_by_the_clocks_of_two_hosts_are_not_put_in_order(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
+    fail(run, monkeypatch, 1, KeyError("labels"))
+    fail(run, monkeypatch, 0, ValueError("no labels"))
+    found = diagnose(run.folder)
+    assert found["first"]["rank"] == 1
+    assert "rank 0 on gpu-a failed at almost the same time, by another clock" in found["look_at"][0]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), "out of host memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of host memory"),
+        (RuntimeError("CUDA error: out of memory"), "out of memory"),
+        (OSError(28, "No space left on device"), "full disk"),
+        (OSError(122, "Disk quota exceeded"), "full disk"),
+        (ConfigError("runs/a cannot be written to (No space left on device)"), "full disk"),
+        (ConfigError("lr is -1."), "setting"),
+        (KeyboardInterrupt("second signal, SIGTERM"), "stopped"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "exception"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "exception"),
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), "loader worker"),
+    ],
+)  # fmt: skip
+def test_what_an_exception_means(tmp_path, monkeypatch, error, kind):
+    run = begin(tmp_path, monkeypatch)
+    fail(run, monkeypatch, 0, error)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == (kind, "known")
+    assert found["remedy"]
+    assert f"{kind}" in (doctor.__doc__ or "")
+
+
+def test_the_records_tell_when_steps_began_to_be_skipped_and_what_was_before(tmp_path, monkeypatch):
+    from my_project.state import NotFiniteError
+
+    run = begin(tmp_path, monkeypatch)
+    skips = {10: 2, 20: 0, 30: 0, 40: 3, 50: 10}  # the first two as fp16 skips them
+    for step, skipped in skips.items():
+        if step == 40:
+            spike = {"name": "gradient_norm", "value": 83.0, "median": 1.25}
+            write(run, {"kind": "spike", "step": 37} | spike)
+        write(run, {"kind": "interval", "step": step, "steps": 10, "skipped": skipped})
+    reason = "the gradient was not finite in 13 steps in a row, up to step 50"
+    fail(run, monkeypatch, 0, NotFiniteError(f"{reason}; the loss on this rank is 2.5: lower"))
+    found = diagnose(run.folder)
+    assert (
+        "the steps 39 to 51 were skipped".removeprefix("the ") in found["known"][0]
+    )
+    assert "the first interval with skipped steps is that of step 40" in found["known"]
+    unstable, overflowed = found["likely"]
+    assert "since gradient_norm was 83 at step 37, against a median of 1.25" in unstable
+    assert "since no rank had a loss that is NaN" in overflowed
+
+
+def test_a_spike_long_before_is_no_evidence(tmp_path, monkeypatch):
+    from my_project.state import NotFiniteError
+
+    run = begin(tmp_path, monkeypatch)
+    write(run, {"kind": "spike", "step": 37, "name": "loss", "value": 83.0, "median": 1.0})
+    write(run, {"kind": "interval", "step": 5000, "skipped": 0})
+    reason = "the gradient was not finite in 2 steps in a row, up to step 5001"
+    fail(run, monkeypatch, 0, NotFiniteError(f"{reason}; the loss on this rank is nan: lower"))
+    assert diagnose(run.folder)["likely"] == []
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_memory_that_rises_is_told_as_likely_and_otherwise_only_its_peak(
+    tmp_path, monkeypatch, rises
+):
+    run = begin(tmp_path, monkeypatch)
+    for i in range(8):
+        peak = int(1e9 * (1 + i * rises))
+        more = {"peak_memory_bytes": peak, "allocator_retries": 0}
+        write(run, {"kind": "interval", "step": 10 * i + 10, "steps": 10, "skipped": 0} | more)
+    fail(run, monkeypatch, 0, RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."))
+    found = diagnose(run.folder)
+    if rises:
+        assert "rose in 7 of 7 intervals, from 1 GB to 8 GB" in found["likely"][0]
+    else:
+        assert found["likely"] == []
+        assert "the peak memory of a process was 1 GB up to step 80" in found["known"]
+
+
+# ---- under way, or ended without a word ----------------------------------------------------------
+def test_a_run_under_way_says_how_old_its_last_record_is_and_whether_it_moves(
+    tmp_path, monkeypatch
+):
+    run = begin(tmp_path, monkeypatch)
+    now = time.time()
+    for step in range(1, 5):
+        write(run, {"kind": "interval", "step": step, "skipped": 0, "time": now - 10 * (4 - step)})
+    held = [sys.executable, "-c", HOLD, str(run.folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(held, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == "locked\n"
+        fresh, late = diagnose(run.folder, now + 30), diagnose(run.folder, now + 7200)
+        holder.communicate()
+    assert fresh["outcome"] == late["outcome"] == "running"
+    assert re.match(
+        r"running: step 4 of 10, the last record or change \d+ s ago$", fresh["happened"]
+    )
+    assert (
+        "has not moved for long, where records came every 10 s: the files do not say"
+        in (late["happened"])
+    )
+    assert (late["cause"], late["likely"], late["first"]) == ("", [], None)
+    found = diagnose(run.folder)
+    assert (found["outcome"], found["cause"]) == ("interrupted", "interrupted")
+    assert found["certainty"] == "likely"
+    assert found["happened"].startswith("ended at step 4 of 10 without saying so")
+    assert any("plain accelerate launch writes no logs" in line for line in found["look_at"])
+    assert any("last -x reboot" in line for line in found["look_at"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preempted(Ragged):
+    """Told to stop, and killed before it could save."""
+
+    def loss(self, model, batch, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # its handler runs
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch, step)
+
+
+def test_a_run_that_was_told_to_stop_and_killed_before_it_saved_is_told(tmp_path):
+    config = make_config(tmp_path, Preempted())
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    with pytest.raises(RuntimeError, match="the process died"):
+        run_world(1, train_with_logs, config, config.folder / f"logs/node_0/{stamp}_7")
+    found = diagnose(config.folder)
+    assert (found["outcome"], found["cause"], found["certainty"]) == (
+        "interrupted",
+        "stopped",
+        "likely",
+    )
+    assert found["known"] == ["it was told to stop (SIGTERM), and had not saved when it ended"]
+    assert "SIGKILL at the end of the scheduler's grace period" in found["likely"][0]
+
+
+def test_the_job_of_slurm_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    run = begin(tmp_path, monkeypatch)
+    assert any(line.startswith("sacct -j 4711 ") for line in diagnose(run.folder)["look_at"])
+
+
+# ---- damage, secrets -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name", ["status.json", "run.json", "config.yaml", "metrics.jsonl", "errors"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_damage_ends_the_doctor_and_it_is_listed(raised, tmp_path, name, kind, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(raised.folder, folder)
+    path = folder / name
+    if name == "errors":
+        path = next(path.glob("*_rank_00001_*"))
+    replace(path, KINDS[kind])
+    found = diagnose(folder)
+    assert text_of(folder, capsys)
+    assert found["outcome"] == "failed"
+    readable = kind == "wrong types" or (
+        name == "metrics.jsonl" and kind in ("empty", "wrong numbers")
+    )
+    if not readable and kind != "wrong numbers":
+        assert [one for one in found["damaged"] if path.name in one], found["damaged"]
+    if name == "errors":
+        assert found["first"]["says"].endswith("status.json")
+        assert "errors/ has no intact file of it" in found["look_at"][0]
+    assert (found["cause"], found["first"]["rank"]) == ("exception", 1)
+    assert found["first"]["what"] == "ValueError: this rank was told to fail"
+
+
+def test_without_any_intact_report_it_says_that_it_does_not_know(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)
+    (run.folder / "status.json").write_bytes(b"")
+    found = diagnose(run.folder)
+    assert found["outcome"] == "unknown"
+    assert "status.json is damaged" in found["happened"]
+    assert found["damaged"] == ["status.json"]
+    run.write_status("failed", "rank 2 on gpu-b, step 3: KeyError: 'labels'")
+    found = diagnose(run.folder)
+    assert (found["first"]["rank"], found["first"]["host"]) == (2, "gpu-b")
+    assert found["first"]["what"] == "KeyError: 'labels'"
+    run.write_status("failed", "rank 2: lost. No report", unexplained="rank 2: lost")
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("unknown", "unknown")
+    assert (found["first"]["rank"], found["first"]["what"]) == (None, "rank 2: lost. No report")
+
+
+def test_what_is_printed_holds_no_secret_and_no_control_character(tmp_path, monkeypatch, capsys):
+    run = begin(tmp_path, monkeypatch)
+    path = run.folder / "errors"
+    fail(run, monkeypatch, 0, ValueError("x"))
+    (file,) = path.iterdir()
+    one = json.loads(file.read_text())
+    one["reason"] = f"GET http://me:pw123@host failed\x1b[31m\nhub_token='S3cr3t' {'long ' * 300}"
+    one["host"] = "gpu\x07-a"
+    one["frames"][-1]["code"] = "login(password='S3cr3t')\x1b[2J"
+    file.write_text(json.dumps(one))
+    shown = text_of(run.folder, capsys) + json.dumps(diagnose(run.folder), ensure_ascii=False)
+    assert "GET http://***@host failed?[31m hub_token='***'" in " ".join(shown.split())
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", shown)
+    for secret in ("S3cr3t", "pw123"):
+        assert secret not in shown
+    assert len(shown) < 6000, "it is cut off"
+
+
+# ---- no run, or a start that did not become one --------------------------------------------------
+def test_a_folder_that_is_no_run_is_refused(tmp_path, raised):
+    with pytest.raises(ConfigError, match=r"there is no run .* A start that is refused leaves no"):
+        diagnose(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="it holds runs: give one, such as"):
+        diagnose(raised.folder.parent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoData(Ragged):
+    def build_datasets(self, data_info):
+        raise KeyError("labels")
+
+
+def train_with_logs(config: Config, folder: Path) -> None:
+    """Train as under launch.py, into a log of its own."""
+    from my_project import cli
+
+    os.environ["LAUNCH_LOGS"] = str(folder)
+    cli.run_on_all_ranks(train, config, is_run=True)
+
+
+def test_a_start_that_fails_before_the_run_is_open_is_told_from_its_log(tmp_path):
+    config = make_config(tmp_path, NoData())
+    logs = config.folder / "logs/node_0"
+    with pytest.raises(RuntimeError, match="the process died"):
+        run_world(1, train_with_logs, config, logs / "20260101T000000_7")
+    found = diagnose(config.folder)
+    assert (found["outcome"], found["cause"]) == ("failed", "exception")
+    assert (found["first"]["rank"], found["first"]["host"]) == (0, HERE)
+    assert found["first"]["what"] == "KeyError: 'labels'"
+    assert re.search(r"test_doctor\.py, line \d+, in build_datasets: raise", found["first"]["at"])
+    assert found["first"]["says"].endswith("rank_00000.log")
+    assert "failed before it opened the run" in found["happened"]
+
+    assert train(change(config, recipe=Ragged(), steps=2)) == 0
+    assert diagnose(config.folder)["outcome"] == "finished", "what failed is older"
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 60))
+    with pytest.raises(RuntimeError, match="the process died"):
+        run_world(1, train_with_logs, change(config, resume="never"), logs / f"{stamp}_8")
+    found = diagnose(config.folder)
+    assert (found["outcome"], found["cause"]) == ("failed", "exception")
+    assert found["happened"].endswith("; before that the run: finished, step 2")
+
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 120))
+    again = change(config, recipe=Ragged(), steps=2)
+    assert run_world(1, train_with_logs, again, logs / f"{stamp}_9") == [0]
+    assert diagnose(config.folder)["outcome"] == "finished", "it only showed the result"
+
+
+def test_a_failure_is_told_also_after_a_start_that_has_left_nothing(raised, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(raised.folder, folder)
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 60))
+    (folder / f"logs/node_0/{stamp}_8").mkdir(parents=True)
+    (folder / f"logs/node_0/{stamp}_8/launcher.log").write_text("")
+    found = diagnose(folder)
+    assert (found["cause"], found["first"]["rank"]) == ("exception", 1)
+    assert "; a start of " in found["happened"]
+    assert found["happened"].endswith(" has left nothing")
+
+
+# ---- through the real launcher -------------------------------------------------------------------
+def launched(folder: Path, where: str, *arguments: str) -> dict[str, Any]:
+    """Start a run that fails, and return what the doctor says of it."""
+    launcher = "my_project.launch"
+    with test_launch.launch(folder, *arguments, launcher=launcher, where=where) as run:
+        run.communicate(timeout=240)
+    assert run.returncode not in (0, 75)
+    return diagnose(folder / "runs/tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "rank"), [("cpu", 0), ("cpu_2_processes", 1)])
+def test_a_killed_process_is_told_by_the_log_of_its_launcher(tmp_path, where, rank):
+    fault = (
+        "--recipe.fault",
+        "leave",
+        "--recipe.fault_at",
+        "5",
+        "--recipe.fault_on_rank",
+        f"{rank}",
+    )
+    found = launched(tmp_path, where, *fault)
+    assert found["outcome"] == ("failed" if rank else "interrupted")
+    assert (found["cause"], found["certainty"]) == ("killed", "known")
+    assert (found["first"]["rank"], found["first"]["host"]) == (rank, HERE)
+    assert "ended by signal 9 (SIGKILL)" in found["first"]["what"]
+    assert "launcher.log: " in found["first"]["says"]
+    (likely,) = found["likely"]
+    assert likely.startswith("the kernel for lack of memory, the scheduler at a limit")
+    assert "dmesg" in found["look_at"][0]
+
+    # a start without logs, after it: what the old ones say is not of it
+    folder = tmp_path / "runs/tiny"
+    for path in (folder / "logs").rglob("*.log"):
+        os.utime(path, (time.time() - 1000,) * 2)
+    shutil.rmtree(folder / "errors", ignore_errors=True)
+    (folder / "status.json").write_text('{"outcome": "running", "step": 5, "steps": 8}')
+    assert diagnose(folder)["cause"] == "interrupted"
+
+
+RECIPES = """
+import ctypes, os, signal, time
+from ragged import Ragged
+
+class Exits(Ragged):
+    def loss(self, model, batch, step):
+        if step == 3:
+            os._exit(7)
+        return super().loss(model, batch, step)
+
+class Crashes(Ragged):
+    def loss(self, model, batch, step):
+        if step == 3 and os.environ["RANK"] == "1":
+            ctypes.string_at(0)
+        return super().loss(model, batch, step)
+
+class Preempted(Ragged):
+    def loss(self, model, batch, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch, step)
+
+class Missing(Ragged):
+    pass
+
+class Stops(Ragged):
+    def loss(self, model, batch, step):
+        if step == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().loss(model, batch, step)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "where", "rank", "wanted"),
+    [
+        ("Exits", "cpu", 0, ("exited", "known", "ended with exit code 7, without a report")),
+        (
+            "Crashes",
+            "cpu_2_processes",
+            1,
+            ("crashed", "known", "ended by signal 11 (SIGSEGV), without a report"),
+        ),
+        ("Stops", "cpu_2_processes", 1, ("no report", "likely", "no report from rank 1 on ")),
+        ("Preempted", "cpu", 0, ("killed", "known", "ended by signal 9 (SIGKILL)")),
+        ("missing", "cpu", None, ("exception", "known", "KeyError: 'x'")),
+    ],
+)  # fmt: skip
+def test_processes_that_leave_no_report_are_told(
+    tmp_path, monkeypatch, recipe, where, rank, wanted
+):
+    (tmp_path / "own.py").write_text(RECIPES + "\n{}['x']\n" * (recipe == "missing"))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+    path = ("--recipe.class_path", f"own.{recipe.title()}", "--distributed.timeout_seconds", "4")
+    found = launched(tmp_path, where, *path)
+    assert (found["cause"], found["certainty"]) == wanted[:2], found
+    assert wanted[2] in found["first"]["what"]
+    assert found["first"]["rank"] == rank
+    if recipe == "Stops":
+        assert "since its launcher had to kill it" in found["likely"][0]
+    if recipe == "Preempted":
+        assert "since it was told to stop (SIGTERM) before" in found["likely"][0]
+    if recipe == "missing":
+        assert re.search(r"own\.py, line \d+, in <module>", found["first"]["at"])

@@ -1,0 +1,306 @@
+"""Dumps of NCCL's flight recorder: the first collective in which ranks differ."""
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import make_config
+from world import run_world
+
+from my_project import failures
+from my_project.doctor.doctor import diagnose
+from my_project.doctor.flight_recorder import compare, read
+from my_project.run_folder import Run
+
+GROUP = ["0", "default_pg"]
+
+
+def entry(number: int, name: str = "all_reduce", size: int = 1024, **more: Any) -> dict[str, Any]:
+    """Make an entry as FlightRecorder::dump_json does; of one that is not completed by default."""
+    sizes = more.pop("sizes", [[size]])
+    fields = {
+        "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "record_id": number - 1,
+        "pg_id": 0, "process_group": GROUP, "profiling_name": f"nccl:{name}", "is_p2p": False,
+        "thread_id": "139653054966656", "thread_name": "pt_autograd_0", "timeout_ms": 600000,
+        "input_dtypes": ["Float"], "input_sizes": [[size]],
+        "output_dtypes": ["Float"], "output_sizes": sizes,
+        "state": "started", "retired": False,
+        "time_created_ns": time.time_ns() + number, "time_discovered_started_ns": 1,
+        "time_discovered_completed_ns": 0,
+    }  # fmt: skip
+    return fields | more
+
+
+def done(number: int, name: str = "all_reduce", size: int = 1024, **more: Any) -> dict[str, Any]:
+    return entry(number, name, size, state="completed", retired=True, **more)
+
+
+def dump(folder: Path, rank: int, entries: list[dict[str, Any]], ranks: int = 2) -> Path:
+    """Write a dump as stopping.save_nccl_trace does."""
+    members = str([*range(ranks)])
+    content: dict[str, Any] = {
+        "version": "2.10", "comm_lib_version": "2.27.5", "nccl_comm_state": {},
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": members}},
+        "pg_status": {"0": {"last_enqueued_collective": "3"}},
+    }  # fmt: skip
+    if entries:
+        content["entries"] = entries
+    path = folder / "errors" / f"nccl_trace_rank_{rank:05d}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def find(folder: Path, *ranks: list[dict[str, Any]]) -> Any:
+    for rank, entries in enumerate(ranks):
+        dump(folder, rank, entries, len(ranks))
+    return compare(read(folder, time.time()))
+
+
+# ---- what is compared ----------------------------------------------------------------------------
+def test_the_first_collective_with_another_operation_is_named_with_who_called_what(tmp_path):
+    one, other = (
+        [done(1), entry(2), entry(3)],
+        [done(1), entry(2, "_all_gather_base", 16, sizes=[[64]])],
+    )
+    found = find(tmp_path, one, other, one, one)
+    assert (found.kind, found.number, found.group) == ("mismatch", 2, "0 (default_pg)")
+    assert found.calls == {
+        "all_reduce of Float [1024]": [0, 2, 3],
+        "_all_gather_base of Float [16] to Float [64]": [1],
+    }
+
+
+def test_another_size_or_type_is_a_mismatch_too(tmp_path):
+    assert find(tmp_path, [entry(1)], [entry(1, size=7)]).calls == {
+        "all_reduce of Float [1024]": [0],
+        "all_reduce of Float [7]": [1],
+    }
+    found = find(tmp_path, [entry(1)], [entry(1, input_dtypes=["Half"], output_dtypes=["Half"])])
+    assert found.kind == "mismatch"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"),
+    [
+        ("all_to_all", {"size": 3, "sizes": [[9]]}, {"size": 9, "sizes": [[3]]}),
+        ("gather", {"sizes": [[4], [4]]}, {"sizes": []}),
+        ("scatter", {"input_sizes": [[4], [4]]}, {"input_sizes": []}),
+        ("a_new_one", {"size": 3}, {"size": 4}),
+    ],
+)
+def test_sizes_that_may_differ_are_no_mismatch(tmp_path, name, ours, theirs):
+    found = find(tmp_path, [done(1, name, **ours)], [done(1, name, **theirs)])
+    assert found is None
+
+
+def test_ranks_that_have_not_called_a_collective_are_named(tmp_path):
+    whole = [done(1), done(2), entry(3)]
+    found = find(tmp_path, whole, whole[:2], whole, [])
+    assert (found.kind, found.number, found.missing) == ("missing", 3, [1, 3])
+    assert found.calls == {"all_reduce of Float [1024]": [0, 2]}
+
+
+def test_a_collective_that_all_called_alike_and_that_did_not_end_is_incomplete(tmp_path):
+    found = find(tmp_path, [done(1), entry(2)], [done(1), entry(2)])
+    assert (found.kind, found.number, found.missing) == ("incomplete", 2, [])
+    assert find(tmp_path, [done(1)], [done(1), done(2)]) is None, "it was completed"
+    timed_out = entry(2, retired=True)
+    assert find(tmp_path, [done(1), timed_out], [done(1), timed_out]).kind == "incomplete"
+
+
+def test_only_what_all_ranks_still_hold_is_compared(tmp_path):
+    """The recorder keeps the last ones, and rank 1 has called more of them."""
+    found = find(
+        tmp_path, [done(1, "broadcast"), done(2), entry(3)], [done(2), entry(3, "barrier", 1)]
+    )
+    assert (found.kind, found.number) == ("mismatch", 3)
+    assert find(tmp_path, [done(1, "broadcast"), done(2)], [done(2)]) is None
+
+
+def test_each_group_has_numbers_of_its_own_and_sends_do_not_count(tmp_path):
+    tensor = {"process_group": ["3", "tensor"]}
+    sent = entry(2, "send 0->1", is_p2p=True, p2p_seq_id=1)
+    found = find(
+        tmp_path,
+        [done(1), sent, entry(1, "broadcast", **tensor)],
+        [done(1), entry(1, "barrier", **tensor)],
+    )
+    assert (found.kind, found.number, found.group) == ("mismatch", 1, "3 (tensor)")
+
+
+def test_frames_are_shown_where_a_dump_has_them(tmp_path):
+    frames = [
+        {"name": "all_reduce", "filename": torch.__file__, "line": 3},
+        {"name": "loss", "filename": "/home/me/project/recipe.py", "line": 7},
+    ]
+    found = find(tmp_path, [entry(1, frames=frames)], [entry(1, "barrier")])
+    assert found.at == "/home/me/project/recipe.py, line 7, in loss"
+
+
+DAMAGED = ["", "[]", "{", '{"version": 3}', '{"entries": []}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_dump_is_listed_and_the_others_are_compared(tmp_path, content):
+    for rank in (0, 1, 2):
+        path = dump(tmp_path, rank, [entry(1, "barrier" if rank else "all_reduce")], 3)
+    path.write_text(content)
+    dumps = read(tmp_path, time.time())
+    assert dumps.damaged == ["errors/nccl_trace_rank_00002.json"]
+    assert compare(dumps).calls.keys() == {"all_reduce of Float [1024]", "barrier of Float [1024]"}
+
+
+def test_no_entry_ends_it_whatever_it_holds(tmp_path):
+    whole = entry(1)
+    odd = [None, 3, "x", [], {"a": 1}, -1]
+    entries = [whole | {name: value} for name in whole for value in odd]
+    entries += [{k: v for k, v in whole.items() if k != name} for name in whole]
+    for one in [*entries, None, 3, "x", []]:
+        compare_with(tmp_path, one)
+    for config in (None, 3, [], {"0": 3}, {"0": {"ranks": 3}}, {"0": {"ranks": [0, 1]}}):
+        path = dump(tmp_path, 0, [whole])
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pg_config": config}))
+        compare(read(tmp_path, 0.0))
+
+
+def compare_with(folder: Path, one: Any) -> None:
+    dump(folder, 0, [one])
+    dump(folder, 1, [entry(1, "barrier")])
+    compare(read(folder, 0.0))
+
+
+# ---- the real form -------------------------------------------------------------------------------
+def dump_of_torch() -> str:
+    import torch.distributed as dist
+
+    make = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(3))
+    found = make(includeCollectives=True, onlyActive=False) if make else "{}"
+    dist.destroy_process_group()
+    return found.decode() if isinstance(found, bytes) else found
+
+
+def test_the_dumps_of_these_tests_have_the_form_of_torch(tmp_path, monkeypatch):
+    """By the recorder of gloo: that of NCCL needs GPUs, and is written by the same function."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    real = json.loads(run_world(2, dump_of_torch)[1])
+    if not real.get("entries"):
+        pytest.skip("this torch records only NCCL")
+    (one,) = real["entries"]
+    ours = json.loads(dump(tmp_path, 1, [entry(1)]).read_text())
+    assert ours.keys() == real.keys()
+    assert ours["entries"][0].keys() == one.keys()
+    for name, value in ours["entries"][0].items():
+        assert type(one[name]) is type(value), name
+    (group,) = real["pg_config"].values()
+    assert group.keys() == ours["pg_config"]["0"].keys()
+    assert group["ranks"] == "[0, 1]"
+    path = dump(tmp_path, 0, [])
+    path.write_text(json.dumps(real))
+    dumps = read(tmp_path, time.time())
+    assert [*dumps.collectives["0 (default_pg)"][0]] == [1]
+
+
+# ---- what the doctor makes of them ---------------------------------------------------------------
+def hang(folder: Path, monkeypatch, *causes: str) -> Run:
+    """Leave the error files that watchdogs write, of one rank for each cause."""
+    monkeypatch.setenv("WORLD_SIZE", str(len(causes)))
+    run = Run(make_config(folder), rank=0)
+    run.begin()
+    for rank, cause in enumerate(causes):
+        if not cause:
+            continue
+        monkeypatch.setenv("RANK", str(rank))
+        run.rank = rank
+        place = failures.frame("/home/me/recipe.py", 3 + rank * (cause == "stalled"), "loss", "x()")
+        reason = "no progress for 2 s"
+        run.record_error(failures.record(reason=reason, cause=cause, frames=[place], details=""))
+    run.fail("no progress for 2 s", unexplained="no progress for 2 s")
+    assert run.lock
+    run.lock.close()
+    return run
+
+
+def test_a_mismatch_is_known_and_the_rank_that_differs_is_likely_at_fault(tmp_path, monkeypatch):
+    run = hang(tmp_path, monkeypatch, "waiting", "waiting", "waiting")
+    for rank in range(3):
+        dump(run.folder, rank, [done(1), entry(2, "barrier" if rank == 1 else "all_reduce")], 3)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("mismatched collectives", "known")
+    assert found["first"]["rank"] == 1
+    assert found["first"]["what"].startswith(
+        "collective 2 of group 0 (default_pg) differs: ranks 0, 2"
+    )
+    assert "rank 1 on " in found["first"]["what"].partition("; ")[2]
+    assert found["first"]["says"].endswith("nccl_trace_rank_*.json")
+    (likely,) = found["likely"]
+    assert likely.endswith("is at fault, since the other 2 agree")
+
+
+def test_of_two_ranks_that_differ_none_is_blamed(tmp_path, monkeypatch):
+    run = hang(tmp_path, monkeypatch, "waiting", "waiting")
+    dump(run.folder, 0, [entry(1)])
+    dump(run.folder, 1, [entry(1, size=7)])
+    found = diagnose(run.folder)
+    assert (found["cause"], found["first"]["rank"], found["likely"]) == (
+        "mismatched collectives",
+        None,
+        [],
+    )
+
+
+def test_a_rank_that_has_not_arrived_supports_what_its_watchdog_says(tmp_path, monkeypatch):
+    run = hang(tmp_path, monkeypatch, "waiting", "stalled")
+    dump(run.folder, 0, [done(1), entry(2)])
+    dump(run.folder, 1, [done(1)])
+    found = diagnose(run.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
+    assert "had not called collective 2 of group 0 (default_pg)" in found["known"][1]
+    assert found["first"]["at"] == "/home/me/recipe.py, line 4, in loss: x()"
+
+
+def test_a_collective_that_all_called_alike_points_to_the_network(tmp_path, monkeypatch):
+    run = hang(tmp_path, monkeypatch, "waiting", "waiting", "waiting")
+    for rank in (0, 1):
+        dump(run.folder, rank, [entry(1)], 3)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("hang", "likely")
+    assert any("called by all ranks alike and not completed" in one for one in found["known"])
+    assert any(one.startswith("no dump of rank 2") for one in found["known"])
+    assert found["likely"][0].startswith("the network, or a GPU, since every rank waits")
+
+
+def test_dumps_of_an_earlier_start_are_left_out(tmp_path, monkeypatch):
+    run = hang(tmp_path, monkeypatch, "waiting", "waiting")
+    old = {"time_created_ns": time.time_ns() - 10**12}
+    dump(run.folder, 0, [entry(1, **old)])
+    dump(run.folder, 1, [entry(1, "barrier", **old)])
+    found = diagnose(run.folder)
+    assert found["cause"] == "hang"
+    assert "the dumps in errors/ are of an earlier start, so they are left out" in found["look_at"]
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def test_dumps_of_nccl_itself_are_named_and_not_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = hang(tmp_path, monkeypatch, "waiting", "waiting")
+    for rank in (0, 1):  # DebugInfoWriter adds the rank to TORCH_FR_DUMP_TEMP_FILE
+        (run.folder / f"errors/nccl_trace_rank_{rank}").write_bytes(pickle.dumps(Bomb()))
+    found = diagnose(run.folder)
+    (line,) = [one for one in found["look_at"] if "pickles" in one]
+    assert line.startswith("2 dumps of NCCL itself: pickles, which are not opened here")
+    assert f"cp {run.folder}/errors/nccl_trace_rank_*[0-9] dumps; torchfrtrace dumps" in line
+    assert "torch.distributed.flight_recorder.fr_trace" in line
+    assert not (tmp_path / "exploded").exists()
+    assert found["damaged"] == []
