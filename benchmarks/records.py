@@ -65,7 +65,7 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
         state = TrainState(items_per_micro_batch=1.0)
         model = torch.nn.Linear(1, 1)
         found, step = [], 0
-        metrics = MetricsWriter(accelerator, run, layout, state, model, {})
+        metrics = MetricsWriter(accelerator, run, layout, state, model)
         metrics.progress.show = lambda record: None  # the terminal has a cost of its own
         with metrics:
             batches = metrics.timed(Feed())

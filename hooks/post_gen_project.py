@@ -138,6 +138,7 @@ TEMPLATE_FILES = (
     "src/my_project/report/page.py",
     "src/my_project/report/provenance.py",
     "src/my_project/report/report.py",
+    "src/my_project/report/summary.py",
     "src/my_project/run_folder.py",
     "src/my_project/safety/__init__.py",
     "src/my_project/safety/redaction.py",

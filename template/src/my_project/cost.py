@@ -1,5 +1,6 @@
 """Measure memory and FLOPs of one step of a recipe, on fake tensors and without a GPU."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,9 +29,9 @@ class Model:
     finds_unused: bool = False  # DDP's find_unused_parameters
 
 
-# ---- FLOPs of a step -----------------------------------------------------------------------------
+# ---- the device ----------------------------------------------------------------------------------
 # Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16; fp16 where
-# there is no bf16), TF32, float32. The first name that the device's name contains decides.
+# there is no bf16), TF32, float32. The first that stands in the device's name as a word decides.
 PEAK_TFLOPS = {
     "H100 PCIe": (756, 378, 51),
     "H100 NVL": (835, 417, 60),
@@ -45,9 +46,8 @@ PEAK_TFLOPS = {
     "RTX A6000": (154.8, 77.4, 38.7),
     "RTX 4090": (165.2, 82.6, 82.6),
     "RTX 3090": (71, 35.6, 35.6),
-    "V100-SXM": (125, 15.7, 15.7),
-    "V100": (112, 14, 14),
-    "Tesla T4": (65, 8.1, 8.1),
+    "V100-SXM2": (125, 15.7, 15.7),
+    "T4": (65, 8.1, 8.1),
     "MI300X": (1307, 653, 163),
 }
 
@@ -65,37 +65,12 @@ def peak_tflops(device: Any, precision: str, *, tf32: bool) -> float | None:
     import torch
 
     name = torch.cuda.get_device_name(device)
-    known = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in name), None)
-    if known is None:
+    if re.search(r"\b(MIG|Laptop|Max-Q|D|Ti)\b", name):  # parts and other editions of a GPU
         return None
-    return known[0 if precision != "no" else 1 if tf32 else 2]
-
-
-def flops_of(config: Config, data_info: dict[str, Any], batch: Any) -> int:
-    """Count the FLOPs of a micro-batch, forward and backward, on fake tensors.
-
-    The random state stays as it is.
-    """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_leaves, tree_map_only
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from .loading.seeding import fork_rng
-
-    devices = [leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    with (
-        fork_rng(),
-        torch.device(devices[0] if devices else "cpu"),
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        _fake_weights(),
-        FlopCounterMode(display=False) as counter,
-    ):
-        model = config.recipe.build_model(data_info)
-        fake_batch = tree_map_only(torch.Tensor, mode.from_tensor, batch)
-        loss_sum, _ = config.recipe.loss(model, fake_batch, 0)
-        loss_sum.backward()
-    return counter.get_total_flops()
+    for part, peaks in PEAK_TFLOPS.items():
+        if re.search(rf"(?<![\w-]){part}(?!\w)", name):
+            return peaks[0 if precision != "no" else 1 if tf32 else 2]
+    return None
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -112,31 +87,23 @@ def inspect_recipe(config: Config, precision: str, device: str = "cpu") -> Model
     data_info, reader = prepare_data(replace(config, stage_to=None))
     train_set, _ = build_datasets(reader, data_info)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_weights():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _uninitialized_weights():
             return _inspect(config, data_info, train_set, precision, device, mode.from_tensor)
     except Exception:  # fake tensors do not support everything; a real step works or says why not
         return _inspect(config, data_info, train_set, precision, device, lambda tensor: tensor)
 
 
 @contextmanager
-def _fake_weights() -> Iterator[None]:
-    """Let models be built on fake tensors.
-
-    torch.nn.init's functions are off: some read values, which fake tensors lack. Module.to swaps
-    parameters, which torch refuses for fake ones; here it replaces their data.
-    """
-    import torch.utils
+def _uninitialized_weights() -> Iterator[None]:
+    """Turn torch.nn.init's functions off: some of them read values, which fake tensors lack."""
     from torch.nn import init
 
-    swap = torch.utils.swap_tensors
     originals = {name: f for name, f in vars(init).items() if name[-1] == "_" and callable(f)}
     try:
         for name in originals:
             setattr(init, name, lambda tensor, *_, **__: tensor)
-        torch.utils.swap_tensors = lambda old, new: setattr(old, "data", new.data)
         yield
     finally:
-        torch.utils.swap_tensors = swap
         for name, function in originals.items():
             setattr(init, name, function)
 

@@ -95,7 +95,7 @@ def main(config: Config) -> int:
         stop_agreed = False
         model.train()
         stop.loop_begins()
-        metrics = MetricsWriter(accelerator, run, layout, state, model, data_info)
+        metrics = MetricsWriter(accelerator, run, layout, state, model)
         with checkpoints, metrics:
 
             def observe(report: StepReport | None) -> None:

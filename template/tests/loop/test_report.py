@@ -164,6 +164,14 @@ def test_values_that_are_not_finite_leave_a_gap(tmp_path):
     assert page.figure("Loss").count("l0 0") == 2, "two lines"
 
 
+def test_a_single_record_is_seen_at_its_step(tmp_path):
+    page = report(write_history(tmp_path / "run", records=[{"step": 4, "loss": 2.5}]))
+    assert page.curve("Loss", "training") == ([4.0], [2.5])
+    assert 'class="dots c0 d0" d="M1000 5000h0"' in page.figure("Loss")
+    labels = re.findall(r'<i class="x".*?>(.*?)</i>', page.figure("Loss"))
+    assert labels == ["step 0", "1", "2", "3", "4"]
+
+
 def test_many_records_are_drawn_as_groups_that_keep_each_spike(tmp_path):
     found = [{"step": i, "loss": 1.0, "samples_per_second": 100.0} for i in range(1, 20_001)]
     found[7776]["loss"] = 5.0

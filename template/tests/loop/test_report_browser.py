@@ -35,8 +35,9 @@ addEventListener("load", () => {
     const inside = one.closest(".scroll, svg, pre, .key");
     if (!inside && (box(one).right > innerWidth + 1 || box(one).left < -1))
       found.wrong.push("off the page: " + one.outerHTML.slice(0, 200));
-    const cut = getComputedStyle(one).overflowX === "hidden" && one.scrollWidth > one.clientWidth;
-    if (!inside && cut) found.wrong.push("cut off: " + one.outerHTML.slice(0, 200));
+    const isHidden = getComputedStyle(one).overflowX === "hidden";
+    if (!inside && isHidden && one.scrollWidth > one.clientWidth)
+      found.wrong.push("cut off: " + one.outerHTML.slice(0, 200));
   }
   for (const plot of document.querySelectorAll(".plot, .hours")) {
     const labels = [...plot.querySelectorAll("i")].map(box);
@@ -156,7 +157,13 @@ def test_nothing_leaves_the_page_or_overlaps(tmp_path, pages, width):
         assert one["wrong"] == [], name
         assert one["page"] == "rgb(255, 255, 255)"
         assert one["plots"] > 3 or name == "new"
-    assert found["one"]["tip"].startswith("step 1,500\ntraining  ")
+    lines = (pages["one"].parent / "metrics.jsonl").read_text().splitlines()
+    (loss,) = (
+        one["loss"] for one in map(json.loads, lines) if one["step"] == 1500 and "loss" in one
+    )
+    step, training, _ = found["one"]["tip"].split("\n")
+    assert (step, training.split()[0]) == ("step 1,500", "training")
+    assert float(training.split()[1]) == pytest.approx(loss, rel=2e-3)
     assert found["one"]["tips"] == 0, "it goes with the pointer"
     assert found["three"]["tip"].count("validation") == 3
 

@@ -21,19 +21,21 @@ and, by kind (a field whose value is not known is left out):
                                      without evaluations and saves
                 data_share, forward_share, backward_share, optimizer_share, evaluation_share,
                 saving_share         of the whole time, on rank 0; the rest is something else
-                communication_share  DDP's all-reduces that did not overlap with the backward,
-                                     as a share of a step; part of backward_share
+                communication_share  part of backward_share: DDP's all-reduces that did not overlap
+                                     with it, which DDP measures in the first ten steps of a start
+                                     and in every hundredth; their mean
                 rank_seconds_min, _median, _max    over the ranks, per step: data wait and forward
-                                     pass, in which a rank waits for no other (but under FSDP)
+                                     pass, in which a rank seldom waits for others (under FSDP, in a
+                                     loss that gathers, and for buffers such as BatchNorm's it does)
                 data_seconds_min, _median, _max    over the ranks, per step: data wait
                 slowest_rank, slowest_host         the one with the largest rank_seconds
                 peak_memory_bytes    the largest of all ranks
                 allocator_retries, gpu_utilization (percent, mean over the ranks), gpu_temperature
                 (degrees Celsius, the largest), gpu_power_watts (mean)             GPUs only
     evaluation  seconds; each result by its name; is_best; sample, pictures (records/samples.py)
-    checkpoint  seconds: how long training waited for it
-    straggler   rank, host, seconds, median: its rank_seconds were far above the median of the
-                other ranks in three records in a row; cause: data wait or forward pass
+    checkpoint  a save began; seconds: how long training waited for it
+    straggler   rank, host, cause (data wait or forward pass), seconds per step, median of the other
+                ranks: far above them in three records in a row
     spike       name (loss or gradient_norm), value, median: far above the steps before
     numerics    changed: precision and the like, [old, new]
     stop        reason: the run was preempted here; the next start continues it
@@ -60,7 +62,6 @@ from .anatomy import (
     BACKWARD,
     DATA,
     FORWARD,
-    NO_PHASE,
     OPTIMIZER,
     PHASES,
     Phases,
@@ -100,7 +101,6 @@ class MetricsWriter:
         layout: BatchLayout,
         state: TrainState,
         model: Any,
-        data_info: dict[str, Any],
     ) -> None:
         """Continue the records of a run at state.step.
 
@@ -110,7 +110,6 @@ class MetricsWriter:
             layout: the global batch's division.
             state: the sums since the last record are part of the checkpoint.
             model: prepared.
-            data_info: what the recipe's prepare_data returned.
         """
         self.run = run
         self.config = run.config
@@ -123,7 +122,7 @@ class MetricsWriter:
         self.trackers = Trackers(accelerator, run)
         self.progress = Progress(run)
         self.gpu = GpuMonitor(self.device)
-        self.throughput = Throughput(accelerator, run.config, layout, model, data_info)
+        self.throughput = Throughput(accelerator, run.config, layout, model)
         self.anatomy = make_anatomy(self.device)
         self.stragglers = Stragglers()
         self.spikes = Spikes()
@@ -134,6 +133,8 @@ class MetricsWriter:
         self.interval_steps = 0  # since the last record of this process
         self.interval_phases: Phases = [0.0] * len(PHASES)
         self.ended: dict[int, Ended] = {}
+        self.last: Any = None  # the report of the last step that was observed, and when it ended
+        self.epoch = state.epoch  # of a stream, at the last step that has ended
         self.recorded = self._now(0, None)  # when the last recorded step ended
         self.gathering: tuple[dict[str, Any], Gather] | None = None  # a record not yet written
 
@@ -156,10 +157,13 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.profiler.stop()
-        self._write_gathered(wait=kind is None)  # another rank may be gone
-        self.progress.stop()
-        self.trackers.finish()
+        try:
+            self.throughput.end_counting()
+            self.profiler.stop()
+            self._write_gathered(wait=kind is None)  # another rank may be gone
+        finally:
+            self.progress.stop()
+            self.trackers.finish()
 
     def write(self, record: dict[str, Any]) -> dict[str, Any]:
         """Write a record everywhere, on rank 0; return it with what all records have."""
@@ -179,10 +183,13 @@ class MetricsWriter:
 
     def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
         """Record the results of the evaluation that was the last pause."""
-        if results:  # there may be no validation set
+        if results or more:  # there may be no validation set
             is_best = self.state.best is not None and self.state.best_step == self.state.step
             about = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
             self.write({"kind": "evaluation"} | about | results | more)
+        if self.interval_steps and self.state.end_reason(self.run):  # early stopping
+            self._end_interval(*self.last)
+            self._write_gathered()
 
     # ---- the step --------------------------------------------------------------------------------
     def timed(self, feed: Any) -> Iterator[Any]:
@@ -193,13 +200,13 @@ class MetricsWriter:
         enter = self.anatomy.enter
         while True:
             enter(DATA)
+            self.throughput.end_counting()  # with accumulation: of the first micro-batch
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             if not self.throughput.is_counted and self.is_main:
-                enter(NO_PHASE)
-                self.throughput.count_flops(batch)
+                self.throughput.begin_counting()
             enter(FORWARD)
             yield batch
 
@@ -210,10 +217,12 @@ class MetricsWriter:
     def backward_ended(self) -> None:
         """From now on, the time is that of the optimizer."""
         self.anatomy.enter(OPTIMIZER)
+        self.throughput.end_counting()
 
     def step_ended(self, step: int) -> None:
         """Note when a step ended, since its numbers come after the next one or before a save."""
-        self.ended[step] = self._now(self.feed.epoch, self.anatomy.step_ended())
+        self.epoch = self.feed.epoch
+        self.ended[step] = self._now(self.epoch, self.anatomy.step_ended())
         if self.is_main:
             self.progress.step_ended(step + 1)
         self.profiler.step_ended(step + 1)
@@ -243,6 +252,7 @@ class MetricsWriter:
         """Count a finished step, and record the interval that ends with it."""
         self._write_gathered()
         ended = self.ended.pop(report.step)
+        self.last = report, ended
         self.interval_steps += 1
         phases = self.anatomy.read(ended.phases)
         self.interval_phases = [a + b for a, b in zip(self.interval_phases, phases, strict=True)]
@@ -252,13 +262,16 @@ class MetricsWriter:
             for spike in self.spikes.observe(done, loss, report.grad_norm):
                 self.write({"kind": "spike", "step": done} | spike)
         if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
-            self._record(report, ended)
-            self.recorded = ended
-            self.interval_steps = 0
-            self.interval_phases = [0.0] * len(PHASES)
-            self.state.begin_interval()
+            self._end_interval(report, ended)
             if self.layout.world_size == 1:
                 self._write_gathered()
+
+    def _end_interval(self, report: StepReport, ended: Ended) -> None:
+        self._record(report, ended)
+        self.recorded = ended
+        self.interval_steps = 0
+        self.interval_phases = [0.0] * len(PHASES)
+        self.state.begin_interval()
 
     def _record(self, report: StepReport, ended: Ended) -> None:
         """Begin the record of an interval, which is written with the other ranks' part."""
@@ -267,10 +280,12 @@ class MetricsWriter:
         pauses = [now - then for now, then in zip(ended.pauses, self.recorded.pauses, strict=True)]
         seconds = whole - sum(pauses)
         rates = self.throughput.add(steps, seconds)
-        parts = zip((*PHASES, *PAUSES), [*phases, *pauses], strict=True)
-        shares = {f"{name}_share": part / whole for name, part in parts}
-        if exposed := exposed_communication(self.model):
-            shares["communication_share"] = exposed / rates["step_seconds"]
+        parts: dict[str, float] = dict(zip((*PHASES, *PAUSES), [*phases, *pauses], strict=True))
+        if self.device.type not in ("cpu", "cuda"):  # the clock would show when kernels are queued
+            parts = dict(zip(PAUSES, pauses, strict=True))
+        elif exposed := exposed_communication(self.model):
+            parts["communication"] = min(steps * exposed, parts["backward"])
+        shares = {f"{name}_share": part / whole for name, part in parts.items()}
         loss = state.interval_loss_sum / (state.interval_num_items or math.nan)
         rate = learning_rate(report.step, self.run.total_steps, self.config.optim)
         record = {
@@ -317,21 +332,21 @@ class MetricsWriter:
     def _report_straggler(self, found: dict[str, Any]) -> None:
         host = self.run.hosts[found["rank"]]
         logger.warning(
-            "rank %d on %s is a straggler: %.3g s per step, mostly %s, before it waits for others;"
-            " the median of the other ranks is %.3g s, and all wait for the slowest",
+            "rank %d on %s is a straggler: its %s takes %.3g s per step, where the median of the"
+            " other ranks is %.3g s; all ranks wait for the slowest",
             found["rank"],
             host,
-            found["seconds"],
             found["cause"],
+            found["seconds"],
             found["median"],
         )
         self.write({"kind": "straggler", "host": host} | rounded(found))
 
-    def _epoch(self, step: int, of_stream: int = 0) -> float:
+    def _epoch(self, step: int, of_stream: int | None = None) -> float:
         """Return the passes over the training set, or the number of a stream's epoch."""
         samples = self.run.lengths.get("the training set")
         if samples is None:
-            return of_stream or self.state.epoch
+            return self.epoch if of_stream is None else of_stream
         return round(step / max(1, samples // self.layout.global_batch_size), 4)
 
 

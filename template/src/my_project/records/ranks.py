@@ -36,7 +36,9 @@ class Gather:
         everywhere = torch.tensor([[*vars(report).values()]])
         self.work: Any = None
         if world_size > 1:
-            mine = everywhere.to(device)
+            if device.type == "cuda":  # else the copy to the device would wait for it
+                self.mine = everywhere = everywhere.pin_memory()
+            mine = everywhere.to(device, non_blocking=True)
             everywhere = mine.new_empty(world_size, mine.shape[1])
             self.work = torch.distributed.all_gather_into_tensor(everywhere, mine, async_op=True)
             if device.type == "cuda":
@@ -96,11 +98,19 @@ class Stragglers:
         """Return what is recorded of each rank that has become a straggler with these reports."""
         found = []
         for rank, report in enumerate(reports if len(reports) > 1 else ()):
-            others = [other.rank_seconds for i, other in enumerate(reports) if i != rank]
-            usual, own = statistics.median_high(others), report.rank_seconds
-            is_slow = own > SLOW_FACTOR * usual and own > usual + SLOW_SECONDS
-            self.slow_records[rank] = self.slow_records.get(rank, 0) + 1 if is_slow else 0
+            slow = slowness(report, [other for i, other in enumerate(reports) if i != rank])
+            self.slow_records[rank] = self.slow_records.get(rank, 0) + 1 if slow else 0
             if self.slow_records[rank] == SLOW_RECORDS:
-                cause = "data wait" if report.data_seconds > own / 2 else "forward pass"
-                found.append({"rank": rank, "seconds": own, "median": usual, "cause": cause})
+                found.append({"rank": rank} | slow)
         return found
+
+
+def slowness(report: RankReport, others: list[RankReport]) -> dict[str, Any]:
+    """Return in what a rank is far slower than the median of the others; {} if it is not."""
+    # the others may wait for it in the forward pass, so the data wait counts by itself too
+    for name, cause in {"data_seconds": "data wait", "rank_seconds": "forward pass"}.items():
+        usual = statistics.median_high(getattr(other, name) for other in others)
+        own = getattr(report, name)
+        if own > SLOW_FACTOR * usual and own > usual + SLOW_SECONDS:
+            return {"seconds": own, "median": usual, "cause": cause}
+    return {}

@@ -4,14 +4,17 @@ import json
 import logging
 import os
 import time
+from collections import deque
+from contextlib import suppress
 from typing import Any
 
-from ..files import finite, move_aside, write_atomically
+from ..files import finite, move_aside, writing
 from ..run_folder import Run
 from ..state import TrainState
-from .runs import kind_of, parse_records
+from .runs import each_record, kind_of
 
 logger = logging.getLogger(__name__)
+INTERVALS = 50  # as many are kept in memory at a start
 
 
 class RecordFile:
@@ -25,19 +28,52 @@ class RecordFile:
         self.newest: dict[str, int] = {}  # of an earlier start: the last step of each kind
 
     def drop_newer(self, state: TrainState) -> list[dict[str, Any]]:
-        """Drop the records that are newer than the state; return the others."""
+        """Drop the records that are newer than the state.
+
+        Returns:
+            What the terminal shows of the others: all but the intervals before the last ones.
+        """
         if not os.path.lexists(self.path):
             return []
-        records, damaged = parse_records(self.run.folder)
-        if damaged:
-            move_aside(self.path)
-        for record in records:
-            self.newest[kind_of(record)] = max(record["step"], self.newest.get(kind_of(record), 0))
-        kept = [record for record in records if _is_kept(record, state)]
-        write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-        times = [record.get("elapsed_seconds") for record in kept]
-        self.elapsed_before = max((t for t in times if isinstance(t, (int, float))), default=0.0)
-        return kept
+        recent: deque[dict[str, Any]] = deque(maxlen=INTERVALS)
+        shown: list[dict[str, Any]] = []
+        is_changed = is_damaged = False
+        try:
+            for record in each_record(self.path):
+                if not record:
+                    is_damaged = True
+                    continue
+                kind = kind_of(record)
+                self.newest[kind] = max(record["step"], self.newest.get(kind, 0))
+                if not _is_kept(record, state):
+                    is_changed = True
+                    continue
+                if isinstance(elapsed := record.get("elapsed_seconds"), (int, float)):
+                    self.elapsed_before = max(elapsed, self.elapsed_before)
+                (recent if kind == "interval" else shown).append(record)
+        except OSError:  # a folder
+            is_damaged = True
+        if is_damaged or is_changed:
+            with writing(self.run.folder):
+                self._rewrite(state, is_damaged=is_damaged)
+        return sorted([*shown, *recent], key=lambda record: record["step"])
+
+    def _rewrite(self, state: TrainState, *, is_damaged: bool) -> None:
+        """Write the file anew, without what is newer; a damaged one is kept aside."""
+        source = move_aside(self.path) if is_damaged else self.path
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                for record in each_record(source) if source.is_file() else ():
+                    if record and _is_kept(record, state):
+                        file.write(json.dumps(record).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
     def append(self, record: dict[str, Any]) -> dict[str, Any]:
         """Append a record, with the time; return it as it was written.
@@ -58,8 +94,9 @@ class RecordFile:
         except OSError as error:
             if is_first_failure:
                 logger.error("%s cannot be written, so records are kept: %s", self.path, error)
-            if size is not None:
-                os.truncate(self.path, size)  # drop the partial line
+            with suppress(OSError):
+                if size is not None:
+                    os.truncate(self.path, size)  # drop the partial line
         return record
 
 

@@ -63,19 +63,19 @@ def check_run(folder: Path) -> None:
 def parse_records(folder: Path) -> tuple[list[dict[str, Any]], bool]:
     """Return the records of metrics.jsonl, and whether the file is damaged."""
     try:
-        found = list(each_record(folder))
+        found = list(each_record(folder / "metrics.jsonl"))
     except OSError:  # a folder
         return [], True
     records = [record for record in found if record]
     return records, len(records) < len(found)
 
 
-def each_record(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl, reading line by line; {} for a damaged line.
+def each_record(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
 
     A last line cut off by a kill is no damage.
     """
-    with (folder / "metrics.jsonl").open("rb") as file:
+    with path.open("rb") as file:
         for line in file:
             record = _parse(line)
             if record or line.endswith(b"\n") or not line.startswith(b"{"):

@@ -1,7 +1,8 @@
 """Answers of the recipe at each evaluation: `sample`, and `predict_samples` for a few samples.
 
 <run folder>/samples/step_00000110/ holds the texts and what the recipe has written, such as
-pictures. Whatever fails here, the run goes on, and its random state is as before.
+pictures. What fails here is a warning, unless the model is sharded: then the other ranks would wait
+in a gather for the one that failed. The random state is as before.
 """
 
 import io
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Subset
 
 from ..config import Config
@@ -71,6 +73,9 @@ def show(
     config, device = run.config, accelerator.device
     predict_samples = optional(config.recipe, "predict_samples")
     wanted = config.evaluation.samples if predict_samples and validation_sets else 0
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if not (is_sharded or accelerator.is_main_process):
+        wanted = 0  # rank 0 has the whole model
     if not (wanted or optional(config.recipe, "sample")):
         return {}
     gpus = [device] if device.type == "cuda" else []
@@ -87,10 +92,13 @@ def show(
 
         prepared = attempt(run, "reading the samples", prepare)
         seed_forward(config.seed, 0, 0, device)  # what is drawn at random stays the same
-        texts["sample.txt"] = attempt(run, "sample", lambda: sample(config, model)) or ""
-        if wanted and on_every_rank(accelerator, bool(prepared)):
+        # of a sharded model an error on one rank must end the run: the others wait in a gather
+        attempt_model = attempt if not is_sharded else lambda run, what, function: function()
+        texts["sample.txt"] = attempt_model(run, "sample", lambda: sample(config, model)) or ""
+        is_ready = on_every_rank(accelerator, bool(prepared)) if is_sharded else bool(prepared)
+        if wanted and is_ready:
             data, folder = prepared
-            answer = attempt(
+            answer = attempt_model(
                 run,
                 "predict_samples",
                 lambda: text_of(model(predict_samples, data_info, data, folder)),

@@ -1,6 +1,5 @@
 """Throughput in samples, tokens and FLOPs: model FLOPs utilization (MFU)."""
 
-import logging
 from typing import Any
 
 from accelerate import Accelerator
@@ -10,8 +9,6 @@ from ..config import Config
 from ..loading.layout import BatchLayout
 from ..recipe import optional
 from ..sharding import RecipeModule
-
-logger = logging.getLogger(__name__)
 
 
 class Throughput:
@@ -23,7 +20,6 @@ class Throughput:
         config: Config,
         layout: BatchLayout,
         model: Any,
-        data_info: dict[str, Any],
     ) -> None:
         """Ask the recipe for the tokens and FLOPs of a sample (per_sample).
 
@@ -32,11 +28,9 @@ class Throughput:
             config: the run's config.
             layout: the global batch's division.
             model: prepared.
-            data_info: what the recipe's prepare_data returned.
         """
         self.config = config
         self.layout = layout
-        self.data_info = data_info
         self.steps = 0  # since this process started
         self.seconds = 0.0  # of these steps, without evaluations and saves
         self.peak_tflops = config.telemetry.peak_tflops or cost.peak_tflops(
@@ -46,21 +40,25 @@ class Throughput:
         if per_sample := optional(config.recipe, "per_sample"):
             wrapped = next(m for m in model.modules() if isinstance(m, RecipeModule))
             self.per_sample = dict(per_sample(wrapped.model))
-        self.is_counted = not self.peak_tflops or "flops" in self.per_sample
+        is_compiled = hasattr(model, "_orig_mod")  # its kernels are no operators that are counted
+        self.is_counted = not self.peak_tflops or "flops" in self.per_sample or is_compiled
+        self.counter: Any = None
 
-    def count_flops(self, batch: Any) -> None:
-        """Count the FLOPs of the run's first micro-batch, where the recipe does not state them."""
+    def begin_counting(self) -> None:
+        """Count the FLOPs of what follows: the run's first micro-batch, forward and backward."""
+        from torch.utils.flop_counter import FlopCounterMode
+
         self.is_counted = True
-        try:
-            flops = cost.flops_of(self.config, self.data_info, batch)
-        except Exception as error:  # fake tensors do not support everything
-            logger.info(
-                "MFU is not recorded: the FLOPs of a step could not be counted (%s); the recipe may"
-                " state them with per_sample",
-                " ".join(f"{type(error).__name__}: {error}".split())[:200],
-            )
-            return
-        self.per_sample["flops"] = flops / self.layout.micro_batch_size
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def end_counting(self) -> None:
+        """End the count, if there is one."""
+        if self.counter is not None:
+            self.counter.__exit__(None, None, None)
+            flops = self.counter.get_total_flops()
+            self.counter = None
+            self.per_sample["flops"] = flops / self.layout.micro_batch_size
 
     def add(self, steps: int, seconds: float) -> dict[str, float]:
         """Count the steps of an interval; return the fields of its record."""

@@ -70,19 +70,29 @@ def round_step(span: float, count: int) -> float:
     return next((power * n for n in (1, 2, 5) if power * n * count >= span), power * 10)
 
 
-def linear(low: float, high: float, *, count: int = 4, is_padded: bool = True) -> Axis:
-    """Return a linear axis with about so many labels; if padded, its ends have labels."""
+def linear(
+    low: float, high: float, *, count: int = 4, is_padded: bool = True, least: float = 0.0
+) -> Axis:
+    """Return a linear axis.
+
+    Args:
+        low: the least value.
+        high: the largest value.
+        count: about how many labels to have.
+        is_padded: whether to move the ends to labels.
+        least: the least distance of labels.
+    """
     size = max(abs(low), abs(high))
     if size < 1e-250:  # zeros
         low, high = 0.0, 1.0
     elif high - low <= 1e-9 * size:  # one value
         low, high = low - size / 10, high + size / 10
-    step = round_step(high - low, count)
+    step = max(round_step(high - low, count), least)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if is_padded:
         low, high = first * step, last * step
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    is_short = decimals <= 3 and max(abs(low), abs(high)) < 1e4
+    is_short = decimals <= 4 and max(abs(low), abs(high)) < 1e4
     values = [i * step for i in range(first, last + 1) if low <= i * step <= high]
     texts = [f"{value:.{decimals}f}" if is_short else brief(value, 4) for value in values]
     return Axis(low=low, high=high, labels=list(zip(values, texts, strict=True)))
@@ -118,8 +128,8 @@ def value_axis(values: np.ndarray, *, from_zero: bool) -> Axis:
 def step_axis(steps: np.ndarray) -> Axis:
     """Return the axis of steps; it begins at 0 unless they begin late."""
     low, high = float(steps.min()), float(steps.max())
-    low = 0.0 if low < high / 4 else low
-    axis = linear(low, max(high, low + 1), count=5, is_padded=False)
+    low = 0.0 if low < high / 4 or low == high else low
+    axis = linear(low, max(high, low + 1), count=5, is_padded=False, least=1.0)
     (first, text), *rest = axis.labels
     return dataclasses.replace(axis, labels=[(first, f"step {text}"), *rest])
 

@@ -174,7 +174,7 @@ def chart(
             keys.append((f"patch around {line.look}", line.band, ""))
         drawn, name = path(places, y.at(values)), escape(line.name, 80)
         strokes.append(f'<path class="line {line.look}" data-name="{name}" d="{drawn}"/>')
-        if line.has_dots and len(values) <= groups / 2:
+        if len(values) <= (groups / 2 if line.has_dots else 2):  # one point alone has no line
             drawn = dots(places, y.at(values))
             strokes.append(f'<path class="dots {line.look}" d="{drawn}"/>')
     marks = marks or Marks()

@@ -204,7 +204,7 @@ def _read_records(run: History) -> None:
     """Read metrics.jsonl: columns of the intervals, and lists of the rest."""
     columns = {name: array("d") for name in CURVES}
     steps, damaged = array("d"), 0
-    for record in each_record(run.folder):
+    for record in each_record(run.folder / "metrics.jsonl"):
         if not record or not 0 <= record["step"] < 2**53:
             damaged += 1
             continue
