@@ -48,6 +48,7 @@ TEMPLATE_FILES = (
     "configs/segmentation.yaml",
     "docs/how-a-step-works.md",
     "docs/troubleshooting.md",
+    "docs/watching-runs.md",
     "docs/working-with-runs.md",
     "docs/your-own-recipe.md",
     "launch/kubeflow.yaml",

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 from terminal import CONTROL, Terminal, standing
 
 from my_project.process import LAUNCHER
-from my_project.records import screen
+from my_project.records import history, screen
 from my_project.records.display import Progress
 from my_project.records.history import History
 
@@ -27,7 +28,7 @@ from my_project.records.display import Progress
 
 evaluation = SimpleNamespace(every_steps=4, best_metric="validation/accuracy")
 config = SimpleNamespace(evaluation=evaluation, checkpoints=SimpleNamespace(every_steps=None))
-progress = Progress(SimpleNamespace(total_steps=8, config=config))
+progress = Progress(SimpleNamespace(total_steps=8, config=config, folder=Path("run")))
 """
 
 
@@ -40,10 +41,16 @@ class Clock:
         return self.now
 
 
+@pytest.fixture(autouse=True)
+def every_save_is_complete(monkeypatch):
+    """As if manifest.json of every checkpoint were there."""
+    monkeypatch.setattr(history, "is_complete", lambda path: True)
+
+
 def make_run(total_steps: int = 330) -> SimpleNamespace:
     evaluation = SimpleNamespace(every_steps=55, best_metric="validation/accuracy")
     config = SimpleNamespace(evaluation=evaluation, checkpoints=SimpleNamespace(every_steps=None))
-    return SimpleNamespace(total_steps=total_steps, config=config)
+    return SimpleNamespace(total_steps=total_steps, config=config, folder=Path("run"))
 
 
 INTERVAL = {

@@ -1,10 +1,12 @@
 """What the documents say is there: files, links, messages. Their commands fit a page, and run."""
 
 import ast
+import os
 import random
 import re
 import shutil
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -115,6 +117,37 @@ def test_the_commands_of_troubleshooting_run_as_they_stand(project, name):
 
 
 # ---- your own recipe -----------------------------------------------------------------------------
+@pytest.mark.slow
+def test_the_commands_of_watching_runs_run_as_they_stand(project):
+    """Of one run with a profile, in place of the two that the page names."""
+    found = commands(text_of("docs/watching-runs.md"))
+    (train,) = [command for command in found if " train " in command]
+    assert "--steps 30 --profile.steps 20:25" in train
+    train = train.replace("--steps 30 --profile.steps 20:25", "--profile.steps 2:2")
+    result = run_short(train, project)
+    assert result.returncode == 0, result.stdout + result.stderr
+    names = sorted(path.name for path in (project / "runs/profiled/profile").iterdir())
+    assert names == ["rank_00000_steps_2_2.json.gz", "rank_00000_steps_2_2.txt"]
+    (project / "runs/image_classification").symlink_to("profiled")
+    shown = {}
+    for command in found:
+        if " train " not in command and not command.startswith("tensorboard"):
+            words = command.replace("runs/image_classification runs/profiled", "runs/profiled")
+            result = run_as_typed(words, project, PYTHONPATH=str(project / "src"))
+            assert result.returncode == 0, command + result.stdout + result.stderr
+            shown[command.split()[3]] = result.stdout
+    assert shown.keys() == {"report", "doctor", "batch"}
+    assert "finished at step 2 of 2" in shown["doctor"]
+    assert "rank 0, micro-batch 0: " in shown["batch"]
+    assert (project / "runs/profiled/report.html").is_file()
+    (code,) = blocks(text_of("docs/watching-runs.md"), "python")
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("import pandas\n", "").split("print(")[0]],
+        cwd=project, env=os.environ | {"PYTHONPATH": str(project / "src")}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+
+
 OWN = text_of("docs/your-own-recipe.md", "## A recipe in 40 lines")
 SHOWN = text_of("docs/your-own-recipe.md", "## What a run has learned")
 

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ def make_run(total_steps: int = 100, evaluate_every: int | None = 50, save_every
     evaluation = SimpleNamespace(every_steps=evaluate_every, best_metric="validation/accuracy")
     checkpoints = SimpleNamespace(every_steps=save_every)
     config = SimpleNamespace(evaluation=evaluation, checkpoints=checkpoints)
-    return SimpleNamespace(total_steps=total_steps, config=config)
+    return SimpleNamespace(total_steps=total_steps, config=config, folder=Path("run"))
 
 
 class Clock:
@@ -193,7 +194,7 @@ def test_without_a_terminal_there_are_plain_lines_with_the_remaining_time_and_no
     assert [record.message for record in caplog.records] == [
         "step 10 of 100: loss 0.4300, lr 9.1e-03, 3021 samples/s, data 2%, gradient norm 1.25,"
         " epoch 0.30, 1:23 elapsed, 1:30 left",
-        "step 50 of 100: saved, training waited 0.31 s",
+        "step 50 of 100: a save, for which training waited 0.31 s",
         "step 50 of 100: validation/accuracy 0.9581, validation/loss not a number,"
         " the best so far, in 2 s",
         "step 60 of 100: loss 8.0000, a spike: its median was 0.4000",

@@ -213,7 +213,7 @@ def test_the_whole_model_answers_and_rank_0_writes(tmp_path, shard):
 
 def test_an_error_in_a_sharded_model_ends_the_run(tmp_path):
     """The other ranks might wait in a gather for the one that failed."""
-    with pytest.raises(RuntimeError, match="no answer|predict_samples|ValueError"):
+    with pytest.raises(RuntimeError, match="rank"):
         run_world(2, show, shown_config(tmp_path, Shown(fails_in="predict_samples")), True)
 
 

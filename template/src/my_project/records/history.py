@@ -6,6 +6,7 @@ Imports no torch.
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..run_folder import Run
@@ -23,13 +24,15 @@ class History:
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = run.total_steps
+        self.folder = run.folder
         self.best_metric: str | None = run.config.evaluation.best_metric
         self.pace = Pace(run, clock)
         self.interval: dict[str, Any] = {}  # of this start
         self.straggler_found: dict[str, Any] = {}  # its record, while it is the slowest rank
         self.evaluations: deque[dict[str, Any]] = deque(maxlen=EVALUATIONS)
         self.best: dict[str, Any] = {}  # its record
-        self.saved_at: float | None = None  # by the clock of the pace
+        self.saving: tuple[int, float] | None = None  # step and time of the last save that began
+        self.saved_at: float | None = None  # of a complete checkpoint, by the clock of the pace
         self.restarts = 0
         self.epoch_at: tuple[float | None, int] = (
             None,
@@ -64,7 +67,7 @@ class History:
         elif kind == "checkpoint":
             written = number(record, "time")
             age = time.time() - written if written else 0.0
-            self.saved_at = self.pace.clock() - max(0.0, age)
+            self.saving = (record["step"], self.pace.clock() - max(0.0, age))
 
     # ---- read by the thread that draws -----------------------------------------------------------
     @property
@@ -77,7 +80,12 @@ class History:
 
     @property
     def saved(self) -> str:
-        """Return how old the newest checkpoint is."""
+        """Return how old the newest checkpoint is; a save may still go on, or have failed."""
+        if self.saving:
+            step, began = self.saving
+            path = self.folder / "checkpoints" / f"step_{step:08d}"
+            if is_complete(path):
+                self.saving, self.saved_at = None, began
         if self.saved_at is None:
             return "not saved yet"
         return f"saved {format_age(self.pace.clock() - self.saved_at)} ago"
@@ -114,12 +122,17 @@ class History:
             best = "the best so far" if record.get("is_best") is True else ""
             says = ", ".join(filter(None, [*parts, best, took]))
         elif kind == "checkpoint":
-            says = f"saved, training waited {number(record, 'seconds') or 0:.2g} s"
+            says = f"a save, for which training waited {number(record, 'seconds') or 0:.2g} s"
         elif kind == "spike":
             name = printable(str(record.get("name")).replace("_", " "))
             value, median = (format_metric(number(record, n)) for n in ("value", "median"))
             says = f"{name} {value}, a spike: its median was {median}"
         return f"step {record['step']} of {self.total_steps}: {says}" if says else ""
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has been written to its end."""
+    return (checkpoint / "manifest.json").exists()
 
 
 def results(record: dict[str, Any]) -> dict[str, float | None]:
