@@ -120,18 +120,29 @@ def test_only_what_all_ranks_still_hold_is_compared(tmp_path):
         tmp_path, [done(1, "broadcast"), done(2), entry(3)], [done(2), entry(3, "barrier", 1)]
     )
     assert (found.kind, found.number) == ("mismatch", 3)
-    assert find(tmp_path, [done(1, "broadcast"), done(2)], [done(2)]) is None
+    assert find(tmp_path, [entry(1, "broadcast"), done(2)], [done(2)]) is None
 
 
 def test_each_group_has_numbers_of_its_own_and_sends_do_not_count(tmp_path):
     tensor = {"process_group": ["3", "tensor"]}
-    sent = entry(2, "send 0->1", is_p2p=True, p2p_seq_id=1)
+    sent = entry(1, "send 0->1", is_p2p=True, p2p_seq_id=1)
     found = find(
         tmp_path,
         [done(1), sent, entry(1, "broadcast", **tensor)],
         [done(1), entry(1, "barrier", **tensor)],
     )
     assert (found.kind, found.number, found.group) == ("mismatch", 1, "3 (tensor)")
+
+
+def test_of_several_groups_a_mismatch_counts_first_and_then_the_earliest(tmp_path):
+    tensor, pipeline = {"process_group": ["3", "tensor"]}, {"process_group": ["4", "pipeline"]}
+    later = {"time_created_ns": time.time_ns() + 10**9}
+    found = find(
+        tmp_path,
+        [entry(1, **tensor), entry(1, **pipeline, **later), entry(1)],
+        [entry(1, "barrier", **tensor), entry(1, "barrier", **pipeline, **later), entry(1)],
+    )
+    assert (found.kind, found.group) == ("mismatch", "3 (tensor)")
 
 
 def test_frames_are_shown_where_a_dump_has_them(tmp_path):

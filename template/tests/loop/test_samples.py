@@ -171,6 +171,21 @@ def test_random_state_and_training_mode_are_as_before(tmp_path, fails_in):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WithoutText(Shown):
+    """Has no sample."""
+
+    sample = None
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_recipe_with_pictures_alone_leaves_no_rank_waiting(tmp_path, shard):
+    first, second = run_world(2, show, shown_config(tmp_path, WithoutText()), shard)
+    assert first["ranks"] == second["ranks"] == [0, 1]
+    assert "pictures" in first["shown"]
+    assert second["shown"] == {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OnEachRank(Shown):
     """Notes each call; samples that one rank cannot read."""
 

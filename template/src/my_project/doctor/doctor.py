@@ -114,6 +114,8 @@ def _happened(evidence: Evidence, outcome: str, step: int, ended: float, now: fl
         "unknown": f"the outcome is not known: status.json is"
         f" {'damaged' if 'status.json' in evidence.damaged else 'missing'}; the last is {at}",
     }
+    if outcome == "interrupted" and not evidence.exits and now - ended < QUIET_SECONDS:
+        when += "; or it goes on where its lock is not seen from here, since it wrote just now"
     later = f"; a start of {_when(evidence.later, now)} has left nothing" if evidence.later else ""
     return f"{sentences[outcome]}, {when}{later * (outcome != 'finished')}"
 

@@ -178,7 +178,7 @@ def _lost_node(evidence: Evidence, cause: Cause) -> Cause:
         by_host.setdefault(evidence.hosts.get(rank, ""), set()).add(rank)
     silent = {*evidence.silent}
     lost = {host: ranks for host, ranks in by_host.items() if host and ranks <= silent}
-    if len(by_host) < 2 or set().union(*lost.values()) != silent or silent & evidence.exits.keys():
+    if set().union(*lost.values()) != silent or silent & evidence.exits.keys():
         return cause
     name = ", ".join(lost)
     none = f"none of the {len(silent)} ranks there" if len(silent) > 1 else "its only rank did not"

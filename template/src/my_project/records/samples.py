@@ -73,11 +73,11 @@ def show(
     config, device = run.config, accelerator.device
     predict_samples = optional(config.recipe, "predict_samples")
     wanted = config.evaluation.samples if predict_samples and validation_sets else 0
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if not (is_sharded or accelerator.is_main_process):
-        wanted = 0  # rank 0 has the whole model
     if not (wanted or optional(config.recipe, "sample")):
         return {}
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if not (is_sharded or accelerator.is_main_process):
+        wanted = 0  # rank 0 has the whole model; what follows is a collective of all ranks
     gpus = [device] if device.type == "cuda" else []
     texts: dict[str, str] = {}
     files: list[Path] = []
