@@ -25,7 +25,7 @@ from my_project.loading.layout import BatchLayout  # noqa: E402
 from my_project.records.metrics import MetricsWriter  # noqa: E402
 from my_project.run_folder import Run  # noqa: E402
 from my_project.state import StepReport, TrainState  # noqa: E402
-from runs import make_config  # noqa: E402
+from runs import make_config  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 ROUNDS = 7
 STEPS = 2000

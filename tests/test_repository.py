@@ -144,6 +144,8 @@ def test_the_pictures_are_small_load_nothing_and_name_no_machine():
     names = re.findall(r"\]\(docs/pictures/(\w+\.svg)\)", (REPOSITORY / "README.md").read_text())
     assert sorted(names) == sorted(path.name for path in PICTURES.glob("*.svg"))
     assert len(names) == 3
+    assert "](docs/pictures/report.png)" in (REPOSITORY / "README.md").read_text()
+    assert (PICTURES / "report.png").stat().st_size <= 200_000
     for name in names:
         text = (PICTURES / name).read_text()
         assert len(text.encode()) <= 40_000

@@ -1,20 +1,24 @@
 """Make the pictures of the README: real runs in a pseudo-terminal, exported as SVG by rich.
 
-    .venv/bin/python docs/pictures/make.py [finished] [failed] [stopped]
+    .venv/bin/python docs/pictures/make.py [finished] [failed] [stopped] [report]
 
 Each is a run of its own in a new copy of template/: the default config, on 2 CPU processes.
 
     finished  the whole run
     failed    with a bug in the recipe's loss, which this script writes into the copy (BUG)
     stopped   Ctrl-C is typed in the first half of the run
+    report    the whole run; then the top of its report in Chromium, as PNG
 
-A picture shows the command and all that was on the terminal when it had ended. Replaced in it: the
-name of this host by "my-host". Rich's web fonts are left out, so that a picture loads nothing.
+A picture of a terminal shows the command and all that was on the terminal when it had ended.
+Replaced in it: the name of this host by "my-host". Rich's web fonts are left out, so that a picture
+loads nothing.
 """
 
+import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from io import StringIO
@@ -44,7 +48,9 @@ BUG = (
         loss_sum = F.cross_entropy(logits, labels, weight, reduction="sum")
 """,
 )
-EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 75}
+EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 75, "report": 0}
+BROWSER = """chromium --headless --no-sandbox --disable-gpu --no-first-run --hide-scrollbars
+--disable-background-networking --window-size=1000,1500"""
 FONTS = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
 FORMAT = re.sub(r"(?s)@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT).replace(
     "Fira Code, monospace", FONTS
@@ -93,11 +99,26 @@ def picture(name: str, shown: Text) -> str:
     return console.export_svg(title="my-project", code_format=FORMAT, unique_id=name)
 
 
+def take_report(project: Path) -> None:
+    """Write the report of the run, and a picture of its top, where no host or path stands."""
+    environment = os.environ | {"PYTHONPATH": str(project / "src")}
+    page = project / "runs/image_classification"
+    command = [sys.executable, "-m", "my_project", "report", str(page)]
+    subprocess.run(command, cwd=project, env=environment, check=True)
+    path = FOLDER / "report.png"
+    words = [*BROWSER.split(), f"--user-data-dir={project}/browser", f"--screenshot={path}"]
+    subprocess.run([*words, (page / "report.html").as_uri()], check=True, capture_output=True)
+    print(f"{path.name}: {path.stat().st_size} bytes")
+
+
 def main(names: list[str]) -> None:
     """Make the pictures with these names, or all."""
     for name in names or EXIT_CODES:
         with tempfile.TemporaryDirectory() as folder:
             shown = screen(run(name, Path(folder) / "my-project"))
+            if name == "report":
+                take_report(Path(folder) / "my-project")
+                continue
             for private in (folder, socket.gethostname(), str(Path.home()), sys.prefix):
                 assert private not in shown.plain, f"{private} is in the picture:\n{shown.plain}"
         path = FOLDER / f"{name}.svg"
