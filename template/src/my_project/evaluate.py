@@ -61,6 +61,7 @@ from .loading.seeding import fork_rng
 from .recipe import optional
 from .records.display import print_table
 from .records.outcome import format_metric
+from .records.runs import printable
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +313,7 @@ def main(arguments: argparse.Namespace) -> int:
             text = sample(config, model)
         if accelerator.is_main_process:
             if text:
-                logger.info("sample: %s", text)
+                logger.info("sample: %s", "\n".join(map(printable, text.splitlines())))
             if arguments.json:
                 found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
                 print(found, file=output)

@@ -220,3 +220,13 @@ def test_without_a_terminal_there_are_plain_lines_with_the_remaining_time_and_no
 def test_times_and_ages_are_short(seconds, time, age):
     assert format_time(seconds) == time
     assert seconds is None or format_age(seconds) == age
+
+
+def test_a_log_has_the_text_of_the_recipe_without_what_controls_a_terminal():
+    text = "def f():\n\x1b[2J    return 1\n" + "x" * 1000
+    record = {"kind": "evaluation", "step": 50, "validation/loss": 0.5, "sample": text}
+    lines = History(make_run(), lambda: 0.0).line(record).splitlines()
+    assert lines[:3] == [
+        "step 50 of 100: validation/loss 0.5000", "  def f():", "  ?[2J    return 1"
+    ]  # fmt: skip
+    assert len(lines[3]) < 600

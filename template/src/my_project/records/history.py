@@ -12,9 +12,10 @@ from typing import Any
 from ..run_folder import Run
 from .outcome import format_metric
 from .pace import Pace, format_age, format_time, number
-from .runs import kind_of
+from .runs import kind_of, printable
 
 EVALUATIONS = 10  # as many are kept
+SAMPLE_CHARACTERS = 500  # of the text of the recipe, in a log
 # Of an evaluation; its other numbers are results.
 NOT_RESULTS = {"kind", "step", "epoch", "elapsed_seconds", "time", "seconds", "is_best"}
 
@@ -121,6 +122,9 @@ class History:
             took = "" if seconds is None else f"in {seconds:.3g} s"
             best = "the best so far" if record.get("is_best") is True else ""
             says = ", ".join(filter(None, [*parts, best, took]))
+            if isinstance(sample := record.get("sample"), str):
+                lines = sample[:SAMPLE_CHARACTERS].splitlines()
+                says += "".join(f"\n  {printable(line)}" for line in lines)
         elif kind == "checkpoint":
             says = f"a save, for which training waited {number(record, 'seconds') or 0:.2g} s"
         elif kind == "spike":
@@ -192,8 +196,3 @@ def format_speed(per_second: float) -> str:
         if per_second >= 100 * unit or per_second >= 1e6:
             return f"{per_second / unit:.3g}{suffix}"
     return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"
-
-
-def printable(text: str) -> str:
-    """Replace characters that are not printable, such as those that control a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)

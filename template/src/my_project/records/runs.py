@@ -240,8 +240,8 @@ def print_runs(runs: list[Summary]) -> None:
     if is_wide:
         table.add_column("differs", overflow="fold")
     for summary, differing in zip(runs, differences(runs), strict=True):
-        name = Text(_printable(summary.name))
-        differs = Text(_printable(", ".join(differing)), "dim")
+        name = Text(printable(summary.name))
+        differs = Text(printable(", ".join(differing)), "dim")
         if differing and not is_wide:
             name = name.append("\n  ").append(differs)
         best = "" if summary.best is None else format_metric(summary.best)
@@ -249,18 +249,18 @@ def print_runs(runs: list[Summary]) -> None:
             best = f"{summary.best_metric}={best}"
         row = [
             name,
-            Text(_printable(summary.state), STYLES.get(summary.state, "")),
+            Text(printable(summary.state), STYLES.get(summary.state, "")),
             Text(f"{summary.step}/{summary.steps or '?'}"),
-            Text(_printable(best)),
+            Text(printable(best)),
             Text(_age(summary.age_seconds)),
         ]
         table.add_row(*row, *([differs] if is_wide else []))
     console.print(table)
     if common:
-        console.print(Text(f"best: {_printable(common)}", "dim"))
+        console.print(Text(f"best: {printable(common)}", "dim"))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Replace characters that are not printable, such as those that control a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
