@@ -282,14 +282,16 @@ def test_only_the_best_is_kept_besides_the_newest_once_it_is_known(tmp_path):
 def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp_path):
     config = config_of(tmp_path, "run", {}, steps=4)
     assert train(config) == 0
-    before = (config.folder / "metrics.jsonl").read_text()
+    before = [(r["kind"], r["step"]) for r in records(config, "kind")]
+    assert before[-2:] == [("checkpoint", 4), ("evaluation", 4)]
     folder = checkpoints(config.folder)[-1]
     content = read_manifest(folder)
     del content["evaluation"]
     (folder / "manifest.json").write_text(manifest_text(content))
     (config.folder / "status.json").write_text('{"outcome": "running", "step": 4, "steps": 4}')
     assert train(config) == 0
-    assert (config.folder / "metrics.jsonl").read_text() == before
+    after = [(r["kind"], r["step"]) for r in records(config, "kind")]
+    assert after == [*before[:-1], ("start", 4), ("evaluation", 4)]
     assert "evaluation" in read_manifest(folder)
 
 
@@ -299,12 +301,14 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
         "steps": 40, "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
         "evaluation__best_metric": "validation/accuracy", "evaluation__patience": 2,
         "optim__lr": 1e-9,  # nothing gets better
+        "telemetry__every_steps": 5,
     }  # fmt: skip
     config = config_of(tmp_path, "killed", {"how": "kill", "fault_after": 4}, **settings)
     with pytest.raises(RuntimeError):
         run_world(1, train, config)
     assert run_world(1, train, config) == [0]
     assert (status(config)["outcome"], status(config)["step"]) == ("finished", 6)
+    assert [r["step"] for r in records(config)] == [5, 6], "the last interval ends with the run"
     (config.folder / "status.json").write_text('{"outcome": "running", "step": 6, "steps": 40}')
     assert run_world(1, train, config) == [0], "as if killed in its export"
     assert status(config)["step"] == 6, "no step more is trained"

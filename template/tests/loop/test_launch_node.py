@@ -350,7 +350,9 @@ def test_whoever_is_killed_nothing_keeps_training(project):
             ]  # fmt: skip
             os.kill(victim, signal.SIGKILL)
             run.communicate(timeout=240)
-        assert run.returncode not in (0, 75)
+        assert run.returncode != 0
+        if run.returncode == 75:  # on a busy machine the launcher's processes have time to save
+            assert outcome(project)["outcome"] == "preempted"
     assert outcome(project)["outcome"] == "preempted", "told to stop by its parent's death"
 
 

@@ -138,6 +138,16 @@ def test_the_shares_of_a_record_are_those_of_its_phases_and_pauses(tmp_path, clo
     assert [r["epoch"] for r in records(log.config)] == [0.5, 1, 1.5, 2]
 
 
+def test_communication_is_never_more_than_the_backward_pass(tmp_path, clock, monkeypatch):
+    """DDP measures it in a few steps, which may be the slow ones."""
+    log = writer_of(tmp_path, steps=4, telemetry__every_steps=2)
+    exposed = iter([1.25, 1000.0])  # seconds per step
+    monkeypatch.setattr(metrics, "exposed_communication", lambda _: next(exposed))
+    take_steps(log, clock, [1, 3, 2, 6])  # seconds; half a second of each is not backward
+    shares = [(r["communication_share"], r["backward_share"]) for r in records(log.config)]
+    assert shares == [(2.5 / 4, 3 / 4), (7 / 8, 7 / 8)]
+
+
 def numerics(config: Config) -> dict[str, Any]:
     return json.loads((config.folder / "run.json").read_text())["numerics"]
 
@@ -220,7 +230,7 @@ def kinds(config: Config) -> list[tuple[str, int]]:
 
 def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
     config = make_config(
-        tmp_path, steps=8, telemetry__every_steps=2, evaluation__every_steps=3,
+        tmp_path, steps=8, telemetry__every_steps=4, evaluation__every_steps=3,
         evaluation__best_metric="validation/accuracy", checkpoints__every_steps=4,
         checkpoints__keep=9,
     )  # fmt: skip
@@ -232,7 +242,7 @@ def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
     assert records(config, "reason")[0]["reason"] == "stop_after 0s has elapsed"
 
     assert run_world(2, train, config) == [0, 0]
-    intervals = [("interval", k) for k in (2, 4, 6, 8) if k > step]
+    intervals = [("interval", k) for k in (4, 8) if k > step]
     assert kinds(config)[: len(stopped)] == stopped
     assert kinds(config)[len(stopped)] == ("start", step)
     assert [one for one in kinds(config)[len(stopped) :] if one[0] == "interval"] == intervals
@@ -249,7 +259,7 @@ def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
     ]  # fmt: skip
     assert {(r["world_size"], len(r["hosts"])) for r in starts} == {(2, 2)}
     for record in records(config, "loss"):
-        assert record["steps"] == 2, "also of an interval in which the run was stopped"
+        assert record["steps"] == 4, "also of an interval in which the run was stopped"
         phases = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
         parts = [record[f"{name}_share"] for name in phases]
         assert all(part >= 0 for part in parts)

@@ -92,6 +92,8 @@ def test_an_epoch_ends_with_its_first_lane_and_the_next_has_another_order(tmp_pa
             samples = list(chain.from_iterable(first[k] for k in range(begin, end)))
             assert len(samples) == len(set(samples)), "no sample twice in an epoch"
     assert first[ends[0]] != first[ends[1]], "another order"
+    epochs = list(chain.from_iterable([e] * length for e, length in enumerate(lengths)))
+    assert [record["epoch"] for record in records(config)] == epochs[:STEPS]
 
 
 def test_each_process_reads_its_own_lanes_only(tmp_path):

@@ -194,11 +194,13 @@ def test_it_memorizes_a_text_and_generates_it(tmp_path):
     last = records(config)[-1]
     assert last["loss"] < 0.2
     rate = last["tokens_per_second"]
-    assert rate == pytest.approx(last["samples_per_second"] * 16)
+    rounding = {"rel": 2e-3}  # records have four digits
+    assert rate == pytest.approx(last["samples_per_second"] * 16, **rounding)
     model = recipe.build_model({"vocab_size": 257})
     num_parameters = sum(p.numel() for p in model.parameters())
     flops_per_token = 6 * num_parameters + 12 * 2 * 32 * 16
-    assert last["mfu"] == pytest.approx(rate * flops_per_token / 1e12)
+    assert last["mfu"] == pytest.approx(rate * flops_per_token / 1e12, **rounding)
+    assert records(config, "sample")[-1]["kind"] == "evaluation", "also without a validation set"
     _, data_info, model = export.load(config.folder / "export")
     answer = recipe.predict(model, data_info, "to be or")
     assert answer.startswith("to be or not to be, to be")

@@ -121,8 +121,10 @@ class History:
             seconds = number(record, "seconds")
             took = "" if seconds is None else f"in {seconds:.3g} s"
             best = "the best so far" if record.get("is_best") is True else ""
+            sample = record.get("sample")
+            parts = parts or ["a sample" if sample else "no results"]
             says = ", ".join(filter(None, [*parts, best, took]))
-            if isinstance(sample := record.get("sample"), str):
+            if isinstance(sample, str):
                 lines = sample[:SAMPLE_CHARACTERS].splitlines()
                 says += "".join(f"\n  {printable(line)}" for line in lines)
         elif kind == "checkpoint":
