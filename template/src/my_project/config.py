@@ -47,10 +47,12 @@ class BatchesConfig:
     batch is smaller takes all of it. global = micro x world size x accumulation."""
     workers: int | None = may_change(None)
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
-    seed_samples: bool = True
+    seed_samples: Literal["auto"] | bool = "auto"
     """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
-    does not depend on the process that loads the sample. Costs about 10 us per sample: switch it
-    off for a dataset without randomness."""
+    does not depend on the process that loads the sample. auto: torch's always (2 us per sample),
+    Python's and NumPy's (10 us) once a sample draws from them; the micro-batch in which that is
+    noticed is read again. true: always all three, and no sample is read twice: for a dataset that
+    keeps what it has drawn. false: never, for a dataset without randomness."""
     loader: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """More options of torch.utils.data.DataLoader, by its own names."""
 

@@ -90,7 +90,7 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-FORMAT = 2
+FORMAT = 3
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_listed_is_refused_in_one_sentence(tmp_path):
     refuse("--processes is 0, but must be at least 1", processes=0)
     refuse("global_batch_size 16 does not split over 3", processes=3)
     refuse("the training set has 15 samples, fewer than one global batch of 16", samples=15)
-    refuse("an order of 9007199254740992 samples cannot be made", samples=2**53)
+    assert describe(folder, 1, None, 2**53), "an order of any length"
     write_starts(folder, {"step": 0, "world_size": "2"}, {"step": 5, "world_size": True})
     refuse("does not say on how many processes step 1 ran; add --processes N", processes=None)
     (folder / "run.json").write_text("damaged")

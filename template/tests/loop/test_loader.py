@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from runs import change, make_config
 
@@ -12,6 +13,7 @@ from my_project.loading.feed import IndexedBatches
 from my_project.loading.layout import batch_layout
 from my_project.loading.loader import Fetch, make_loader
 from my_project.loading.sampler import SliceSampler
+from my_project.loading.seeding import derive_seed
 from my_project.loading.workers import cpus_per_process
 
 
@@ -33,13 +35,21 @@ def on_cpu(rank: int) -> Any:
     return SimpleNamespace(process_index=rank, device=torch.device("cpu"))
 
 
-def batches(workers: int = 0, processes: int = 1, steps: range = range(10), **recipe: Any):
+def batches(
+    workers: int = 0,
+    processes: int = 1,
+    steps: range = range(10),
+    data: Any = None,
+    seed_samples: Any = "auto",
+    **recipe: Any,
+):
     config = make_config(None, batches__workers=workers, steps=10)  # type: ignore[arg-type]
+    config = change(config, batches__seed_samples=seed_samples)
     if recipe:
         object.__setattr__(config.recipe, "collate", recipe["collate"])
     layout = batch_layout(config.batches, processes)
     parts = [
-        list(IndexedBatches(config, Drawing(), layout, steps, on_cpu(rank)))
+        list(IndexedBatches(config, data or Drawing(), layout, steps, on_cpu(rank)))
         for rank in range(processes)
     ]
     # micro-batch j of process r is slice j * processes + r of a global batch
@@ -79,6 +89,70 @@ def test_random_draws_in_collate_are_the_same_for_any_split():
     assert torch.equal(batches(collate=collate), batches(processes=4, collate=collate))
 
 
+class DrawsLate(Drawing):
+    """Draws from some generators, but only for two samples, which are not read at first."""
+
+    def __init__(self, *generators: Any) -> None:
+        self.generators = generators
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        drawn = [draw() if index % 35 == 0 else 0.0 for draw in self.generators]
+        return torch.tensor([index, *drawn])
+
+
+@pytest.mark.parametrize(
+    "generators", [[random.random], [np.random.rand], [random.random, np.random.rand]]
+)
+def test_what_is_first_drawn_late_is_what_seeding_each_sample_gives(generators):
+    wanted = batches(data=DrawsLate(*generators), seed_samples=True)
+    assert len(set(wanted[..., 1].flatten().tolist())) > 4, "of several epochs"
+    assert not wanted[:4, :, 1].any(), "nothing is drawn in the first step"
+    for how in (
+        {}, {"workers": 2}, {"processes": 2}, {"processes": 4}, {"processes": 2, "workers": 1}
+    ):  # fmt: skip
+        assert torch.equal(batches(data=DrawsLate(*generators), **how), wanted), how
+    resumed = batches(data=DrawsLate(*generators), steps=range(5, 10))
+    assert torch.equal(resumed, wanted[20:])
+
+
+def test_a_micro_batch_is_read_again_only_where_a_draw_is_first_noticed():
+    data = DrawsLate(random.random, np.random.rand)
+    batches(data=data)
+    assert data.reads == 160 + 4, "the micro-batch of the first draws, from both generators"
+    never = DrawsLate()
+    batches(data=never)
+    assert never.reads == 160
+    always = DrawsLate(random.random)
+    batches(data=always, seed_samples=True)
+    assert always.reads == 160
+
+
+class WithSeeds(Drawing):
+    """Makes a generator of its own from the seed of the sample, so draws from none of ours."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        seed = torch.initial_seed()
+        return torch.tensor([index, seed - 2**64 if seed >= 2**63 else seed])
+
+
+def test_the_initial_seed_is_that_of_the_sample():
+    seen = batches(data=WithSeeds(), workers=1)
+    assert torch.equal(seen, batches(data=torch.utils.data.Subset(WithSeeds(), range(70))))
+    for epoch, rows in enumerate(seen.reshape(10, 16, 2)[[0, 4, 8]]):
+        for index, seed in rows.tolist():
+            assert seed % 2**64 == derive_seed(0, "sample", epoch, index)
+
+
+def test_random_draws_in_collate_are_those_of_seeding_each_sample():
+    def draw(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + random.random() + np.random.rand() + torch.rand(())
+
+    wanted = batches(collate=draw, data=DrawsLate(), seed_samples=True)
+    assert torch.equal(batches(collate=draw, data=DrawsLate()), wanted)
+
+
 def test_the_seed_changes_order_and_draws():
     one, two = (
         SliceSampler(70, batch_layout(make_config(None).batches, 1), 0, seed, range(4))  # type: ignore[arg-type]
@@ -96,13 +170,29 @@ def test_fetching_leaves_the_generators_of_the_process_alone():
     assert (torch.rand(()).item(), random.random(), np.random.rand()) == before
 
 
-def test_a_whole_micro_batch_is_fetched_at_once_where_nothing_is_seeded():
-    class Batched(Drawing):
-        def __getitems__(self, indices):
-            return [torch.tensor(indices)]
+class AtOnce(DrawsLate):
+    """Reads several samples at once, as datasets of Hugging Face do."""
 
-    fetched = Fetch(Batched(), None, 0, seed_samples=False).__getitems__([(0, 5), (0, 6)])
-    assert fetched.tolist() == [[5, 6]]
+    at_once = 0
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.at_once += 1
+        return [self[index] for index in indices]
+
+
+def test_a_whole_micro_batch_is_fetched_at_once_as_long_as_nothing_is_drawn():
+    plain = batches(data=DrawsLate(), seed_samples=False)
+    for how, in_a_subset in (("auto", False), (False, False), ("auto", True), (True, False)):
+        data = AtOnce()
+        subset = torch.utils.data.Subset(data, range(70))
+        seen = batches(data=subset if in_a_subset else data, seed_samples=how)
+        assert torch.equal(seen, plain)
+        assert data.at_once == (0 if how is True else 40), how
+    for draw in (random.random, np.random.rand, lambda: torch.rand(()).item()):
+        data = AtOnce(draw)
+        wanted = batches(data=DrawsLate(draw), seed_samples=True)
+        assert torch.equal(batches(data=data), wanted)
+        assert 0 < data.at_once < 40
 
 
 def test_loader_options_are_torchs_own():

@@ -22,8 +22,8 @@ def test_a_model_learns_one_batch_by_heart_on_any_number_of_processes(tmp_path):
     train(configs[0])
     run_world(2, train, configs[1])
     alone, two = ([record["loss"] for record in records(config)] for config in configs)
-    assert alone[0] > 4
-    assert alone[-1] < 0.005, "with all 70 samples it is 0.05, on these 0.0002"
+    assert alone[0] > 1
+    assert alone[-1] < 0.005, "with all 70 samples it is 0.2, on these 1e-10"
     assert two[:20] == pytest.approx(alone[:20], rel=1e-4)
     assert two[-1] < 0.005
     result = status(configs[0])["result"]

@@ -32,7 +32,8 @@ class IndexedBatches:
         rank, device = accelerator.process_index, accelerator.device
         sampler = SliceSampler(len(data), layout, rank, config.seed, steps)
         collate = optional(config.recipe, "collate")
-        fetch = Fetch(data, collate, config.seed, config.batches.seed_samples)
+        how = config.batches.seed_samples
+        fetch = Fetch(data, collate, config.seed, how, restore_rng=False)
         loader = make_loader(config.batches, fetch, device, batch_sampler=sampler)
         self.batches = on_device(loader, device)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate, get_worker_info
 
 from ..config import BatchesConfig, ConfigError
-from .seeding import derive_seed, fork_rng, seed_rng
+from .seeding import SampleSeeds, SeedSamples, fork_rng
 from .workers import check_sendable, cpus_per_process, start_worker
 
 
@@ -21,35 +21,82 @@ class Fetch:
     """Fetch and collate one micro-batch, with the random state seeded by its samples.
 
     All of it happens in `__getitems__`, which a DataLoader calls once per micro-batch, in a worker
-    or in the training process, whose random state is restored: dropout uses it.
+    or in the training process.
     """
 
-    def __init__(self, data: Any, collate: Callable | None, seed: int, seed_samples: bool) -> None:
+    def __init__(
+        self,
+        data: Any,
+        collate: Callable | None,
+        seed: int,
+        seed_samples: SeedSamples,
+        *,
+        restore_rng: bool = True,
+    ) -> None:
+        """Read from map-style data.
+
+        Args:
+            data: the samples.
+            collate: None for torch's.
+            seed: the run's.
+            seed_samples: see BatchesConfig.
+            restore_rng: leave the random state of the process that trains as it was; needless
+                before a forward pass that is seeded itself.
+        """
         self.data = data
-        self.seed = seed
-        self.seed_samples = seed_samples
+        self.seeds = SampleSeeds(seed, seed_samples)
         self.collate = collate or default_collate
+        self.restore_rng = restore_rng
+        # A whole micro-batch at once, as long as nothing is drawn.
+        self.at_once = seed_samples is not True and reads_at_once(data)
         self.is_first = True
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        batch = self._fetch(keys)
+        if not self.seeds.is_on:
+            batch = self._read(keys)
+        elif self.restore_rng and get_worker_info() is None:
+            with fork_rng():
+                batch = self._read_seeded(keys)
+        else:
+            batch = self._read_seeded(keys)
         if self.is_first:
             check_sendable(batch)
             self.is_first = False
         return batch
 
-    def _fetch(self, keys: Sequence[tuple[int, int]]) -> Any:
-        if not self.seed_samples:
-            indices = [index for _, index in keys]
-            if hasattr(self.data, "__getitems__"):
-                return self.collate(self.data.__getitems__(indices))
-            return self.collate([self.data[index] for index in indices])
-        with fork_rng():
+    def _read(self, keys: Sequence[tuple[int, int]]) -> Any:
+        indices = [index for _, index in keys]
+        if self.at_once:
+            return self.collate(self.data.__getitems__(indices))
+        return self.collate([self.data[index] for index in indices])
+
+    def _read_seeded(self, keys: Sequence[tuple[int, int]]) -> Any:
+        if self.at_once:
+            self.seeds.begin()
+            self.seeds.seed_sample(*keys[0])
+            before = torch.default_generator.get_state()
+            batch = self._read(keys)
+            missed = self.seeds.missed_a_draw()
+            if not missed and torch.equal(torch.default_generator.get_state(), before):
+                return batch
+            self.at_once = False
+        while True:  # three times at most, once for each generator that was missed
+            self.seeds.begin()
             samples = []
             for epoch, index in keys:
-                seed_rng(derive_seed(self.seed, "sample", epoch, index))
+                self.seeds.seed_sample(epoch, index)
                 samples.append(self.data[index])
-            return self.collate(samples)
+            batch = self.collate(samples)
+            if not self.seeds.missed_a_draw():
+                return batch
+
+
+def reads_at_once(data: Any) -> bool:
+    """Return whether a dataset has a `__getitems__` that reads several samples at once."""
+    # a Subset's calls that of its dataset, if there is one
+    while isinstance(data, Subset) and type(data).__getitems__ is Subset.__getitems__:
+        data = data.dataset
+    return callable(getattr(data, "__getitems__", None))
 
 
 def identity(batch: Any) -> Any:

@@ -8,12 +8,14 @@ samples of a step are the same for any world size. A start at any step costs not
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import Subset
 
 from ..config import Config, ConfigError
 from .layout import BatchLayout, is_stream
-from .seeding import derive_seed
+from .permutation import Permutation
+
+BLOCK = 8192  # samples that are looked up at once
 
 
 class SliceSampler:
@@ -33,27 +35,29 @@ class SliceSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Start at the first step, in whichever epoch it lies."""
-        steps_per_epoch = self.samples // self.layout.global_batch_size
-        micro = self.layout.micro_batch_size
-        order_of, order = -1, torch.empty(0)
-        for step in self.steps:
+        size, micro = self.layout.global_batch_size, self.layout.micro_batch_size
+        steps_per_epoch = self.samples // size
+        slices = np.arange(self.layout.accumulation) * self.layout.world_size + self.rank
+        places = slices[:, None] * micro + np.arange(micro)  # in a global batch
+        step = self.steps.start
+        while step < self.steps.stop:
             epoch, batch = divmod(step, steps_per_epoch)
-            if epoch != order_of:
-                order_of, order = epoch, shuffled(self.samples, self.seed, epoch)
-            for j in range(self.layout.accumulation):
-                start = batch * self.layout.global_batch_size
-                start += (j * self.layout.world_size + self.rank) * micro
-                yield [(epoch, index) for index in order[start : start + micro].tolist()]
+            last = min(batch + max(1, BLOCK // places.size), steps_per_epoch)
+            last = min(last, batch + self.steps.stop - step)
+            starts = np.arange(batch, last) * size
+            order = permutation(self.samples, self.seed, epoch)(starts[:, None, None] + places)
+            for indices in order.reshape(-1, micro).tolist():
+                yield [(epoch, index) for index in indices]
+            step += last - batch
 
     def __len__(self) -> int:
         """Count the micro-batches."""
         return len(self.steps) * self.layout.accumulation
 
 
-def shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
+def permutation(samples: int, seed: int, epoch: int) -> Permutation:
     """Return the order of the samples in an epoch."""
-    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
-    return torch.randperm(samples, generator=generator)
+    return Permutation(samples, seed, "order", epoch)
 
 
 class FirstBatches(Subset):
@@ -91,5 +95,6 @@ def first_batches(
             f" {batches} global batches of {size}; lower overfit_batches to at most"
             f" {samples // size}."
         )
-    chosen = FirstBatches(train_set, shuffled(samples, config.seed, 0)[: batches * size].tolist())
+    indices = permutation(samples, config.seed, 0)(np.arange(min(batches * size, samples)))
+    chosen = FirstBatches(train_set, indices.tolist())
     return chosen, dict.fromkeys(validation_sets, chosen)

@@ -5,40 +5,98 @@ So they depend neither on the number of processes nor on where a run was resumed
 
 import hashlib
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+
+KNOWN_SEED = 20_261_122  # any number that nobody else is likely to take
+FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
+NUMPY_FROM_KNOWN_SEED = np.random.RandomState(KNOWN_SEED).random_sample()
+SeedSamples = Literal["auto", True, False]  # see BatchesConfig.seed_samples
 
 
 def derive_seed(*parts: Any) -> int:
     """Hash the parts into a 64-bit seed, the same on every machine."""
-    text = "/".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return int.from_bytes(_hash("/".join(map(str, parts))).digest(), "little")
+
+
+def _hash(text: str) -> Any:
+    return hashlib.blake2b(text.encode(), digest_size=8)
 
 
 @contextmanager
 def fork_rng() -> Iterator[None]:
     """Restore the random state of torch (CPU), Python and NumPy at the end."""
-    numpy = sys.modules.get("numpy")  # not imported, so not used
-    before = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])
+        np.random.set_state(before[2])
 
 
 def seed_rng(seed: int) -> None:
     """Seed the random state of torch (CPU), Python and NumPy."""
     torch.default_generator.manual_seed(seed)  # 1 us; torch.manual_seed takes 78
     random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
+
+
+class SampleSeeds:
+    """Seed the global generators for each sample, those of Python and NumPy only where needed.
+
+    With "auto" these two are set to a known state before a micro-batch. If the next number that one
+    gives afterwards is not the one that follows from that state, something has been drawn from it:
+    the micro-batch has to be read again, and from then on that generator is seeded for each sample.
+    torch's is always seeded, so torch.initial_seed() is the seed of the sample.
+    """
+
+    def __init__(self, seed: int, mode: SeedSamples) -> None:
+        """Seed nothing yet; a mode of False never does."""
+        self.seed = seed
+        self.is_on = bool(mode)
+        # the generators that are seeded for each sample
+        self.python = self.numpy = mode is True
+        self.epoch: Any = None
+        self.of_epoch: Any = None  # the hash of what the seeds of an epoch have in common
+
+    def begin(self) -> None:
+        """Begin a micro-batch."""
+        if not self.python:
+            random.seed(KNOWN_SEED)
+        if not self.numpy:
+            np.random.seed(KNOWN_SEED)
+
+    def seed_sample(self, epoch: Any, index: int) -> None:
+        """Seed the generators for a sample: the seed is derive_seed(seed, "sample", epoch, index).
+
+        Args:
+            epoch: an epoch, a part of it, or an evaluation.
+            index: of the sample in it.
+        """
+        if epoch != self.epoch or self.of_epoch is None:
+            self.epoch = epoch
+            self.of_epoch = _hash(f"{self.seed}/sample/{epoch}/")
+        hashed = self.of_epoch.copy()
+        hashed.update(b"%d" % index)
+        derived = int.from_bytes(hashed.digest(), "little")
+        torch.default_generator.manual_seed(derived)
+        if self.python:
+            random.seed(derived)
+        if self.numpy:
+            np.random.seed(derived % 2**32)
+
+    def missed_a_draw(self) -> bool:
+        """Return whether a generator was used that is not seeded for each sample yet."""
+        missed_python = not self.python and random.random() != FROM_KNOWN_SEED
+        missed_numpy = not self.numpy and np.random.random_sample() != NUMPY_FROM_KNOWN_SEED
+        self.python |= missed_python
+        self.numpy |= missed_numpy
+        return missed_python or missed_numpy
 
 
 def seed_forward(seed: int, step: int, micro_batch: int, device: torch.device) -> None:

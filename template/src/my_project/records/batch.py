@@ -106,10 +106,7 @@ def samples_of(config: Config, layout: BatchLayout, samples: int, step: int) -> 
     # micro-batch j of rank r is slice j * world_size + r, so that one process has them all
     count = layout.micro_batches_per_step
     alone = dataclasses.replace(layout, world_size=1, accumulation=count)
-    try:
-        slices = list(SliceSampler(len(data), alone, 0, config.seed, range(step - 1, step)))
-    except (RuntimeError, MemoryError) as error:
-        raise ConfigError(f"an order of {samples} samples cannot be made: {error}") from error
+    slices = list(SliceSampler(len(data), alone, 0, config.seed, range(step - 1, step)))
     indices = [[data[index] for _, index in keys] for keys in slices]
     ranks = [indices[rank :: layout.world_size] for rank in range(layout.world_size)]
     return {"epoch": slices[0][0][0], "ranks": ranks}

@@ -46,7 +46,7 @@ from ..recipe import problems
 from .search_path import is_inside, run_folder
 
 PACKAGE = __name__.partition(".")[0]
-NUMBERS = {  # the settings that are read besides the recipe: numbers, booleans or null
+NUMBERS = {  # the settings that are read besides the recipe: numbers, booleans, null or auto
     "": ("seed", "tf32", "channels_last", "deterministic"),
     "batches": ("global_batch_size", "micro_batch_size", "workers", "seed_samples"),
     "evaluation": ("batch_size",),
@@ -75,7 +75,8 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
             (saved[group], settings.setdefault(group, {})) if group else (saved, settings)
         )
         for name in names:
-            if not isinstance(value := source.get(name), (int, float, NoneType)):
+            is_auto = (name, value := source.get(name)) == ("seed_samples", "auto")
+            if not (is_auto or isinstance(value, (int, float, NoneType))):
                 raise ConfigError(f"{path}: {f'{group}.{name}'.lstrip('.')} is not a number.")
             if name in source:
                 target[name] = value
