@@ -225,7 +225,7 @@ def set_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 def normalize_and_clip_(
     gradients: list[Tensor], scale: Tensor | float, clip_norm: float | None
-) -> Tensor:
+) -> Tensor | float:
     """Multiply the gradients by scale and clip them, in one pass over them.
 
     Args:
@@ -234,31 +234,36 @@ def normalize_and_clip_(
         clip_norm: the largest norm over all parameters, after scaling; None for no limit.
 
     Returns:
-        The norm after scaling and before clipping, a scalar; not finite where the gradient is not.
+        The norm after scaling and before clipping, a scalar or on a CPU a number; not finite where
+        the gradient is not.
     """
     # torch.nn.utils.get_total_norm, without its sorting of the gradients by device
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
+    norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
     if isinstance(norm, DTensor):  # of sharded gradients
         norm = norm.full_tensor()
+    if norm.device.type == "cpu":  # nothing to wait for, and numbers cost less than scalars
+        norm, scale = norm.item(), float(scale)
     norm = norm * scale
     if clip_norm is not None:
-        scale = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = clip_norm / (norm + 1e-6)
+        scale = scale * (clip.clamp(max=1.0) if isinstance(clip, Tensor) else min(clip, 1.0))
     if isinstance(scale, Tensor) and gradients[0].dtype == torch.float32:
         scale = scale.float()  # of another type it would cost a kernel per gradient
     torch._foreach_mul_(gradients, scale)  # type: ignore[attr-defined]
     return norm
 
 
-def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> None:
     """Step, or leave weights and optimizer state untouched where the norm is not finite.
 
     Fused optimizers on a GPU decide on the device; other optimizers need a sync with it.
     """
-    if norm.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if is_fused and isinstance(norm, Tensor) and norm.is_cuda:
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by the fused kernels
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         optimizer.step()
-    elif math.isfinite(norm.item()):
+    elif math.isfinite(float(norm)):
         optimizer.step()
 
 

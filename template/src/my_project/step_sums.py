@@ -1,5 +1,6 @@
 """The step's all-reduce of scalars, and reading its result one step late."""
 
+import math
 from typing import Any
 
 import torch
@@ -17,24 +18,31 @@ class StepSums:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
+        """Allocate the memory."""
         # MPS has no float64
         dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
         self.tensor = torch.zeros(6, dtype=dtype, device=accelerator.device)
         (
             self.loss_sum,
-            self.num_items,
+            self.item_sum,
             self.stop_votes,
             self.short_votes,
             self.grad_norm,
             self.own_loss_sum,
         ) = self.tensor.unbind()
+        self.over_all_ranks = self.tensor[:4]
         self.world_size = accelerator.num_processes
         self.work: Any = None
+
+    @property
+    def num_items(self) -> Tensor | float:
+        """The items to divide by: on a CPU a number, since nothing waits; NaN for 0."""
+        return (self.item_sum.item() or math.nan) if self.item_sum.is_cpu else self.item_sum
 
     def add(self, loss_sum: Tensor, num_items: Tensor | float) -> None:
         """Add what the recipe's loss returned for a micro-batch."""
         self.loss_sum.add_(loss_sum.detach())
-        self.num_items.add_(num_items)
+        self.item_sum.add_(num_items)
 
     def start_all_reduce(self, wants_stop: bool, is_short: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
@@ -43,7 +51,7 @@ class StepSums:
             self.short_votes.fill_(is_short)
         self.own_loss_sum.copy_(self.loss_sum)
         if self.world_size > 1:
-            self.work = torch.distributed.all_reduce(self.tensor[:4], async_op=True)
+            self.work = torch.distributed.all_reduce(self.over_all_ranks, async_op=True)
 
     def wait(self) -> None:
         """Wait for the all-reduce: on a GPU this blocks the CUDA stream, not the host."""
@@ -73,8 +81,16 @@ class HostCopy:
 class DelayedReader:
     """Read the sums of a step one step later, when the device has them anyway."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
+        # of this step, and of the one before, which has not been read
+        self.both = [StepSums(accelerator), StepSums(accelerator)]
         self.pending: tuple[int, HostCopy] | None = None
+
+    def begin(self) -> StepSums:
+        """Return the sums of a new step, which are zero."""
+        self.both.reverse()
+        self.both[0].tensor.zero_()
+        return self.both[0]
 
     def push(self, step: int, sums: StepSums) -> StepReport | None:
         """Start to copy a step's sums to the host; return the report of the step before."""

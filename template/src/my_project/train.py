@@ -26,7 +26,7 @@ from .records import display, outcome, samples
 from .records.metrics import MetricsWriter
 from .run_folder import Run
 from .state import StepReport, TrainState, check_best_metric, is_due
-from .step_sums import DelayedReader, StepSums
+from .step_sums import DelayedReader
 
 
 def main(config: Config) -> int:
@@ -85,13 +85,14 @@ def main(config: Config) -> int:
             run.write_status("running")
 
         # ---- the loop: step k is global batch k --------------------------------------------------
+        device = accelerator.device
         steps = range(state.step, run.total_steps)
         epoch = (state.epoch, state.epoch_start)
         feed = train_batches(config, train_set, layout, steps, accelerator, epoch)
         trainable = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
         find_unused = sharding.unused_parameter_finder(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
-        read_back = DelayedReader()
+        read_back = DelayedReader(accelerator)
         stop_agreed = False
         model.train()
         stop.loop_begins()
@@ -142,10 +143,10 @@ def main(config: Config) -> int:
                 )
                 # as small as the gradient of a mean, without rounding; divided out below
                 backward_factor = 1 / optim.power_of_two(state.items_per_micro_batch)
-                sums = StepSums(accelerator)
+                sums = read_back.begin()
                 for j in range(layout.accumulation):
                     batch = next(micro_batches)
-                    seed_forward(config.seed, step, j * world_size + rank, accelerator.device)
+                    seed_forward(config.seed, step, j * world_size + rank, device)
                     is_last = j == layout.accumulation - 1
                     with nullcontext() if is_last else accelerator.no_sync(model):
                         returned = model(recipe.loss, batch, step)  # in the one wrapped forward
@@ -170,7 +171,7 @@ def main(config: Config) -> int:
                 norm = optim.normalize_and_clip_(  # holds no gradient longer than the step
                     optim.gradients(trainable, find_unused), factor, config.optim.clip_norm
                 )
-                sums.grad_norm.copy_(norm)
+                sums.grad_norm.fill_(norm)
                 optim.step_if_finite(optimizer, norm)
                 if scaler:
                     scaler.update()

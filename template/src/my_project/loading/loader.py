@@ -73,7 +73,7 @@ class Fetch:
     def _read_seeded(self, keys: Sequence[tuple[int, int]]) -> Any:
         if self.at_once:
             self.seeds.begin()
-            self.seeds.seed_sample(*keys[0])
+            next(self.seeds.each(keys))
             before = torch.default_generator.get_state()
             batch = self._read(keys)
             missed = self.seeds.missed_a_draw()
@@ -82,11 +82,7 @@ class Fetch:
             self.at_once = False
         while True:  # three times at most, once for each generator that was missed
             self.seeds.begin()
-            samples = []
-            for epoch, index in keys:
-                self.seeds.seed_sample(epoch, index)
-                samples.append(self.data[index])
-            batch = self.collate(samples)
+            batch = self.collate([self.data[index] for index in self.seeds.each(keys)])
             if not self.seeds.missed_a_draw():
                 return batch
 

@@ -5,7 +5,7 @@ So they depend neither on the number of processes nor on where a run was resumed
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ class SampleSeeds:
         # the generators that are seeded for each sample
         self.python = self.numpy = mode is True
         self.epoch: Any = None
-        self.of_epoch: Any = None  # the hash of what the seeds of an epoch have in common
+        self.of_epoch: Any = None  # the hash of what its seeds have in common
 
     def begin(self) -> None:
         """Begin a micro-batch."""
@@ -71,24 +71,28 @@ class SampleSeeds:
         if not self.numpy:
             np.random.seed(KNOWN_SEED)
 
-    def seed_sample(self, epoch: Any, index: int) -> None:
-        """Seed the generators for a sample: the seed is derive_seed(seed, "sample", epoch, index).
+    def each(self, keys: Iterable[tuple[Any, int]]) -> Iterator[int]:
+        """Seed the generators for each sample, by derive_seed(seed, "sample", epoch, index).
 
         Args:
-            epoch: an epoch, a part of it, or an evaluation.
-            index: of the sample in it.
+            keys: the samples, as (epoch, index); the epoch may be a part of one, or an evaluation.
+
+        Yields:
+            The index, while the generators are those of this sample.
         """
-        if epoch != self.epoch or self.of_epoch is None:
-            self.epoch = epoch
-            self.of_epoch = _hash(f"{self.seed}/sample/{epoch}/")
-        hashed = self.of_epoch.copy()
-        hashed.update(b"%d" % index)
-        derived = int.from_bytes(hashed.digest(), "little")
-        torch.default_generator.manual_seed(derived)
-        if self.python:
-            random.seed(derived)
-        if self.numpy:
-            np.random.seed(derived % 2**32)
+        seed_torch, python, numpy = torch.default_generator.manual_seed, self.python, self.numpy
+        for epoch, index in keys:
+            if epoch != self.epoch:
+                self.epoch, self.of_epoch = epoch, _hash(f"{self.seed}/sample/{epoch}/")
+            hashed = self.of_epoch.copy()
+            hashed.update(b"%d" % index)
+            derived = int.from_bytes(hashed.digest(), "little")
+            seed_torch(derived)
+            if python:
+                random.seed(derived)
+            if numpy:
+                np.random.seed(derived % 2**32)
+            yield index
 
     def missed_a_draw(self) -> bool:
         """Return whether a generator was used that is not seeded for each sample yet."""

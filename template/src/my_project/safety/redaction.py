@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 MASK = "***"
@@ -73,6 +74,7 @@ BEARER = re.compile(r"(?<=\bbearer )(?=\S*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
 IN_URL = re.compile(r"(?<=://)(?!git@)(?:[^/\s?#:@]*:(?!:|\d{1,5}[/?#])\S{0,300}|[^/\s?#:]+)(?=@)")
 
 
+@cache
 def is_secret(name: str) -> bool:
     """Return whether a setting, option or variable of this name is a secret."""
     name = _words(name)
