@@ -10,9 +10,9 @@ order:
         goes first, then one on each node, then all others at once, which find the work done.
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
-        with `__getitems__(indices)` is asked for a whole micro-batch at once, unless it draws random
-        numbers (batches.seed_samples). `data[index]` may be called twice where it first draws, so
-        it must not keep what it has drawn.
+        with `__getitems__(indices)` is asked for a whole micro-batch at once, unless it draws
+        random numbers (batches.seed_samples). `data[index]` may be called twice where it first
+        draws, so it must not keep what it has drawn.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
         fixed, whatever the world size, and so is the order of the samples. A stream has

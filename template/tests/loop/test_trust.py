@@ -198,7 +198,9 @@ def test_only_what_is_needed_of_a_config_is_used(tmp_path, marker):
     hostile = {
         "optim": {"class_path": "hostile.Evil", "init_args": {"betas": EVIL}},
         "batches": {
-            "global_batch_size": 16, "micro_batch_size": 4, "seed_samples": "auto",
+            "global_batch_size": 16,
+            "micro_batch_size": 4,
+            "seed_samples": "auto",
             "loader": {"x": EVIL},
         },
         "evaluation": {"batch_size": 3, "best_metric": EVIL},
