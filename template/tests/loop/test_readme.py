@@ -44,6 +44,7 @@ def project(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # all of them, one after the other
 def test_every_command_of_the_readme_does_what_it_says(project):
     done = []
     for command in commands(README):
