@@ -95,12 +95,14 @@ class Ragged:
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed(Ragged):
-    """The same samples as a stream; files in `book` list the lanes opened and the samples seen."""
+    """The same samples as a stream; files in `book` list the lanes opened, read and seen."""
 
     lanes: int = 8
     # in each epoch another lane is this many samples shorter, twice as many in odd epochs
     fewer: int = 3
     book: str = field(default="", metadata={"changes_curve": False})  # the folder of these files
+    # what lanes return: "" generators, or iterables with state_dict: "saved" or a wrong one
+    state: str = field(default="", metadata={"changes_curve": False})
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         train, validation = super().build_datasets(data_info)
@@ -124,11 +126,51 @@ class Lanes:
         fewer = self.recipe.fewer * (1 + epoch % 2) if i == epoch % self.lanes else 0
         return own[: len(own) - fewer]
 
-    def lane(self, i: int, epoch: int, start: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        with open(f"{self.recipe.book}/opened_{os.environ.get('RANK', '0')}", "a") as file:
-            file.write(f"{epoch} {i} {start}\n")
-        for index in self.indices(i, epoch)[start:]:
-            yield self.samples[index]
+    def lane(self, i: int, epoch: int, start: int, seed: int) -> Any:
+        kinds = {"": Lane, "saved": StatefulLane, "half": HalfLane}
+        lane = kinds.get(self.recipe.state, WrongLane)(self, i, epoch, start)
+        return lane if self.recipe.state else iter(lane)
+
+
+class Lane:
+    """A lane without random access: what comes before its position is read, too."""
+
+    def __init__(self, stream: Lanes, i: int, epoch: int, start: int) -> None:
+        self.stream = stream
+        self.i = i
+        self.epoch = epoch
+        self.start = start
+        self.live = {"index": 0}  # changed in place, as in datasets
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rank = os.environ.get("RANK", "0")
+        with open(f"{self.stream.recipe.book}/opened_{rank}", "a") as file:
+            file.write(f"{self.epoch} {self.i} {self.start}\n")
+        own = self.stream.indices(self.i, self.epoch)
+        while self.live["index"] < len(own):
+            index = self.live["index"]
+            with open(f"{self.stream.recipe.book}/read_{rank}", "a") as file:
+                file.write(f"{self.epoch} {self.i} {index}\n")
+            self.live["index"] += 1
+            if index >= self.start:
+                yield self.stream.samples[own[index]]
+
+
+class HalfLane(Lane):
+    def state_dict(self) -> Any:
+        return self.live
+
+
+class StatefulLane(HalfLane):
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.live = state
+
+
+class WrongLane(StatefulLane):
+    def state_dict(self) -> Any:
+        index = self.live["index"]
+        wrong = {"tensor": torch.tensor(index), "nan": float("nan"), "tuple": (index,)}
+        return wrong.get(self.stream.recipe.state, {index: self.i})
 
 
 def strike(fault: str) -> None:

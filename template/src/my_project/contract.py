@@ -156,6 +156,36 @@ def _check_map_style(recipe: Recipe, what: str, data: Any) -> None:
         )
 
 
+def has_state(lane: Any) -> bool:
+    """Return whether what a stream's `lane` has returned can save its position and go on there.
+
+    Raises:
+        ConfigError: it has only one of the two methods.
+    """
+    found = [name for name in ("state_dict", "load_state_dict") if hasattr(lane, name)]
+    if len(found) == 1:
+        problem = "needs both state_dict and load_state_dict, or neither, for a stream's lane."
+        _refuse(lane, found[0], problem)
+    return bool(found)
+
+
+def lane_state(lane: Any) -> str:
+    """Call the state_dict of a stream's lane; return the state as JSON.
+
+    Raises:
+        ConfigError: the state is not plain JSON, or JSON would restore another value.
+    """
+    state = lane.state_dict()
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        _refuse(lane, "state_dict", f"must return plain JSON: {error}.")
+    if json.loads(text) != state:
+        problem = "must return plain JSON: lists, and dicts whose keys are strings; tuples are not."
+        _refuse(lane, "state_dict", problem)
+    return text
+
+
 # ---- model and loss ------------------------------------------------------------------------------
 def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     """Call the recipe's build_model.
@@ -227,9 +257,10 @@ def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
 
 
 # ---- error messages ------------------------------------------------------------------------------
-def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
-    place = source_location(getattr(recipe, method))
-    raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
+def _refuse(source: Any, method: str, problem: str) -> NoReturn:
+    """Raise a ConfigError that names a method of the recipe or of a lane, its file and its line."""
+    place = source_location(getattr(source, method))
+    raise ConfigError(f"{type(source).__name__}.{method} ({place}) {problem}")
 
 
 def _kind(value: Any) -> str:

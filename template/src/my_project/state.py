@@ -56,6 +56,7 @@ class TrainState:
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
     epoch: int = 0  # of a stream
     epoch_start: int = 0  # of a stream: the step at which this epoch began
+    lane_states: list[Any] = field(default_factory=list)  # of a stream whose lanes have state_dict
     items_per_micro_batch: float  # measured in the first step; until then the micro-batch size
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1

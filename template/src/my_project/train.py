@@ -87,8 +87,8 @@ def main(config: Config) -> int:
         # ---- the loop: step k is global batch k --------------------------------------------------
         device = accelerator.device
         steps = range(state.step, run.total_steps)
-        epoch = (state.epoch, state.epoch_start)
-        feed = train_batches(config, train_set, layout, steps, accelerator, epoch)
+        position = (state.epoch, state.epoch_start, state.lane_states)
+        feed = train_batches(config, train_set, layout, steps, accelerator, position)
         trainable = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
         find_unused = sharding.unused_parameter_finder(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
@@ -110,7 +110,7 @@ def main(config: Config) -> int:
                 metrics.observe(report)
 
             def save() -> None:
-                state.epoch, state.epoch_start = feed.epoch, feed.epoch_start
+                state.epoch, state.epoch_start, state.lane_states = feed.position()
                 watchdog.allow_long_limit()
                 with metrics.paused("saving"):
                     checkpoints.save(state)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +61,30 @@ def seen(config: Config, processes: int) -> dict[int, list[int]]:
     return steps
 
 
-def opened(config: Config, rank: int) -> list[list[int]]:
-    return [list(map(int, line.split())) for line in book(config, f"opened_{rank}")]
+def opened(config: Config, rank: int, what: str = "opened") -> list[list[int]]:
+    """List (epoch, lane, start) of the lanes opened, or (epoch, lane, index) of what was read."""
+    return [list(map(int, line.split())) for line in book(config, f"{what}_{rank}")]
+
+
+def first_read(config: Config, rank: int, epoch: int) -> dict[int, int]:
+    """Say at which index each lane was read first in an epoch."""
+    first = {}
+    for its_epoch, lane, index in opened(config, rank, "read"):
+        if its_epoch == epoch:
+            first.setdefault(lane, index)
+    return first
+
+
+def saved_state(config: Config, step: int) -> dict[str, Any]:
+    path = config.folder / f"checkpoints/step_{step:08d}/state.json"
+    return json.loads(path.read_text())
+
+
+def elsewhere(config: Config, folder: Path, **recipe: Any) -> Config:
+    """Write what follows into a book of its own."""
+    folder.mkdir()
+    recipe = dataclasses.replace(config.recipe, book=str(folder), **recipe)
+    return dataclasses.replace(config, recipe=recipe)
 
 
 def test_the_same_curve_for_any_split_and_any_workers(tmp_path):
@@ -71,7 +95,7 @@ def test_the_same_curve_for_any_split_and_any_workers(tmp_path):
     losses = [record["loss"] for record in records(one)]
     for processes, workers in ((1, 2), (2, 2), (4, 0)):
         name = f"{processes}_{workers}"
-        config = change(config_of(tmp_path, name), batches__workers=workers)
+        config = change(config_of(tmp_path, name, state="saved"), batches__workers=workers)
         assert run_world(processes, train, config) == [0] * processes
         assert seen(config, processes) == dict(enumerate(wanted))
         assert [record["loss"] for record in records(config)] == pytest.approx(losses, rel=1e-5)
@@ -103,30 +127,78 @@ def test_each_process_reads_its_own_lanes_only(tmp_path):
     assert lanes == [[0, 1, 4, 5], [2, 3, 6, 7]], "each once: workers do not read twice either"
 
 
-def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path):
+@pytest.mark.parametrize("state", ["", "saved"])
+def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path, state):
     whole = config_of(tmp_path, "whole")
     assert train(whole) == 0
     theirs = weights(whole.folder / "export")
+    at_an_end = []
     for stop in range(1, STEPS):
-        config = change(config_of(tmp_path, f"stop_{stop}"), steps=stop)
+        config = change(config_of(tmp_path, f"stop_{stop}", state=state), steps=stop)
         assert train(config) == 0
-        longer = change(config, steps=STEPS)
+        saved = saved_state(config, stop)
+        position = 2 * (stop - saved["epoch_start"])  # samples of each lane in this epoch
+        assert saved["lane_states"] == ([{"index": position}] * 8 if state else [])
+        longer = elsewhere(change(config, steps=STEPS), tmp_path / f"more_{stop}")
         assert train(longer) == 0
-        assert seen(longer, 1) == seen(whole, 1), f"stopped after {stop} steps"
+        wanted = {k: samples for k, samples in seen(whole, 1).items() if k >= stop}
+        assert seen(longer, 1) == wanted, f"stopped after {stop} steps"
         ours = weights(longer.folder / "export")
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        first = first_read(longer, 0, saved["epoch"])
+        assert set(first.values()) <= {position if state else 0}, "what was read before is not"
+        next_epoch = first_read(longer, 0, saved["epoch"] + 1)
+        assert set(next_epoch.values()) <= {0}, "the next epoch is read from its start"
+        at_an_end += [stop] if len(first) < 8 else []
+    assert 0 < len(at_an_end) < STEPS - 1, "stopped at the end of an epoch, and elsewhere"
 
 
 def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path):
     whole = config_of(tmp_path, "whole")
     assert train(whole) == 0
-    config = change(config_of(tmp_path, "changed"), steps=5)
-    assert run_world(4, train, config) == [0] * 4
-    longer = change(config, steps=STEPS, batches__workers=1)
-    recipe = dataclasses.replace(config.recipe, book=str(tmp_path))
-    assert run_world(2, train, dataclasses.replace(longer, recipe=recipe)) == [0, 0]
-    continued = seen(dataclasses.replace(longer, recipe=recipe), 2)
-    assert continued == {k: v for k, v in seen(whole, 1).items() if k >= 5}
+    for before, after, workers in ((4, 2, 1), (1, 2, 0)):
+        config = config_of(tmp_path, f"from_{before}", state="saved")
+        config = change(config, steps=5, batches__workers=workers)
+        assert run_world(before, train, config) == [0] * before
+        assert saved_state(config, 5)["lane_states"] == [{"index": 2}] * 8, "of all ranks"
+        longer = elsewhere(change(config, steps=STEPS), tmp_path / f"to_{before}")
+        assert run_world(after, train, longer) == [0] * after
+        assert seen(longer, after) == {k: v for k, v in seen(whole, 1).items() if k >= 5}
+        losses = [record["loss"] for record in records(whole)]
+        assert [record["loss"] for record in records(longer)] == pytest.approx(losses, rel=1e-5)
+        lanes = [first_read(longer, rank, epoch=2) for rank in range(after)]
+        assert lanes == [dict.fromkeys(own, 2) for own in ([0, 1, 4, 5], [2, 3, 6, 7])]
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "saved"), ("saved", "")])
+def test_a_stream_that_gains_or_loses_its_states_goes_on(tmp_path, before, after):
+    whole = config_of(tmp_path, "whole")
+    assert train(whole) == 0
+    config = change(config_of(tmp_path, "one", state=before), steps=2)
+    assert train(config) == 0
+    longer = elsewhere(change(config, steps=STEPS), tmp_path / "more", state=after)
+    assert train(longer) == 0
+    assert seen(longer, 1) == {k: v for k, v in seen(whole, 1).items() if k >= 2}
+    assert set(first_read(longer, 0, epoch=0).values()) == {0}, "passed over, as there is no state"
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence", "workers"),
+    [
+        ("tensor", "must return plain JSON: Object of type Tensor is not JSON", 0),
+        ("nan", "must return plain JSON: Out of range float values", 1),
+        ("tuple", "must return plain JSON: lists, and dicts whose keys are str", 0),
+        ("keys", "must return plain JSON: lists, and dicts whose keys are str", 0),
+        ("half", "needs both state_dict and load_state_dict, or neither", 0),
+    ],
+)
+def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path, state, sentence, workers):
+    config = change(config_of(tmp_path, "one", state=state), batches__workers=workers)
+    with pytest.raises(ConfigError, match=sentence) as refusal:
+        train(config)
+    place = r"Lane\.state_dict \(\S+ragged\.py, line \d+\) "
+    assert re.search(place, str(refusal.value))
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from ..recipe import optional
 from .layout import BatchLayout, is_stream
 from .loader import Fetch, make_loader, on_device
 from .sampler import SliceSampler
-from .streams import StreamBatches
+from .streams import Position, StreamBatches
 
 
 class IndexedBatches:
@@ -18,7 +18,6 @@ class IndexedBatches:
 
     is_short = False  # see StreamBatches, also for the epoch
     epoch = 0
-    epoch_start = 0
 
     def __init__(
         self,
@@ -43,6 +42,10 @@ class IndexedBatches:
     def end_epoch_after(self, step: int) -> None:
         """Do nothing: only a stream can run short."""
 
+    def position(self) -> Position:
+        """Return that of no stream: the step is enough."""
+        return 0, 0, []
+
 
 def train_batches(
     config: Config,
@@ -50,12 +53,12 @@ def train_batches(
     layout: BatchLayout,
     steps: range,
     accelerator: Accelerator,
-    epoch: tuple[int, int],
+    position: Position,
 ) -> IndexedBatches | StreamBatches:
     """Iterate over the micro-batches of one rank for these steps, already on the device.
 
     Args: those of StreamBatches.
     """
     if is_stream(data):
-        return StreamBatches(config, data, layout, steps, accelerator, epoch)
+        return StreamBatches(config, data, layout, steps, accelerator, position)
     return IndexedBatches(config, data, layout, steps, accelerator)

@@ -4,16 +4,18 @@ A lane is a logical shard of the stream (the canonical nodes of MosaicML's strea
 end): it always feeds the same positions of a global batch, whatever rank reads it.
 """
 
+import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply
+from accelerate.utils import gather_object, recursively_apply
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from .. import contract
 from ..config import Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout, lanes_of
@@ -21,12 +23,18 @@ from .loader import make_loader, on_device, start_iterating
 from .seeding import derive_seed, fork_rng, seed_rng
 from .workers import check_sendable
 
+# Of a stream: its epoch, the step at which that began, and the state of each lane (None for a lane
+# without state_dict); an empty list if no lane has one, or the checkpoint is of an earlier version.
+Position = tuple[int, int, list[Any]]
+
 
 class LaneReader(IterableDataset):
     """Yield, for each micro-batch of a rank, the samples of this worker's lanes.
 
     A worker reads its own lanes only, so that no data is read twice. What it yields is {lane:
-    samples}, or None when one of its lanes has ended.
+    (samples, state)}, or None when one of its lanes has ended. The state is that of the lane after
+    these samples, as JSON, so that what is read ahead does not change it; None if the lane has no
+    state_dict.
     """
 
     def __init__(
@@ -38,6 +46,7 @@ class LaneReader(IterableDataset):
         epoch: int,
         start: int,
         seed_samples: bool,
+        states: Mapping[int, Any],
     ) -> None:
         """Store the arguments; lanes are opened in the process that reads them.
 
@@ -49,6 +58,7 @@ class LaneReader(IterableDataset):
             epoch: the stream's epoch.
             start: the number of samples to skip in each lane.
             seed_samples: whether to seed the random state before each sample.
+            states: of the lanes that have one after `start` samples, which are then not read.
         """
         self.stream = stream
         self.lanes = lanes
@@ -57,24 +67,41 @@ class LaneReader(IterableDataset):
         self.epoch = epoch
         self.start = start
         self.seed_samples = seed_samples
+        self.states = states
 
-    def __iter__(self) -> Iterator[dict[int, list[Any]] | None]:
+    def __iter__(self) -> Iterator[dict[int, tuple[list[Any], str | None]] | None]:
         """Read until the first of the lanes ends."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         mine = sorted(lane for lanes in self.lanes for lane in lanes)[worker::workers]
-        open_lanes = {i: iter(self.stream.lane(i, self.epoch, self.start, self.seed)) for i in mine}
+        opened = {i: self._open(i) for i in mine}
+        has_state = {i: contract.has_state(lane) for i, lane in opened.items()}
+        iterators = {i: iter(lane) for i, lane in opened.items()}
         position = self.start
         while True:
             for lanes in self.lanes:
-                part = {i: self._read(open_lanes[i], i, position) for i in lanes if i in open_lanes}
-                if any(len(samples) < self.per_step for samples in part.values()):
-                    yield None
-                    return
+                part = {}
+                for i in lanes:
+                    if i not in opened:
+                        continue
+                    samples = self._read(iterators[i], i, position)
+                    if len(samples) < self.per_step:
+                        yield None
+                        return
+                    part[i] = samples, contract.lane_state(opened[i]) if has_state[i] else None
                 if position == self.start:
                     check_sendable(part)
                 yield part
             position += self.per_step
+
+    def _open(self, i: int) -> Any:
+        """Open a lane at the state that a checkpoint has, else after `start` samples."""
+        if self.states.get(i) is not None:
+            lane = self.stream.lane(i, self.epoch, 0, self.seed)
+            if contract.has_state(lane):
+                lane.load_state_dict(self.states[i])
+                return lane
+        return self.stream.lane(i, self.epoch, self.start, self.seed)
 
     def _read(self, samples: Iterator[Any], lane: int, position: int) -> list[Any]:
         if not self.seed_samples:
@@ -107,7 +134,7 @@ class StreamBatches:
         layout: BatchLayout,
         steps: range,
         accelerator: Accelerator,
-        epoch: tuple[int, int],
+        position: Position,
     ) -> None:
         """Start at steps.start.
 
@@ -117,7 +144,7 @@ class StreamBatches:
             layout: the global batch's division.
             steps: the steps to train.
             accelerator: gives this process's rank and device.
-            epoch: the stream's epoch at steps.start, and the step at which it began.
+            position: of the stream at steps.start.
         """
         self.config = config
         self.data = data
@@ -126,11 +153,16 @@ class StreamBatches:
         self.accelerator = accelerator
         self.rank = accelerator.process_index
         self.device = accelerator.device
-        self.epoch, self.epoch_start = epoch
+        self.epoch, self.epoch_start, states = position
         self.collate = optional(config.recipe, "collate") or default_collate
         self.per_step = layout.global_batch_size // data.lanes
         self.lanes = lanes_of(layout, data.lanes, self.rank)
-        self.ahead: deque[list[Any]] = deque()  # the micro-batches of steps that have been read
+        own = [i for lanes in self.lanes for i in lanes]
+        if len(states) != data.lanes:  # of a stream that was divided differently, or none
+            states = [None] * data.lanes
+        self.states = {i: json.dumps(states[i]) for i in own if states[i] is not None}
+        # of each step that has been read: its micro-batches, and the states of the lanes after it
+        self.ahead: deque[tuple[list[Any], dict[int, str]]] = deque()
         self.is_short = False  # the lanes cannot feed the step after the next
         self.epoch_end: int | None = None  # the first step of the next epoch, once known
         self.batches = on_device(self._batches(), self.device)
@@ -143,18 +175,26 @@ class StreamBatches:
         if self.epoch_end is None and step >= self.opened_at:
             self.epoch_end = step + 2
 
+    def position(self) -> Position:
+        """Return the position after the last step that was trained. Called by every rank."""
+        states: dict[int, str] = {}
+        for of_rank in gather_object([self.states]):
+            states |= of_rank
+        parsed = [json.loads(states.get(i, "null")) for i in range(self.data.lanes)]
+        return self.epoch, self.epoch_start, parsed if states else []
+
     def _batches(self) -> Iterator[Any]:
-        self._open(self.steps.start)
+        self._open(self.steps.start, {i: json.loads(state) for i, state in self.states.items()})
         for step in self.steps:
             if step == self.epoch_end:
                 self._next_epoch(step)
             self._read_ahead(step, 3)
-            batches = self.ahead.popleft()
+            batches, self.states = self.ahead.popleft()
             self.is_short = len(self.ahead) < 2
             yield from batches
 
-    def _open(self, step: int) -> None:
-        """Open the epoch's lanes at the position of this step."""
+    def _open(self, step: int, states: Mapping[int, Any]) -> None:
+        """Open the epoch's lanes at the position of this step, or at these states of it."""
         start = (step - self.epoch_start) * self.per_step
         reader = LaneReader(
             self.data,
@@ -164,6 +204,7 @@ class StreamBatches:
             self.epoch,
             start,
             self.config.batches.seed_samples,
+            states,
         )
         loader = make_loader(
             self.config.batches,
@@ -198,26 +239,30 @@ class StreamBatches:
     def _next_epoch(self, step: int) -> None:
         self.epoch += 1
         self.epoch_start = step
-        self._open(step)
+        self._open(step, {})
 
     def _read_ahead(self, step: int, count: int) -> None:
         """Read up to `count` steps, starting with this one; fewer at the end of the epoch."""
         while self.has_more and len(self.ahead) < count:
-            batches = self._read_step(step + len(self.ahead))
-            self.has_more = batches is not None
-            if batches is not None:
-                self.ahead.append(batches)
+            read = self._read_step(step + len(self.ahead))
+            self.has_more = read is not None
+            if read is not None:
+                self.ahead.append(read)
 
-    def _read_step(self, step: int) -> list[Any] | None:
-        """Return the micro-batches of a step; None if a lane has ended."""
+    def _read_step(self, step: int) -> tuple[list[Any], dict[int, str]] | None:
+        """Return the micro-batches of a step and the lanes' states; None if a lane has ended."""
         batches = []
+        states: dict[int, str] = {}
         for j, lanes in enumerate(self.lanes):
             samples: dict[int, list[Any]] = {}
             for _ in range(self.readers):  # a DataLoader asks its workers in turn
                 part = next(self.parts, None)
                 if part is None:
                     return None
-                samples |= part
+                for lane, (read, state) in part.items():
+                    samples[lane] = read
+                    if state is not None:
+                        states[lane] = state
             with fork_rng():
                 micro_batch = j * self.layout.world_size + self.rank
                 seed_rng(derive_seed(self.config.seed, "collate", step, micro_batch))
@@ -225,4 +270,4 @@ class StreamBatches:
             if self.device.type == "cuda":
                 batch = recursively_apply(torch.Tensor.pin_memory, batch)
             batches.append(batch)
-        return batches
+        return batches, states
