@@ -23,9 +23,10 @@ Streaming: with --recipe.lanes 64 the training documents are not packed to disk 
        is fixed by the config, not by the number of processes, as with the canonical nodes of
        MosaicML's streaming. Each process reads its own lanes only. If a Hugging Face dataset has
        fewer than 8 files per lane, and their number is no multiple of lanes, each lane reads all
-       files and keeps its share of the rows. A resumed run has to read and tokenize again what its
-       lanes have yielded in this epoch: if that takes long, raise
-       distributed.startup_timeout_seconds.
+       files and keeps its share of the rows. Files are shuffled, and the rows of a file in blocks
+       of 1,000. A checkpoint holds the position of each lane, a document and an offset in its
+       tokens, so a resumed run reads and tokenizes no document before these; of a Hugging Face
+       dataset it reads one block of rows again, and passes over what its file has before that.
 Model: a pre-norm transformer with RMSNorm, rotary position embeddings, SwiGLU or GELU, tied input
        and output embeddings, and no biases.
 The default config, with its measured loss and time, is configs/causal_lm.yaml.
@@ -39,6 +40,7 @@ import os
 import random
 import shutil
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -54,6 +56,7 @@ from torch.utils.checkpoint import checkpoint
 # B: sequences in a micro-batch, T: tokens in a sequence, D: width, H: heads, V: vocabulary size
 
 BYTE_EOS = 256  # the end-of-text token of the byte tokenizer; tokens 0 to 255 are the bytes
+ROWS_PER_BLOCK = 1000  # of a streamed Hugging Face dataset, shuffled together
 logger = logging.getLogger(__name__)
 MAY_CHANGE: Any = {"changes_curve": False}
 PREPARED: dict["CausalLM", dict[str, Any]] = {}  # the data_info that prepare_data returned
@@ -176,7 +179,7 @@ class CausalLM:
             def tokens_of(split: str, counts: dict[str, int]) -> Iterator[list[int]]:
                 if split == "validation" and self.validation_fraction == 0:
                     return
-                for text in self._documents():
+                for text, _ in self._documents():
                     if self._is_validation(text) == (split == "validation"):
                         tokens = [*encode(text), end]
                         counts["documents"] += 1
@@ -186,8 +189,9 @@ class CausalLM:
 
             def rows(split: str = split, counts: dict[str, int] = counts) -> Iterator[dict]:
                 limit = {"train": 0, "validation": self.max_validation_sequences}[split]
-                sequences = pack(tokens_of(split, counts), self.sequence_length)
-                for sequence in islice(sequences, limit if self.lanes else None):
+                documents = ((tokens, None) for tokens in tokens_of(split, counts))
+                sequences = pack(documents, self.sequence_length)
+                for sequence, _ in islice(sequences, limit if self.lanes else None):
                     yield {"tokens": sequence}
 
             count = 0
@@ -212,18 +216,22 @@ class CausalLM:
         except OSError:  # another process has finished first
             shutil.rmtree(temporary)
 
-    def _documents(self, lane: int | None = None, shuffle_seed: int = 0) -> Iterator[str]:
-        """Yield all documents in stored order, or those of one lane in shuffled order."""
+    def _documents(
+        self, lane: int | None = None, shuffle_seed: int = 0, start: Any = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield all documents in stored order, or those of one lane in shuffled order.
+
+        With each comes its position, plain JSON, at which a later call can `start`.
+        """
         if self.data in ("python", "files"):
             paths = self._python_files() if self.data == "python" else self._files()
             if lane is not None:
                 random.Random(shuffle_seed).shuffle(paths)
                 paths = paths[lane :: self.lanes]
-            for path in paths:
-                yield path.read_text(encoding="utf-8", errors="replace")
+            for index in range(start or 0, len(paths)):
+                yield paths[index].read_text(encoding="utf-8", errors="replace"), index
             return
         from datasets import load_dataset
-        from datasets.distributed import split_dataset_by_node
         from datasets.exceptions import DatasetsError
 
         options: dict[str, Any] = {"split": "train", "streaming": bool(self.lanes)}
@@ -235,18 +243,52 @@ class CausalLM:
                 f" Face dataset: {error}"
             ) from error
         if lane is not None:
-            rows = rows.shuffle(seed=shuffle_seed, buffer_size=1000)
-            if rows.num_shards >= 8 * self.lanes:  # whole files per lane; unequal numbers will do
-                rows = rows.shard(num_shards=self.lanes, index=lane, contiguous=False)
-            else:
-                rows = split_dataset_by_node(rows, rank=lane, world_size=self.lanes)
+            yield from self._lane_of_rows(rows, lane, shuffle_seed, start)
+            return
         # iter(), since `for row in rows` inside a loader worker yields only that worker's share
-        for batch in rows.iter(batch_size=64):
-            if self.text_column not in batch:
-                raise ValueError(
-                    f"text_column is {self.text_column}, but the data has only {', '.join(batch)}"
-                )
-            yield from (text for text in batch[self.text_column] if text is not None)
+        for block in rows.iter(batch_size=64):
+            yield from ((text, None) for text in self._texts(block))
+
+    def _lane_of_rows(
+        self, rows: Any, lane: int, shuffle_seed: int, start: dict[str, Any] | None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the texts of one lane, with their positions.
+
+        Rows are shuffled here, in blocks: the state_dict of `rows.shuffle` does not hold its
+        buffer, so that a run resumed there would miss the rows in it.
+        """
+        from datasets.distributed import split_dataset_by_node
+
+        files = list(range(rows.num_shards))
+        random.Random(shuffle_seed).shuffle(files)
+        # whole files per lane; many will do if their number is unequal
+        whole = len(files) % self.lanes == 0 or len(files) >= 8 * self.lanes
+        own = files[lane :: self.lanes] if whole else files
+        at = start or {"file": 0, "block": 0, "row": 0, "state": None}
+        for number in range(at["file"], len(own)):
+            part = rows.shard(num_shards=len(files), index=own[number])
+            if not whole:  # in turn, so that files with few rows are divided evenly, too
+                rank = (lane + number) % self.lanes
+                part = split_dataset_by_node(part, rank=rank, world_size=self.lanes)
+            block, first_row, state = 0, 0, None
+            if number == at["file"]:
+                block, first_row, state = at["block"], at["row"], at["state"]
+            if state:
+                part.load_state_dict(state)
+            for columns in part.iter(batch_size=ROWS_PER_BLOCK):
+                texts = self._texts(columns)
+                random.Random(f"{shuffle_seed} {own[number]} {block}").shuffle(texts)
+                for row in range(first_row, len(texts)):
+                    where = {"file": number, "block": block, "row": row, "state": state}
+                    yield texts[row], where
+                block, first_row, state = block + 1, 0, part.state_dict()
+
+    def _texts(self, columns: dict[str, list[Any]]) -> list[str]:
+        if self.text_column not in columns:
+            raise ValueError(
+                f"text_column is {self.text_column}, but the data has only {', '.join(columns)}"
+            )
+        return [text for text in columns[self.text_column] if text is not None]
 
     def _files(self) -> list[Path]:
         return sorted(path for path in Path(self.data_path).glob(self.pattern) if path.is_file())
@@ -501,29 +543,80 @@ class SequenceStream:
         self.lanes = recipe.lanes
         self.data_info = data_info
 
-    def lane(self, i: int, epoch: int, start: int, seed: int) -> Iterator[Tensor]:
-        """Yield the sequences (T + 1), int64, of lane i, without the first `start` ones."""
+    def lane(self, i: int, epoch: int, start: int, seed: int) -> "SequenceLane":
+        """Return the sequences of lane i, without the first `start` ones."""
+        return SequenceLane(self.recipe, self.data_info, i, 1_000_003 * seed + epoch, start)
+
+
+class SequenceLane:
+    """The sequences (T + 1), int64, of one lane; its state is the position of the next one.
+
+    That is the document in which it begins, see CausalLM._documents, and the offset of its first
+    token in the document's tokens.
+    """
+
+    def __init__(
+        self, recipe: CausalLM, data_info: dict[str, Any], i: int, shuffle_seed: int, start: int
+    ) -> None:
+        self.recipe = recipe
+        self.data_info = data_info
+        self.i = i
+        self.shuffle_seed = shuffle_seed
+        self.start = start
+        self.state: dict[str, Any] = {"document": None, "offset": 0}
+
+    def __iter__(self) -> Iterator[Tensor]:
         recipe, end = self.recipe, self.data_info["eos_token_id"]
         encode = encoder(self.data_info)
-        documents = recipe._documents(i, 1_000_003 * seed + epoch)
-        tokens = ([*encode(text), end] for text in documents if not recipe._is_validation(text))
-        for sequence in islice(pack(tokens, recipe.sequence_length), start, None):
+        texts = recipe._documents(self.i, self.shuffle_seed, self.state["document"])
+        documents = (
+            ([*encode(text), end], position)
+            for text, position in texts
+            if not recipe._is_validation(text)
+        )
+        sequences = pack(documents, recipe.sequence_length, self.state["offset"])
+        for sequence, (document, offset) in islice(sequences, self.start, None):
+            self.state = {"document": document, "offset": offset}
             yield torch.tensor(sequence)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the next sequence."""
+        return self.state
 
-def pack(documents: Iterable[list[int]], length: int) -> Iterator[list[int]]:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin at a position, and read no document before it."""
+        self.state = state
+
+
+def pack(
+    documents: Iterable[tuple[list[int], Any]], length: int, offset: int = 0
+) -> Iterator[tuple[list[int], tuple[Any, int]]]:
     """Yield sequences of length + 1 tokens, cut from the concatenated documents.
 
     Each begins with the last token of the previous one, so that every token is predicted once.
+
+    Args:
+        documents: the tokens of each, and its position.
+        length: of a sequence, less one.
+        offset: where the first sequence begins in the first document.
+
+    Yields:
+        A sequence, and where the next one begins: the position of a document, and an offset in it.
     """
     rest: list[int] = []
-    for tokens in documents:
-        rest += tokens
-        start = 0
+    begins: deque[tuple[int, Any]] = deque()  # where each document begins in rest, its position
+    for tokens, position in documents:
+        begins.append((len(rest) - offset, position))
+        rest += tokens[offset:]
+        start = offset = 0
         while start + length < len(rest):
-            yield rest[start : start + length + 1]
             start += length
+            while len(begins) > 1 and begins[1][0] <= start:
+                begins.popleft()
+            begin, document = begins[0]
+            yield rest[start - length : start + 1], (document, start - begin)
         rest = rest[start:]
+        begins = deque((begin - start, document) for begin, document in begins)
 
 
 # ---- the model ----------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
-from itertools import pairwise
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -292,27 +294,104 @@ def test_the_lanes_hold_every_training_document_once_and_each_epoch_is_shuffled(
         )
 
 
+@pytest.mark.parametrize("sequence_length", [4, 60])
+def test_a_lane_goes_on_at_its_state_and_reads_no_document_before_it(
+    tmp_path, sequence_length, monkeypatch
+):
+    write(tmp_path / "texts", 60)
+    recipe = recipe_of(tmp_path, lanes=2, sequence_length=sequence_length)
+    stream, _ = recipe.build_datasets(recipe.prepare_data())
+    read: list[str] = []
+    read_text = Path.read_text
+
+    def recorded(path: Path, *args: Any, **kwargs: Any) -> str:
+        read.append(path.name)
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", recorded)
+    lane = stream.lane(1, 1, 0, 0)
+    sequences, states = [], [json.dumps(lane.state_dict())]
+    for sequence in lane:
+        sequences.append(sequence)
+        states.append(json.dumps(lane.state_dict()))
+    assert len(sequences) > 10
+    assert max(map(len, states)) < 40, "a position, not the tokens"
+    whole = list(read)
+    for number, state in enumerate(map(json.loads, states)):
+        read.clear()
+        resumed = stream.lane(1, 1, 0, 0)
+        resumed.load_state_dict(state)
+        rest = list(resumed)
+        assert torch.equal(torch.stack([*sequences[:number], *rest]), torch.stack(sequences))
+        assert read == whole[state["document"] or 0 :]
+    assert len(read) < 5, "the last state is near the end"
+
+
+def write_rows(folder, texts, files):
+    """Write a Hugging Face dataset of several files; row n is in file n % files."""
+    folder.mkdir()
+    for file in range(files):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[file::files]]
+        (folder / f"part_{file:02}.jsonl").write_text("".join(lines))
+    return str(folder)
+
+
+@pytest.mark.parametrize("files", [1, 4, 9, 17])
+def test_a_lane_of_a_streamed_hugging_face_dataset_goes_on_at_its_state(
+    tmp_path, files, monkeypatch
+):
+    texts = [f"row {number} " + "of a table. " * (number % 7) for number in range(80)]
+    data = write_rows(tmp_path / "rows", texts, files)
+    recipe = recipe_of(tmp_path, lanes=2, data=data, validation_fraction=0.0)
+    stream, _ = recipe.build_datasets(recipe.prepare_data())
+    monkeypatch.setattr(causal_lm, "ROWS_PER_BLOCK", 7)
+    blocks: list[list[str]] = []
+    texts_of = CausalLM._texts
+
+    def recorded(recipe: CausalLM, columns: Any) -> list[str]:
+        blocks.append(texts_of(recipe, columns))
+        return blocks[-1]
+
+    monkeypatch.setattr(CausalLM, "_texts", recorded)
+    lanes = [list(recipe._documents(i, 0)) for i in range(2)]
+    assert sorted(text for lane in lanes for text, _ in lane) == sorted(texts), "each row once"
+    sizes = [len(lane) for lane in lanes]
+    assert files == 17 or max(sizes) - min(sizes) <= 2, "also of files with odd numbers of rows"
+    assert [text for text, _ in lanes[0]] != [text for text, _ in recipe._documents(0, 1)]
+    positions = [json.dumps(position) for _, position in lanes[1]]
+    lane = stream.lane(1, 0, 0, 0)
+    sequences = list(lane)
+    for number in range(0, len(sequences), 5):
+        part = stream.lane(1, 0, 0, 0)
+        assert len(list(islice(part, number))) == number
+        state = json.loads(json.dumps(part.state_dict()))
+        blocks.clear()
+        resumed = stream.lane(1, 0, 0, 0)
+        resumed.load_state_dict(state)
+        rest = list(resumed)
+        assert torch.equal(torch.stack([*sequences[:number], *rest]), torch.stack(sequences))
+        before = positions.index(json.dumps(state["document"])) if number else 0
+        rows = sum(map(len, blocks))
+        assert rows - 7 < len(positions) - before <= rows, "at most one block is read again"
+
+
 @pytest.mark.parametrize("files", [1, 17])
 def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path, files):
-    (tmp_path / "rows").mkdir()
     texts = [f"row {number} " + "of a table. " * (number % 7) for number in range(80)]
-    for file in range(files):
-        rows = [{"text": text} for text in texts[file::files]]
-        path = tmp_path / f"rows/part_{file}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = recipe_of(tmp_path, lanes=2, data=str(tmp_path / "rows"), validation_fraction=0.0)
+    data = write_rows(tmp_path / "rows", texts, files)
+    recipe = recipe_of(tmp_path, lanes=2, data=data, validation_fraction=0.0)
     stream, sets = recipe.build_datasets(recipe.prepare_data())
     assert sets == {}
     here = [list(stream.lane(i, 0, 0, 0)) for i in range(2)]
     rows_seen = sum(int((sequence[1:] == 256).sum()) for lane in here for sequence in lane)
-    assert len(texts) - 2 <= rows_seen <= len(texts)
+    assert len(texts) - 4 <= rows_seen <= len(texts), "the tail of a lane may hold two short rows"
     another = list(stream.lane(0, 0, 0, 1))
     assert not torch.equal(another[0], here[0][0]), "the order depends on the seed"
-    reader = LaneReader(stream, [range(2)], 1, 0, 0, 0, seed_samples=False)
+    reader = LaneReader(stream, [range(2)], 1, 0, 0, 0, seed_samples=False, states={})
     loader = torch.utils.data.DataLoader(reader, batch_size=None, num_workers=2)
     parts = [part for part in loader if part is not None]
     for lane, sequences in enumerate(here):
-        there = [sequence for part in parts for sequence in part.get(lane, [])]
+        there = [s for part in parts for s in (part[lane][0] if lane in part else [])]
         assert torch.equal(torch.stack(there), torch.stack(sequences[: len(there)]))
         assert len(there) >= min(map(len, here))
 
