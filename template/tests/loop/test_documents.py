@@ -1,6 +1,7 @@
 """What the documents say is there: files, links, messages. Their commands fit a page, and run."""
 
 import ast
+import json
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documents import (
@@ -23,6 +25,8 @@ from documents import (
     train_as_typed,
 )
 from runs import status
+
+from my_project.contract import lane_state
 
 SOURCE = PROJECT / "src/my_project"
 MORE = len(SOURCE.name) - 10  # letters of the package's name than in the template
@@ -193,6 +197,28 @@ def test_the_recipe_of_the_document_learns_and_shows_it(tmp_path, monkeypatch):
     assert f"truth {known}, answer {answer.strip()}" == lines[0]
     (recipe,) = blocks(OWN, "python")
     assert len([line for line in recipe.splitlines() if line]) <= 40
+
+
+def test_the_lanes_of_the_document_go_on_at_their_states(tmp_path):
+    import torch
+
+    (code,) = blocks(text_of("docs/your-own-recipe.md", "## Data that is a stream"), "python")
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
+    numbers = {}
+    for file in range(10):  # of one to four lines: lane 1 reads the second and the last
+        numbers[file] = [str(10 * file + line) for line in range(1 + file % 4)]
+        (tmp_path / f"{file}").write_text("\n".join(numbers[file]))
+    stream = names["Numbers"]([tmp_path / f"{file}" for file in range(10)])
+    lane, whole, states = stream.lane(1, 0, 0, 0), [], []
+    for number in lane:
+        whole.append(number)
+        states.append(lane_state(lane))
+    assert whole == [float(number) for number in numbers[1] + numbers[9]]
+    for position, state in enumerate(states, 1):
+        resumed = stream.lane(1, 0, 0, 0)
+        resumed.load_state_dict(json.loads(state))
+        assert list(resumed) == list(stream.lane(1, 0, position, 0)) == whole[position:]
 
 
 @pytest.mark.slow

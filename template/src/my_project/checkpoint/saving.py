@@ -5,7 +5,7 @@
       optimizer.safetensors    "<parameter>/<slot>", independent of the world size
       ema.safetensors          the EMA, with optim.ema_decay
       state.json               the step, the optimizer's non-tensor state, the best value, the fp16
-                               loss scale, the numerics of the run
+                               loss scale, the numerics of the run, the states of a stream's lanes
       manifest.json            size and SHA-256 of each file, written last; evaluation results;
                                the --resume path at which the run began
 
