@@ -182,6 +182,19 @@ def test_a_stream_that_gains_or_loses_its_states_goes_on(tmp_path, before, after
     assert set(first_read(longer, 0, epoch=0).values()) == {0}, "passed over, as there is no state"
 
 
+def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_states(tmp_path):
+    config = change(config_of(tmp_path, "one", state="saved"), steps=2)
+    assert train(config) == 0
+    other = change(
+        config_of(tmp_path, "other", state="saved", lanes=4),
+        resume=str(config.folder / "checkpoints/step_00000002"),
+    )
+    assert train(other) == 0
+    assert first_read(other, 0, epoch=0) == dict.fromkeys(range(4), 0)
+    wanted = {k: samples for k, samples in enumerate(expected(other)) if k >= 2}
+    assert seen(other, 1) == wanted
+
+
 @pytest.mark.parametrize(
     ("state", "sentence", "workers"),
     [
