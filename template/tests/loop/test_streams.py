@@ -147,6 +147,8 @@ def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path, state):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         first = first_read(longer, 0, saved["epoch"])
         assert set(first.values()) <= {position if state else 0}, "what was read before is not"
+        starts = {start for epoch, _, start in opened(longer, 0) if epoch == saved["epoch"]}
+        assert starts == {0 if state else position}
         next_epoch = first_read(longer, 0, saved["epoch"] + 1)
         assert set(next_epoch.values()) <= {0}, "the next epoch is read from its start"
         at_an_end += [stop] if len(first) < 8 else []
