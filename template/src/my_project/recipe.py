@@ -21,10 +21,10 @@ order:
         batch; random numbers drawn ahead of a sample must depend on (i, epoch, seed) only. The
         number of lanes must divide the global batch and be a multiple of its number of
         micro-batches. The epoch ends with the first lane that ends.
-        What `lane` returns may have `state_dict()` and `load_state_dict(state)`, as an
-        IterableDataset of `datasets` has, so that a resumed run need not read again what it
-        skips. `state_dict` is called after each step's samples and returns the position after the
-        last of them as plain JSON; checkpoints keep it. A run that resumes there calls
+        What `lane` returns may have `state_dict()` and `load_state_dict(state)` (the Stateful
+        protocol of torch.distributed.checkpoint), so that a resumed run need not read again what
+        it skips. `state_dict` is called after each step's samples and returns the position after
+        the last of them as plain JSON; checkpoints keep it. A run that resumes there calls
         `load_state_dict` on a new lane, opened with start 0, before it iterates.
     build_model(data_info) -> torch.nn.Module
         Needs no training data and no network, since predict.py calls it too.
