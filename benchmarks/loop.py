@@ -1,236 +1,240 @@
 """Time the project's loop against a hand-written PyTorch loop, in one run.
 
-    python benchmarks/loop.py                     all cases, about 9 minutes on 2 cores
+    python benchmarks/loop.py                     about 6 minutes on 2 cores
+    python benchmarks/loop.py --peers             also against the libraries in peers.py
     python benchmarks/loop.py --cases mlp         one minute
     python benchmarks/loop.py --source /tmp/src   another copy of template/src, to try a change
 
-Both loops train the same model on the same samples in the same order with the same settings. They
-run alternately in the same processes, in rounds of 12 steps, so that other load on the machine
-affects both. A round's result is the ratio of the two step times, a case's result the median over
-its rounds. After 20 steps the weights of both loops must be equal.
+All loops train the same model on the same data with the same settings. They take turns, each in its
+own processes, in rounds of 12 steps (rounds.py), so that other load on the machine affects all of
+them. A round's result is the ratio of its step time to that of the hand-written loop, a case's
+result the median over its rounds, with quartiles. Where both loops draw the same random numbers,
+their weights must be equal after 20 steps. README.md explains the columns.
 """
 
 import argparse
-import contextlib
-import dataclasses
-import io
+import datetime
 import os
 import platform
 import socket
-import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LOG_EVERY = 10  # steps
-WARM_UP = {"drop_rounds": 5, "drop_steps": 2}  # at the beginning, and in each round
-STEPS_PER_ROUND = WARM_UP["drop_steps"] + LOG_EVERY  # so that each round writes one record
-CHECK_STEP = 20
-OURS, HAND_WRITTEN = "ours", "hand_written"
+OURS, HAND_WRITTEN = "this project", "hand-written"
+PEERS = {  # the package, and the function in peers.py
+    "accelerate's examples": ("accelerate", "accelerate_example"),
+    "Lightning Fabric": ("lightning", "lightning_fabric"),
+    "Lightning's Trainer": ("lightning", "lightning_trainer"),
+    "transformers' Trainer": ("transformers", "transformers_trainer"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One line of the results."""
+    """What is trained, and how. All else is the default of `Config`."""
 
+    title: str
     task: str  # a class in tasks.py
-    processes: int
-    accumulation: int
+    recipe: dict[str, Any] = field(default_factory=dict)  # its fields
+    processes: int | None = 2  # None: one for each GPU
     micro_batch_size: int
-    rounds: int  # of each loop
-    seed_samples: bool = False  # our loop seeds the generators before each sample
-    both_seed: bool = True  # if so, the hand-written loop does the same
-    width: int = 16  # of MiniResNet: 16 in the recipe's config, 32 in the class
-    target: float | None  # the largest ratio wanted
+    accumulation: int = 1
+    rounds: int  # of each loop, without the first ones
+    draws: bool = False  # augmentation draws other random numbers in each loop
+    precision: str = "no"
+    compile: str = "no"  # whole, or regional: block by block, as in accelerate's dynamo_config
 
     @property
     def name(self) -> str:
-        """The line's title."""
+        """The case in words."""
         processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
-        task = self.task if self.width == 16 else f"{self.task} of width {self.width}"
-        name = f"{task}, {processes}, accumulation {self.accumulation}"
-        return name if self.both_seed else f"{name}, unseeded"
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of each loop."""
-        return self.rounds * STEPS_PER_ROUND
+        words = [self.title, processes, f"accumulation {self.accumulation}"]
+        words += [self.precision] * (self.precision != "no")
+        words += [f"compiled ({self.compile})"] * (self.compile != "no")
+        return ", ".join(words)
 
 
-def mlp(accumulation: int) -> Case:
-    """Return the case that measures the loop alone."""
-    return Case(
-        task="TinyMlp",
-        processes=1,
-        accumulation=accumulation,
-        micro_batch_size=32,
-        rounds=205,
-        target=1.15,
-    )
-
-
-def digits(accumulation: int, *, both_seed: bool = True, width: int = 16) -> Case:
-    """Return the case of a small but real model on two processes."""
-    return Case(
-        task="Digits",
-        processes=2,
-        accumulation=accumulation,
-        micro_batch_size=16,
-        rounds=105 if accumulation == 1 else 55,
-        width=width,
-        seed_samples=True,
-        both_seed=both_seed,
-        target=1.02 if both_seed else None,
-    )
-
-
+MLP = Case(title="tiny MLP", task="TinyMlp", micro_batch_size=32, rounds=150)
+IMAGES = Case(title="MiniResNet", task="Digits", micro_batch_size=16, rounds=40, draws=True)
+GPT = Case(title="GPT of 0.9 M", task="Tokens", micro_batch_size=4, rounds=25)
 CASES = {
-    "mlp": [mlp(1), mlp(4)],
-    "resnet": [digits(a, width=width) for width in (16, 32) for a in (1, 4)],
-    "unseeded": [digits(1, both_seed=False)],
+    "mlp": replace(MLP, processes=1, rounds=300),
+    "mlp_2_processes": MLP,
+    "images": IMAGES,
+    "images_accumulated": replace(IMAGES, accumulation=4, rounds=20),
+    "gpt": GPT,
+    "gpt_accumulated": replace(GPT, accumulation=4, rounds=10),
 }
-
-
-# ---- one process of a case -----------------------------------------------------------------------
-def settings(case: Case, folder: str, name: str) -> Any:
-    """Return the config of one run, which both loops read."""
-    import tasks
-    from my_project.config import BatchesConfig, Config, OptimConfig, TelemetryConfig
-
-    return Config(
-        recipe=tasks.TinyMlp() if case.task == "TinyMlp" else tasks.Digits(width=case.width),
-        batches=BatchesConfig(
-            global_batch_size=case.micro_batch_size * case.processes * case.accumulation,
-            micro_batch_size=case.micro_batch_size,
-            workers=0,
-            seed_samples=case.seed_samples,
-        ),
-        steps=case.steps,
-        optim=OptimConfig(lr=1e-3, weight_decay=0.05, warmup_steps=30, clip_norm=1.0),
-        telemetry=TelemetryConfig(every_steps=LOG_EVERY, trackers=[]),
-        run_name=name,
-        runs_folder=folder,
+# The size of GPT-2, with its vocabulary rounded up to a multiple of 64
+SIZE = {"vocabulary": 50304, "sequence_length": 1024, "width": 768, "depth": 12, "heads": 12}
+GPT_124M = Case(
+    title="GPT of 124 M",
+    task="Tokens",
+    recipe=SIZE | {"activation": "gelu"},
+    processes=None,
+    micro_batch_size=8,
+    rounds=20,
+    precision="bf16",
+)
+GPU_CASES = {
+    "gpt_124m": GPT_124M,
+    "gpt_124m_compiled": replace(GPT_124M, compile="whole"),
+    "gpt_124m_regional": replace(GPT_124M, compile="regional"),
+}
+CHECKS = {  # nothing is drawn, so the weights can be compared; run by tests/test_benchmarks.py
+    "images_not_augmented": replace(
+        CASES["images_accumulated"],
+        title="MiniResNet without augmentation",
+        recipe={"augmentation": "none"},
+        draws=False,
     )
+}
+MOST_DIFFERENT = 1e-3  # weights in float32, relative to their largest change; measured: 2e-5
 
 
-def train_ours(config: Any) -> None:
+# ---- one process of a loop -----------------------------------------------------------------------
+def work(
+    index: int, case: Case, turns: Any, ports: list[int], source: str, folder: str, device: str
+) -> None:
+    """Train in this process, by the loop that the index states, and save the times."""
+    assert case.processes
+    position, rank = divmod(index, case.processes)
+    loop = turns.loops[position]
+    own_folder = Path(folder) / f"{position}"
+    own_folder.mkdir(exist_ok=True)
+    os.chdir(own_folder)
+    log = os.open(f"log_{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    sys.path.insert(0, source)
+    if device == "cpu":
+        os.environ |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    if case.processes > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[position])}
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(case.processes))
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    import rounds
+    import tasks
+
+    recorder = rounds.Recorder(turns, loop, rank, rounds.steps_of(case.rounds))
+    settings = tasks.Settings(
+        recipe=getattr(tasks, case.task)(**case.recipe),
+        steps=rounds.steps_of(case.rounds),
+        processes=case.processes,
+        micro_batch_size=case.micro_batch_size,
+        accumulation=case.accumulation,
+        precision=case.precision,
+        compile=case.compile,
+        folder=own_folder,
+    )
+    if loop == OURS:
+        train_ours(settings)
+    elif loop == HAND_WRITTEN:
+        import hand_written
+
+        hand_written.train(settings)
+    else:
+        import peers
+
+        getattr(peers, PEERS[loop][1])(settings)
+    recorder.save(Path(folder) / f"{position}_{rank}.pt")
+
+
+def train_ours(settings: Any) -> None:
     """Run the project's main, as its command does."""
     from my_project import cli
+    from my_project.config import BatchesConfig, Config, OptimConfig
     from my_project.train import main
 
+    if settings.compile != "no":  # what accelerate launch sets for --dynamo_backend
+        os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
+        regional = str(settings.compile == "regional")
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = regional
     cli.set_up_logging(is_run=True)
+    config = Config(
+        recipe=settings.recipe,
+        batches=BatchesConfig(
+            global_batch_size=settings.micro_batch_size
+            * settings.processes
+            * settings.accumulation,
+            micro_batch_size=settings.micro_batch_size,
+            workers=0,
+        ),
+        steps=settings.steps,
+        optim=OptimConfig(
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            warmup_steps=settings.warmup_steps,
+            clip_norm=settings.clip_norm,
+        ),
+        precision=settings.precision,
+        seed=settings.seed,
+        runs_folder=str(settings.folder),
+    )
+    assert config.telemetry.every_steps == settings.log_every
     if code := main(config):
         raise RuntimeError(f"the run ended with {code}")
 
 
-def train_hand_written(config: Any, case: Case, rank: int, device: Any) -> None:
-    """Run the hand-written loop."""
-    import hand_written
-    import torch
-    from my_project.loading.loader import Fetch
-    from my_project.loading.seeding import derive_seed
+# ---- one case ------------------------------------------------------------------------------------
+def measure(case: Case, loops: list[str], source: str, device: str) -> list[Any]:
+    """Run the loops of a case; return the Times of each."""
+    import rounds
+    from torch.multiprocessing.spawn import ProcessException, spawn
 
-    torch.set_float32_matmul_precision("high")
-    recipe = config.recipe
-    data_info = recipe.prepare_data()
-    data: Any = recipe.build_datasets(data_info)[0]
-    seeded = case.seed_samples and case.both_seed
-    sampler = hand_written.Sampler(
-        samples=len(data),
-        micro_batch_size=case.micro_batch_size,
-        accumulation=case.accumulation,
-        steps=case.steps,
-        rank=rank,
-        world_size=case.processes,
-        epoch_seed=lambda epoch: derive_seed(config.seed, "order", epoch),
-        with_epoch=seeded,
-    )
-    collate = getattr(recipe, "collate", None)
-    if seeded:  # the same random numbers, so that the weights can be compared
-        data, collate = Fetch(data, collate, config.seed, True), hand_written.identity
-    loader = torch.utils.data.DataLoader(
-        data, batch_sampler=sampler, collate_fn=collate, pin_memory=device.type == "cuda"
-    )
-    torch.manual_seed(config.seed)
-    model = recipe.build_model(data_info)
-    config.folder.mkdir(parents=True, exist_ok=True)
-    hand_written.train(
-        model,
-        loader,
-        steps=case.steps,
-        accumulation=case.accumulation,
-        samples_per_step=config.batches.global_batch_size,
-        lr=config.optim.lr,
-        weight_decay=config.optim.weight_decay,
-        warmup_steps=config.optim.warmup_steps,
-        clip_norm=config.optim.clip_norm,
-        log_every=LOG_EVERY,
-        log_path=config.folder / f"metrics_{rank}.jsonl",
-        device=device,
-        rank=rank,
-        world_size=case.processes,
-    )
+    assert case.processes
+    turns = rounds.Turns(loops, case.processes)
+    ports = [free_port() for _ in loops]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn(
+                work,
+                (case, turns, ports, source, folder, device),
+                nprocs=len(loops) * case.processes,
+            )
+        except ProcessException as error:
+            index = error.error_index
+            log = f"{index // case.processes}/log_{index % case.processes}.txt"
+            print((Path(folder) / log).read_text()[-4000:], file=sys.stderr)
+            raise
+        return [
+            rounds.Times([Path(folder) / f"{i}_{rank}.pt" for rank in range(case.processes)])
+            for i in range(len(loops))
+        ]
 
 
-def work(rank: int, case: Case, source: str, folder: str, port: int, device_type: str) -> None:
-    """Run one case in this process; rank 0 prints the result."""
-    if device_type == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    sys.path.insert(0, source)
-    if case.processes > 1:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(case.processes))
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    import tasks
-    import torch
-    from rounds import Rounds
+def show(case: Case, loops: list[str], times: list[Any]) -> None:
+    """Print a line for each loop; refuse a project's loop whose weights differ."""
+    import statistics
 
-    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    if case.processes > 1:  # the project's loop uses this process group, and destroys it
-        torch.distributed.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    rounds = Rounds(
-        [HAND_WRITTEN, OURS],
-        accumulation=case.accumulation,
-        steps_per_round=STEPS_PER_ROUND,
-        check_step=CHECK_STEP,
-    )
-    tasks.ROUNDS.append(rounds)
-    with contextlib.redirect_stdout(io.StringIO()):  # lines as in a log, no progress bar
-        rounds.run(
-            {
-                HAND_WRITTEN: lambda: train_hand_written(
-                    settings(case, folder, HAND_WRITTEN), case, rank, device
-                ),
-                OURS: lambda: train_ours(settings(case, folder, OURS)),
-            }
-        )
-    if rank == 0:
-        show(case, rounds)
+    from rounds import ratios
+
+    reference = times[loops.index(HAND_WRITTEN)]
+    for loop, own in zip(loops, times, strict=True):
+        wall, cpu = (1e3 * statistics.median(values) for values in (own.wall, own.cpu))
+        compared = wall_ratio = quartiles = cpu_ratio = ""
+        if loop != HAND_WRITTEN:
+            low, median, high = ratios(own.wall, reference.wall)
+            wall_ratio, quartiles = f"{median:.3f}", f"{low:.2f} to {high:.2f}"
+            cpu_ratio = f"{ratios(own.cpu, reference.cpu)[1]:.3f}"
+        if loop == OURS:
+            difference = own.weights_differ(reference)
+            compared = "other draws" if case.draws else f"{difference:.0e}"
+            if not case.draws and case.precision == "no" and difference > MOST_DIFFERENT:
+                raise RuntimeError(f"{case.name}: the weights differ by {compared}")
+        cells = [case.name, loop, f"{wall:.2f}", wall_ratio, quartiles, f"{cpu:.2f}", cpu_ratio]
+        print_row(*cells, compared)
 
 
-def show(case: Case, rounds: Any) -> None:
-    """Print one line of the results; refuse loops whose weights differ."""
-    low, ratio, high = statistics.quantiles(rounds.ratios(OURS, HAND_WRITTEN, **WARM_UP), n=4)
-    ours, hand_written = (
-        1e3 * statistics.median(rounds.step_seconds(loop, **WARM_UP))
-        for loop in (OURS, HAND_WRITTEN)
-    )
-    weights = "not compared"
-    if case.both_seed:
-        difference = rounds.weights_differ(OURS, HAND_WRITTEN)
-        weights = f"{difference:.0e}"
-        if difference > 1e-4:
-            raise RuntimeError(f"{case.name}: the weights of the two loops differ by {weights}")
-    print(
-        f"{case.name:48} {ours:8.3f} {hand_written:8.3f} {ratio:7.3f}  {low:.3f} to {high:.3f}"
-        f" {case.target or '-':>8} {weights}",
-        flush=True,
-    )
+def print_row(*cells: str) -> None:
+    """Print a row of a Markdown table."""
+    print("|", " | ".join(cells), "|", flush=True)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -247,35 +251,52 @@ def processor() -> str:
 
 
 def main() -> None:
-    """Run the cases, each in its own processes."""
+    """Run the cases, one after another."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    cases = CASES | GPU_CASES | CHECKS
     parser.add_argument(
-        "--rounds", type=int, help="of each loop, instead of each case's own number"
+        "--cases", nargs="+", choices=list(cases), help="default: those for the device"
     )
+    parser.add_argument("--peers", action="store_true", help="also time the libraries in peers.py")
+    parser.add_argument("--rounds", type=int, help="of each loop, at least 2; default: by case")
     parser.add_argument("--source", default=str(ROOT / "template" / "src"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the processes
+    sys.path.insert(0, arguments.source)
     import torch
-    from torch.multiprocessing.spawn import spawn
 
-    print(f"{processor()}, {os.cpu_count()} CPUs; torch {torch.__version__}; 1 thread per process")
-    heads = f"{'ours ms':>8} {'hand ms':>8} {'ratio':>7}  {'quartiles':14} {'at most':>8} weights"
-    print(f"{'':48} {heads}")
-    for case in [case for name in arguments.cases for case in CASES[name]]:
-        if arguments.rounds:
-            case = dataclasses.replace(case, rounds=arguments.rounds)
-        with tempfile.TemporaryDirectory() as folder:
-            work_arguments = (case, arguments.source, folder, free_port(), arguments.device)
-            spawn(work, work_arguments, nprocs=case.processes)
+    gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
+    peers = PEERS if arguments.peers else {}
+    installed = [name for name, (package, _) in peers.items() if find_spec(package)]
+    packages = sorted({"torch", "accelerate"} | {peers[name][0] for name in installed})
     print(
-        f"load average of the last minute: {os.getloadavg()[0]:.2f}; up to 2 is the benchmark's own"
+        f"{processor()}, {os.cpu_count()} CPUs, 1 thread per process;"
+        f" {', '.join(f'{name} {version(name)}' for name in packages)};"
+        f" {datetime.date.today().isoformat()}\n"
     )
+    heads = ["case", "loop", "ms", "ratio", "quartiles", "CPU ms", "CPU ratio", "weights differ by"]
+    print_row(*heads)
+    print_row(*["---"] * len(heads))
+    for name in arguments.cases or (CASES | GPU_CASES if gpus else CASES):
+        case = cases[name]
+        case = replace(case, processes=case.processes or max(1, gpus))
+        if arguments.rounds:
+            case = replace(case, rounds=arguments.rounds)
+        if gpus and (case.processes or 1) > gpus:
+            print_row(case.name, f"needs {case.processes} GPUs", *[""] * 6)
+            continue
+        loops = [HAND_WRITTEN, OURS]
+        if case.compile == "no":  # peers.py does not compile
+            loops += installed
+        show(case, loops, measure(case, loops, arguments.source, arguments.device))
+    for name in peers.keys() - set(installed):
+        print_row("all", name, "not installed", *[""] * 5)
+    print(f"\nload average of the last minute: {os.getloadavg()[0]:.2f}, the benchmark's included")
 
 
 if __name__ == "__main__":

@@ -1,103 +1,144 @@
-"""Run several training loops alternately in one process, a few steps each, and time their steps.
+"""Let training loops take turns, each in its own processes, and time their optimizer steps.
 
-Each loop has its own thread, and one thread runs at a time. A loop calls `record_start` before the
-forward pass of each micro-batch; at the end of its round it waits there for its next round.
+All loops are alive at once. The processes of one train for a round of steps while those of the
+others wait, so that other load on the machine affects all loops, and each has its process, its
+process group and its main thread to itself. Turns change in a hook that torch calls after each
+optimizer step; loops, recipes and libraries run unchanged.
 """
 
-import threading
+import multiprocessing
+import statistics
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+STEPS_PER_ROUND = 12
+DROP_STEPS = 2  # at the beginning of each round: the caches hold the data of another loop
+DROP_ROUNDS = 2  # at the beginning of each loop
+CHECK_STEP = 20  # the weights of the loops are compared after this step
 
 
-class Rounds:
-    """The loops by name, in the order in which they run."""
+def steps_of(rounds: int) -> int:
+    """Return the optimizer steps of a loop that runs so many timed rounds."""
+    return 1 + (DROP_ROUNDS + rounds) * STEPS_PER_ROUND  # the first step ends the setup
 
-    def __init__(
-        self, loops: list[str], *, accumulation: int, steps_per_round: int, check_step: int
-    ) -> None:
-        """Store the weights of every loop after 0 and after check_step steps."""
+
+class Turns:
+    """Whose turn it is; every process of a case has a copy."""
+
+    def __init__(self, loops: list[str], processes: int) -> None:
+        """Create the turns of loops by name, in their order, of `processes` processes each."""
+        context = multiprocessing.get_context("spawn")
         self.loops = loops
-        self.accumulation = accumulation
-        self.check_step = check_step
-        self.micro_batches_per_round = accumulation * steps_per_round
-        self.semaphores = {loop: threading.Semaphore(0) for loop in loops}
-        # per loop and round, the start of each micro-batch in seconds
-        self.starts: dict[str, list[list[float]]] = {loop: [[]] for loop in loops}
-        self.weights: dict[str, list[dict[str, Tensor]]] = {loop: [] for loop in loops}
-        self.micro_batches = dict.fromkeys(loops, 0)
-        self.running = list(loops)
-        self.errors: list[BaseException] = []
+        self.processes = processes
+        self.everyone = context.Barrier(len(loops) * processes)
+        self.turns = {loop: [context.Semaphore(0) for _ in range(processes)] for loop in loops}
 
-    def run(self, functions: dict[str, Callable[[], Any]]) -> None:
-        """Run all loops to their end; the last one in this thread, which receives the signals."""
+    def begin(self, loop: str, rank: int) -> None:
+        """Wait until all loops are set up, and then for the first turn."""
+        self.everyone.wait()
+        if loop != self.loops[0]:
+            self._wait(loop, rank)
 
-        def run_alternately(loop: str) -> None:
-            threading.current_thread().name = loop
-            self.semaphores[loop].acquire()
-            try:
-                functions[loop]()
-            except BaseException as error:
-                self.errors.append(error)
-            finally:
-                next_loop = self._next(loop)
-                self.running.remove(loop)
-                self.semaphores[next_loop].release()
+    def pass_on(self, loop: str, rank: int) -> None:
+        """Give the turn to the next loop; return when it is this loop's again."""
+        self._release_next(loop)
+        self._wait(loop, rank)
 
-        for loop in self.loops[:-1]:
-            threading.Thread(target=run_alternately, args=(loop,), daemon=True).start()
-        self.semaphores[self.loops[0]].release()
-        run_alternately(self.loops[-1])
-        if self.errors:
-            raise self.errors[0]
+    def end(self, loop: str) -> None:
+        """Give the turn to the next loop; return when the last loop has ended its rounds."""
+        self._release_next(loop)
+        self.everyone.wait()
 
-    def record_start(self, model: nn.Module) -> None:
-        """Record the start of a micro-batch's forward pass; after a round, wait for the next."""
-        loop = threading.current_thread().name
-        count = self.micro_batches[loop]
-        self.micro_batches[loop] += 1
-        round_ends = count % self.micro_batches_per_round == 0
+    def _release_next(self, loop: str) -> None:
+        for semaphore in self.turns[self.loops[(self.loops.index(loop) + 1) % len(self.loops)]]:
+            semaphore.release()
+
+    def _wait(self, loop: str, rank: int) -> None:
+        for _ in range(self.processes):  # each process of the loop before releases once
+            self.turns[loop][rank].acquire()
+
+
+class Recorder:
+    """Times the optimizer steps of this process, and waits for the turns of its loop."""
+
+    def __init__(self, turns: Turns, loop: str, rank: int, steps: int) -> None:
+        """Record from now on; `steps` is the number of optimizer steps of the loop."""
+        self.turns = turns
+        self.loop = loop
+        self.rank = rank
+        self.last_step = steps - 1
+        self.step = 0
+        # per round, the clock at its start and after each step: (wall time, CPU time) in seconds
+        self.rounds: list[list[tuple[float, float]]] = []
+        self.weights: list[list[torch.Tensor]] = []  # after step 0 and after CHECK_STEP
+        register_optimizer_step_post_hook(self._step_ended)
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        round_ends = self.step % STEPS_PER_ROUND == 0
         if round_ends and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # this loop's kernels must not run in the next round
-        self.starts[loop][-1].append(time.perf_counter())
+            torch.cuda.synchronize()  # this loop's kernels must not run in another's round
+        if self.rounds:
+            self._read_clocks()
+        if self.step in (0, CHECK_STEP):
+            groups = optimizer.param_groups
+            self.weights.append([p.detach().cpu().clone() for g in groups for p in g["params"]])
         if round_ends:
-            self.semaphores[self._next(loop)].release()
-            self.semaphores[loop].acquire()
-            if self.errors:
-                raise RuntimeError("another loop failed")
-            self.starts[loop].append([time.perf_counter()])
-        if count in (0, self.check_step * self.accumulation):
-            self.weights[loop].append({k: v.cpu().clone() for k, v in model.state_dict().items()})
+            if self.step == 0:
+                self.turns.begin(self.loop, self.rank)
+            elif self.step < self.last_step:
+                self.turns.pass_on(self.loop, self.rank)
+            else:
+                self.turns.end(self.loop)
+            self.rounds.append([])
+            self._read_clocks()
+        self.step += 1
 
-    def _next(self, loop: str) -> str:
-        return self.running[(self.running.index(loop) + 1) % len(self.running)]
+    def _read_clocks(self) -> None:
+        self.rounds[-1].append((time.perf_counter(), time.process_time()))
 
-    def step_seconds(self, loop: str, *, drop_rounds: int, drop_steps: int) -> list[float]:
-        """Return the mean step time of each round, without the first rounds and steps (warm-up)."""
-        complete = [
-            starts for starts in self.starts[loop] if len(starts) > self.micro_batches_per_round
-        ]
-        seconds = []
-        for starts in complete[drop_rounds:]:
-            step_starts = starts[:: self.accumulation][drop_steps:]
-            seconds.append((step_starts[-1] - step_starts[0]) / (len(step_starts) - 1))
-        return seconds
+    def save(self, path: Path) -> None:
+        """Write the times and the weights for `Times`; refuse a loop that took fewer steps."""
+        if self.step != self.last_step + 1:
+            raise RuntimeError(f"{self.loop} took {self.step} steps, not {self.last_step + 1}")
+        torch.save({"rounds": self.rounds[:-1], "weights": self.weights}, path)
 
-    def ratios(self, loop: str, other: str, **drop: int) -> list[float]:
-        """Return the step time of one loop divided by that of another, for each round."""
-        pairs = zip(self.step_seconds(loop, **drop), self.step_seconds(other, **drop), strict=True)
-        return [a / b for a, b in pairs]
 
-    def weights_differ(self, loop: str, other: str) -> float:
-        """Return the largest difference between the weights of two loops after check_step steps.
+class Times:
+    """The times of one loop's steps, by rounds, from what its recorders have saved."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        """Read the files of all ranks: wall time of rank 0, CPU time as the mean of the ranks."""
+        ranks = [torch.load(path) for path in paths]
+        self.weights: list[list[torch.Tensor]] = ranks[0]["weights"]
+        self.wall = self._of_steps(ranks[0]["rounds"], 0)
+        cpu = [self._of_steps(rank["rounds"], 1) for rank in ranks]
+        self.cpu = [statistics.mean(times) for times in zip(*cpu, strict=True)]
+
+    @staticmethod
+    def _of_steps(rounds: list[list[tuple[float, float]]], clock: int) -> list[float]:
+        """Return the mean seconds of a step in each round."""
+        steps = STEPS_PER_ROUND - DROP_STEPS
+        return [(r[-1][clock] - r[DROP_STEPS][clock]) / steps for r in rounds[DROP_ROUNDS:]]
+
+    def weights_differ(self, other: "Times") -> float:
+        """Return the largest difference between the weights of two loops after CHECK_STEP.
 
         It is relative to the largest change of a weight since step 0.
         """
-        before, after = self.weights[loop]
-        _, after_other = self.weights[other]
-        change = max((after[name] - before[name]).abs().max().item() for name in after)
-        difference = max((after[name] - after_other[name]).abs().max().item() for name in after)
-        return difference / change
+
+        def largest(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+            return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+        before, after = self.weights
+        return largest(after, other.weights[1]) / largest(after, before)
+
+
+def ratios(times: list[float], others: list[float]) -> tuple[float, float, float]:
+    """Return lower quartile, median and upper quartile of the rounds' ratios."""
+    pairs = zip(times, others, strict=True)
+    low, median, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+    return low, median, high
