@@ -36,8 +36,8 @@ lint: .venv/installed ## Check formatting, lint, types and shell scripts
 	$(BIN)/pyright
 	$(BIN)/shellcheck .ci/run
 
-bench: .venv/installed ## Time the loop and hand-written PyTorch in one run
-	PATH="$(BIN):$$PATH" $(BIN)/python benchmarks/loop.py
+bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1: and other libraries
+	$(BIN)/python benchmarks/loop.py $(if $(PEERS),--peers)
 
 clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build

@@ -33,8 +33,16 @@ def loader(settings: Settings, data: Any) -> DataLoader:
     )
 
 
-def adamw(settings: Settings, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    """Return the optimizer, and the schedule as torch's scheduler."""
+def adamw(
+    settings: Settings, model: nn.Module, scheduler_steps: int = 1
+) -> tuple[torch.optim.Optimizer, Any]:
+    """Return the optimizer, and the schedule as a scheduler of torch.
+
+    Args:
+        settings: of all loops.
+        model: whose parameters are trained.
+        scheduler_steps: how often the scheduler steps in one optimizer step.
+    """
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2]},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -43,7 +51,8 @@ def adamw(settings: Settings, model: nn.Module) -> tuple[torch.optim.Optimizer, 
         groups, lr=settings.lr, weight_decay=settings.weight_decay, fused=True
     )
 
-    def factor(step: int) -> float:
+    def factor(scheduler_step: int) -> float:
+        step = scheduler_step // scheduler_steps
         if step < settings.warmup_steps:
             return (step + 1) / settings.warmup_steps
         progress = (step - settings.warmup_steps) / (settings.steps - settings.warmup_steps)
@@ -53,10 +62,7 @@ def adamw(settings: Settings, model: nn.Module) -> tuple[torch.optim.Optimizer, 
 
 
 def accelerate_example(settings: Settings) -> None:
-    """Train as accelerate's examples and transformers' run_clm_no_trainer.py do.
-
-    The prepared scheduler takes a step per process in each optimizer step, so it is ahead.
-    """
+    """Train as accelerate's examples and transformers' run_clm_no_trainer.py do."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(
@@ -67,7 +73,8 @@ def accelerate_example(settings: Settings) -> None:
     )
     accelerator.init_trackers("benchmark")
     data, model = parts(settings)
-    optimizer, scheduler = adamw(settings, model)
+    # a prepared scheduler takes a step per process in each optimizer step
+    optimizer, scheduler = adamw(settings, model, accelerator.num_processes)
     model, optimizer, batches, scheduler = accelerator.prepare(
         model, optimizer, loader(settings, data), scheduler
     )
@@ -99,8 +106,8 @@ def accelerate_example(settings: Settings) -> None:
 
 def lightning_fabric(settings: Settings) -> None:
     """Train as the documentation of Lightning Fabric does."""
-    from lightning.fabric import Fabric
-    from lightning.fabric.loggers import TensorBoardLogger
+    from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
+    from lightning.fabric.loggers import TensorBoardLogger  # pyright: ignore[reportMissingImports]
 
     fabric = Fabric(
         devices=settings.processes,
@@ -144,8 +151,8 @@ def lightning_fabric(settings: Settings) -> None:
 
 def lightning_trainer(settings: Settings) -> None:
     """Train as the documentation of Lightning does: a LightningModule and its Trainer."""
-    import lightning
-    from lightning.pytorch.loggers import TensorBoardLogger
+    import lightning  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.loggers import TensorBoardLogger  # pyright: ignore[reportMissingImports]
 
     data, model = parts(settings)
 

@@ -118,9 +118,7 @@ class Tokens:
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         """Build the GPT."""
-        return GPT(
-            self.vocabulary, self.width, self.depth, self.heads, self.activation, 0.0, False
-        )
+        return GPT(self.vocabulary, self.width, self.depth, self.heads, self.activation, 0.0, False)
 
     def loss(self, model: nn.Module, batch: list[Tensor], step: int) -> tuple[Tensor, int]:
         """Return the summed cross-entropy of the next tokens, and their number."""

@@ -1,0 +1,66 @@
+"""The loops that the benchmark compares do the same work: they end with the same weights."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+# The cases of a GPU, with a GPT so small that CPU processes run them.
+TINY = """
+import dataclasses, sys
+sys.path.insert(0, sys.argv.pop(1))
+import loop
+size = {"vocabulary": 64, "sequence_length": 16, "width": 32, "depth": 2, "heads": 2}
+for name, case in loop.GPU_CASES.items():
+    loop.GPU_CASES[name] = dataclasses.replace(case, recipe=size, micro_batch_size=2)
+loop.main()
+"""
+
+
+def rows(*command: str | Path) -> list[list[str]]:
+    """Run a benchmark; return the cells of its table: case, loop, ..., difference of weights."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_this_project_and_a_hand_written_loop_end_with_the_same_weights():
+    hand_written, ours = rows(BENCHMARKS / "loop.py", "--cases", "one_batch", "--rounds", "2")
+    assert hand_written[1] == "hand-written"
+    assert ours[1] == "this project"
+    assert float(ours[-1]) < 1e-3
+
+
+@pytest.mark.slow
+def test_libraries_end_with_the_same_weights_where_the_order_changes_nothing():
+    found = {
+        loop: (time, weights)
+        for _, loop, time, *_, weights in rows(
+            BENCHMARKS / "loop.py", "--cases", "one_batch", "--rounds", "2", "--peers"
+        )
+    }
+    for loop in ("accelerate's examples", "transformers' Trainer"):
+        assert float(found[loop][1]) < 1e-3
+    for loop in ("Lightning Fabric", "Lightning's Trainer"):
+        if find_spec("lightning"):
+            assert float(found[loop][1]) < 1e-3
+        else:
+            assert found[loop][0] == "not installed"
+
+
+@pytest.mark.slow
+def test_a_real_model_with_accumulation_ends_with_the_same_weights():
+    _, ours = rows(BENCHMARKS / "loop.py", "--cases", "images_not_augmented", "--rounds", "2")
+    assert float(ours[-1]) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gpt_124m", "gpt_124m_compiled", "gpt_124m_regional"])
+def test_the_cases_of_a_gpu_run_with_a_tiny_model(case: str):
+    _, ours = rows("-c", TINY, BENCHMARKS, "--cases", case, "--rounds", "2")
+    assert "bf16" in ours[0]
+    assert float(ours[-1]) < 0.1
