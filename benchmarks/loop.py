@@ -1,8 +1,8 @@
 """Time the project's loop against a hand-written PyTorch loop, in one run.
 
-    python benchmarks/loop.py                     about 6 minutes on 2 cores
+    python benchmarks/loop.py                     about 6 minutes on 2 idle cores
     python benchmarks/loop.py --peers             also against the libraries in peers.py
-    python benchmarks/loop.py --cases mlp         one minute
+    python benchmarks/loop.py --cases mlp         half a minute
     python benchmarks/loop.py --source /tmp/src   another copy of template/src, to try a change
 
 All loops train the same model on the same data with the same settings. They take turns, each in its
