@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from my_project.loading.seeding import derive_seed
+from my_project.loading.sampler import permutation
 from tasks import Settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,9 +32,8 @@ class Sampler:
         global_batch_size = size * self.world_size * accumulation
         epoch = 0
         while True:
-            seed = derive_seed(self.settings.seed, "order", epoch)  # the order of the project
-            generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(self.samples, generator=generator).tolist()
+            shuffled = permutation(self.samples, self.settings.seed, epoch)  # the project's order
+            order = shuffled(np.arange(self.samples)).tolist()
             for batch_start in range(0, self.samples - global_batch_size + 1, global_batch_size):
                 for j in range(accumulation):
                     start = batch_start + (j * self.world_size + self.rank) * size

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import random
 import re
+from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ragged import Streamed
@@ -14,6 +17,7 @@ from runs import change, make_config, records, train, weights
 from world import run_world
 
 from my_project.config import Config, ConfigError
+from my_project.loading.streams import LaneReader
 
 STEPS = 8
 
@@ -230,3 +234,56 @@ def test_what_cannot_be_streamed_is_refused(tmp_path, settings, sentence):
     config = change(config, **{k: v for k, v in settings.items() if k != "recipe"})
     with pytest.raises(ConfigError, match=sentence):
         train(config)
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+class DrawsLate:
+    """A stream of four lanes, of which one begins to draw after 7 samples."""
+
+    lanes = 4
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.opened: list[tuple[int, int]] = []
+
+    def lane(self, i: int, epoch: int, start: int, seed: int) -> Any:
+        self.opened.append((i, start))
+        lane = DrawingLane(i, start)
+        return lane if self.kind == "with a state" else iter(lane)
+
+
+class DrawingLane:
+    def __init__(self, i: int, position: int) -> None:
+        self.i = i
+        self.position = position
+
+    def __iter__(self) -> Iterator[tuple]:
+        while self.position < 20:
+            self.position += 1
+            draws = self.i == 2 and self.position > 7
+            drawn = (random.random(), np.random.rand()) if draws else ()
+            yield self.i, self.position, torch.rand(()).item(), *drawn
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("kind", ["with a state", "without"])
+def test_what_a_stream_first_draws_late_is_what_seeding_each_sample_gives(kind):
+    def read(how: Any, start: int = 0) -> tuple[list[Any], DrawsLate]:
+        stream = DrawsLate(kind)
+        reader = LaneReader(stream, [range(4)], 2, 0, 0, start, how, {})
+        parts = [{i: samples for i, (samples, _) in part.items()} for part in reader if part]
+        return parts, stream
+
+    wanted, stream = read(True)
+    assert len(wanted) == 10
+    assert stream.opened == [(i, 0) for i in range(4)]
+    seen, stream = read("auto")
+    assert seen == wanted
+    again = (2, 0) if kind == "with a state" else (2, 6)
+    assert stream.opened == [*((i, 0) for i in range(4)), again], "in the read of 6 and 7"
+    assert read("auto", start=8)[0] == wanted[4:]

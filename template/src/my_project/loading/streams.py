@@ -20,7 +20,7 @@ from ..config import Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout, lanes_of
 from .loader import make_loader, on_device, start_iterating
-from .seeding import derive_seed, fork_rng, seed_rng
+from .seeding import SampleSeeds, SeedSamples, derive_seed, seed_rng
 from .workers import check_sendable
 
 # Of a stream: its epoch, the step at which that began, and the state of each lane (None for a lane
@@ -45,7 +45,7 @@ class LaneReader(IterableDataset):
         seed: int,
         epoch: int,
         start: int,
-        seed_samples: bool,
+        seed_samples: SeedSamples,
         states: Mapping[int, Any],
     ) -> None:
         """Store the arguments; lanes are opened in the process that reads them.
@@ -57,7 +57,7 @@ class LaneReader(IterableDataset):
             seed: the run's seed.
             epoch: the stream's epoch.
             start: the number of samples to skip in each lane.
-            seed_samples: whether to seed the random state before each sample.
+            seed_samples: see BatchesConfig.
             states: of the lanes that have one after `start` samples, which are then not read.
         """
         self.stream = stream
@@ -66,7 +66,7 @@ class LaneReader(IterableDataset):
         self.seed = seed
         self.epoch = epoch
         self.start = start
-        self.seed_samples = seed_samples
+        self.seeds = SampleSeeds(seed, seed_samples)
         self.states = states
 
     def __iter__(self) -> Iterator[dict[int, tuple[list[Any], str | None]] | None]:
@@ -74,9 +74,7 @@ class LaneReader(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         mine = sorted(lane for lanes in self.lanes for lane in lanes)[worker::workers]
-        opened = {i: self._open(i) for i in mine}
-        has_state = {i: contract.has_state(lane) for i, lane in opened.items()}
-        iterators = {i: iter(lane) for i, lane in opened.items()}
+        opened = {i: OpenLane(self, i, self.states.get(i)) for i in mine}
         position = self.start
         while True:
             for lanes in self.lanes:
@@ -84,34 +82,59 @@ class LaneReader(IterableDataset):
                 for i in lanes:
                     if i not in opened:
                         continue
-                    samples = self._read(iterators[i], i, position)
+                    samples = opened[i].read(position)
                     if len(samples) < self.per_step:
                         yield None
                         return
-                    part[i] = samples, contract.lane_state(opened[i]) if has_state[i] else None
+                    part[i] = samples, opened[i].state
                 if position == self.start:
                     check_sendable(part)
                 yield part
             position += self.per_step
 
-    def _open(self, i: int) -> Any:
-        """Open a lane at the state that a checkpoint has, else after `start` samples."""
-        if self.states.get(i) is not None:
-            lane = self.stream.lane(i, self.epoch, 0, self.seed)
-            if contract.has_state(lane):
-                lane.load_state_dict(self.states[i])
-                return lane
-        return self.stream.lane(i, self.epoch, self.start, self.seed)
 
-    def _read(self, samples: Iterator[Any], lane: int, position: int) -> list[Any]:
-        if not self.seed_samples:
-            return list(islice(samples, self.per_step))
-        read = []
-        with fork_rng():
-            for index in range(position, position + self.per_step):
-                seed_rng(derive_seed(self.seed, "sample", self.epoch, lane, index))
-                read += islice(samples, 1)
-        return read
+class OpenLane:
+    """A lane that is being read."""
+
+    def __init__(self, reader: LaneReader, i: int, state: Any) -> None:
+        """Open the lane at the state that a checkpoint has, else after reader.start samples."""
+        self.reader = reader
+        self.i = i
+        self.state: str | None = None if state is None else json.dumps(state)
+        self._open(reader.start)
+
+    def _open(self, position: int) -> None:
+        stream, epoch, seed = self.reader.stream, self.reader.epoch, self.reader.seed
+        lane = None
+        if self.state is not None:
+            lane = stream.lane(self.i, epoch, 0, seed)
+            if contract.has_state(lane):
+                lane.load_state_dict(json.loads(self.state))
+            else:
+                lane, self.state = None, None
+        self.lane = stream.lane(self.i, epoch, position, seed) if lane is None else lane
+        self.has_state = contract.has_state(self.lane)
+        self.samples = iter(self.lane)
+
+    def read(self, position: int) -> list[Any]:
+        """Read the samples of a step; fewer at the end of the lane."""
+        samples = self._read(position)
+        # as Fetch does, but what an iterator has yielded is read again by opening it again
+        while self.reader.seeds.is_on and self.reader.seeds.missed_a_draw():
+            self._open(position)
+            samples = self._read(position)
+        if self.has_state:
+            self.state = contract.lane_state(self.lane)
+        return samples
+
+    def _read(self, position: int) -> list[Any]:
+        reader = self.reader
+        if not reader.seeds.is_on:
+            return list(islice(self.samples, reader.per_step))
+        reader.seeds.begin()
+        place = f"{reader.epoch}/{self.i}"
+        keys = ((place, index) for index in range(position, position + reader.per_step))
+        return [sample for _ in reader.seeds.each(keys) for sample in islice(self.samples, 1)]
 
 
 class StreamBatches:
@@ -263,10 +286,9 @@ class StreamBatches:
                     samples[lane] = read
                     if state is not None:
                         states[lane] = state
-            with fork_rng():
-                micro_batch = j * self.layout.world_size + self.rank
-                seed_rng(derive_seed(self.config.seed, "collate", step, micro_batch))
-                batch = self.collate([sample for lane in lanes for sample in samples[lane]])
+            micro_batch = j * self.layout.world_size + self.rank
+            seed_rng(derive_seed(self.config.seed, "collate", step, micro_batch))
+            batch = self.collate([sample for lane in lanes for sample in samples[lane]])
             if self.device.type == "cuda":
                 batch = recursively_apply(torch.Tensor.pin_memory, batch)
             batches.append(batch)
