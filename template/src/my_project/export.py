@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint import resuming
 from .checkpoint.resuming import check
+from .checkpoint.saving import Checkpoints
 from .checkpoint.shards import TensorReader, save_tensors
 from .config import Config, ConfigError, TelemetryConfig, to_yaml
 from .files import replace_folder
@@ -49,35 +50,60 @@ from .safety.trust import read_config
 logger = logging.getLogger(__name__)
 
 
-def export(run: Run, name: str, data_info: dict[str, Any], model: nn.Module) -> None:
-    """Write what predict.py needs into a folder of the run. Called by every rank; rank 0 writes."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
+def export(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
+    """Write what predict.py needs to export/. Called by every rank; rank 0 writes."""
+    weights = whole_weights(model)
+    if run.rank == 0:
+        replace_folder(run.folder / "export", lambda to: _fill(run, data_info, model, weights, to))
+
+
+def export_best(
+    run: Run, data_info: dict[str, Any], model: nn.Module, checkpoints: Checkpoints
+) -> None:
+    """Export to best/ as checkpoints are saved: in the background. Called by every rank.
+
+    A recipe's own `export` is called before this returns: it may read the model, which training
+    changes, and draw random numbers; only flushing to disk is left to the background.
+    """
+    live: dict[str, Any] = get_model_state_dict(model)
+    gathered = {name for name, tensor in live.items() if isinstance(tensor, DTensor)}
+    weights = whole_weights(model) if gathered else live
     if run.rank != 0:
         return
+    if optional(run.config.recipe, "export"):
+        checkpoints.replace_best_now(lambda to: _fill(run, data_info, model, weights, to))
+    else:
+        checkpoints.replace_best(
+            weights, lambda to, copies: _fill(run, data_info, model, copies, to), gathered
+        )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP has sharded the model."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """Gather the weights in the memory of rank 0; those of a model on the CPU are not copied."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    return weights
+
+
+def _fill(
+    run: Run, data_info: dict[str, Any], model: nn.Module, weights: dict[str, Any], folder: Path
+) -> None:
     config = run.config
-
-    def fill(temporary: Path) -> None:
-        if export_of := optional(config.recipe, "export"):
-            plain = model
-            if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-                plain = config.recipe.build_model(data_info)
-                plain.load_state_dict(weights)
-            export_of(plain, data_info, temporary)
-        else:
-            save_tensors(weights, temporary / "model.safetensors")
-        (temporary / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        (temporary / "data_info.json").write_text(json.dumps(data_info))
-
-    replace_folder(run.folder / name, fill)
-
-
-def export_best(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
-    """Export to best/; if that fails (a full disk), keep the previous export and continue."""
-    try:
-        export(run, "best", data_info, model)
-    except (OSError, SafetensorError) as error:
-        logger.error("%s/best: not written, the previous export is kept: %s", run.folder, error)
+    if export_of := optional(config.recipe, "export"):
+        plain = model
+        if is_sharded(model):
+            plain = config.recipe.build_model(data_info)
+            plain.load_state_dict(weights)
+        export_of(plain, data_info, folder)
+    else:
+        save_tensors(weights, folder / "model.safetensors")
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (folder / "data_info.json").write_text(json.dumps(data_info))
 
 
 def load(

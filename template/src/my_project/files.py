@@ -206,12 +206,27 @@ def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Fill a temporary folder and put it in place of the previous one."""
+    fill_temporary(folder, fill)
+    put_in_place(folder)
+
+
+def fill_temporary(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fill the temporary folder that put_in_place takes; remove it if that fails."""
     temporary = folder.with_name(f".{folder.name}.partial")
-    before = folder.with_name(f".{folder.name}.before")
     discard(temporary)
     temporary.mkdir(parents=True)
     try:
         fill(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def put_in_place(folder: Path) -> None:
+    """Flush the temporary folder to disk, and put it in place of the previous one."""
+    temporary = folder.with_name(f".{folder.name}.partial")
+    before = folder.with_name(f".{folder.name}.before")
+    try:
         for path in temporary.iterdir():
             flush_to_disk(path)
         flush_to_disk(temporary)

@@ -124,7 +124,7 @@ def main(config: Config) -> int:
                     results = evaluate(accelerator, config, eval_model, validation_sets)
                     shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
-                        export.export_best(run, data_info, raw_model)
+                        export.export_best(run, data_info, raw_model, checkpoints)
                 metrics.write_evaluation(results, **shown)
                 checkpoints.add_evaluation(state)
 
@@ -210,7 +210,7 @@ def main(config: Config) -> int:
             return 75
         state.check_trained(is_fp16=bool(scaler))
         with ema_swapped_in():
-            export.export(run, "export", data_info, raw_model)
+            export.export(run, data_info, raw_model)
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
         if rank == 0:
             result = state.results | metrics.throughput.of_run()

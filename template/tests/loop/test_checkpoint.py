@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +21,7 @@ from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
 from my_project import export, files
-from my_project.checkpoint import resuming, saving
+from my_project.checkpoint import resuming, saving, shards
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
 
@@ -202,6 +203,60 @@ def test_rotation_leaves_what_is_not_its_own(copied):
     assert files.find_damage(folder_of(copied, 4)) == ""
 
 
+# ---- the files ---------------------------------------------------------------------------------
+def tensors_of_every_kind() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 256, (2, 3, 16), generator=draw, dtype=torch.uint8)
+    found = {str(dtype): (bits % 2).to(dtype) for dtype in (torch.bool, torch.complex64)}
+    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+                 "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+                 "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):  # fmt: skip
+        found[name] = bits.view(getattr(torch, name))
+    image = torch.rand(2, 3, 5, 7, generator=draw)
+    found["channels_last"] = image.to(memory_format=torch.channels_last)
+    found["transposed"], found["expanded"] = image[0, 0].T, torch.tensor(3.0).expand(4)
+    found["a step of 2"] = torch.arange(11, dtype=torch.int16)[::2]
+    found["no dimensions"], found["no elements"] = torch.tensor(2.5), torch.empty(0, 4)
+    found["first"] = found["tied"] = image
+    found["ünï \"quoted\" \n"] = torch.arange(3)
+    return found
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, shards.CHUNK_BYTES])
+def test_files_equal_those_of_safetensors(tmp_path, monkeypatch, chunk_bytes):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.setattr(shards, "CHUNK_BYTES", chunk_bytes)
+    tensors = tensors_of_every_kind()
+    paths = tmp_path / "ours", tmp_path / "theirs"
+    named = shards.whole(tensors)
+    named["part"] = shards.Shard(torch.ones(2, 3), (4, 0), (9, 3))
+    listed = saving.save_shards(named, paths[0])
+    assert listed == files.fingerprint(paths[0])
+    separate = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    metadata = {"offsets": json.dumps({"part": [[4, 0], [9, 3]]})}
+    save_file(separate | {"part": torch.ones(2, 3)}, paths[1], metadata=metadata)
+    ours, theirs = map(load_file, paths)
+    assert ours.keys() == theirs.keys() == tensors.keys() | {"part"}
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        same = [t.contiguous().flatten().view(torch.uint8) for t in (ours[name], tensor)]
+        assert torch.equal(*same), name
+        assert ours[name].data_ptr() % tensor.element_size() == 0, "aligned"
+    with safe_open(paths[0], "pt") as one, safe_open(paths[1], "pt") as other:
+        assert one.metadata() == other.metadata()
+    assert saving.save_shards({}, paths[0]) == files.fingerprint(paths[0])
+    assert load_file(paths[0]) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_the_format_lacks_is_refused(tmp_path, dtype):
+    with pytest.raises(ValueError, match=f"cannot hold tensors of {dtype}"):
+        shards.save_tensors({"weight": torch.empty(2, dtype=dtype)}, tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
 # ---- kills ---------------------------------------------------------------------------------------
 def train_on_a_slow_disk(config: Config) -> int:
     """Make the time in which a save can be hit wide."""
@@ -323,13 +378,13 @@ def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
     write = saving.save_shards
     calls = [0]
 
-    def limited(shards, path):
+    def limited(named, path):
         calls[0] += path.name.startswith("model")
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         soft = limit if calls[0] == failing else hard
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         try:
-            write(shards, path)
+            return write(named, path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
@@ -432,6 +487,57 @@ def test_best_weights_that_cannot_be_written_leave_those_before(tmp_path):
     assert not (config.folder / ".best.partial").exists()
 
 
+def train_with_late_best(config: Config, kill_in: int) -> list[bool]:
+    """Write best/ late, and be killed in the second; return which were written in a thread."""
+    write, in_thread = export.save_tensors, []
+
+    def late(tensors, path):
+        if ".best" in str(path):
+            in_thread.append(threading.current_thread() is not threading.main_thread())
+            time.sleep(0.3)  # long enough for later steps, and for the manifest if it came first
+            if len(in_thread) == kill_in:
+                os.kill(os.getpid(), signal.SIGKILL)
+        write(tensors, path)
+
+    export.save_tensors = late
+    train(config)
+    return in_thread
+
+
+def test_best_weights_in_the_background_are_those_of_their_evaluation(tmp_path):
+    """Also when a kill comes first: the next start evaluates, and writes them, again."""
+    recipe = Ragged(dtype="float64", dropout=0.2, noise=0.1, seconds=0.01, batch_norm=True)
+    plain = make_config(
+        tmp_path, recipe, run_name="plain", steps=9, optim__ema_decay=0.5,
+        evaluation__every_steps=2, evaluation__best_metric="validation/auroc",
+        checkpoints__every_steps=2, checkpoints__background=False,
+    )  # fmt: skip
+    killed = change(plain, run_name="killed", checkpoints__background=True)
+    run_world(1, train, plain)
+    best_step = json.loads((folder_of(plain, 9) / "state.json").read_text())["best_step"]
+    assert 2 < best_step < 9, "training went on after the best"
+    with pytest.raises(RuntimeError):
+        run_world(1, train_with_late_best, killed, best_step // 2)
+    assert status(killed)["outcome"] == "running"
+    (in_thread,) = run_world(1, train_with_late_best, killed, 0)
+    assert in_thread, "the newest best/ of the killed start is written by the next"
+    assert all(in_thread)
+    ours, theirs = (weights(config.folder / "best") for config in (killed, plain))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not list(killed.folder.glob(".best.*"))
+
+
+def test_best_weights_that_cannot_be_written_end_the_run_if_configured_so(tmp_path):
+    config = make_config(
+        tmp_path, evaluation__every_steps=1, evaluation__best_metric="validation/auroc",
+        checkpoints__on_failure="end",
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="No space left"):
+        run_world(1, train_with_a_full_disk_for_best, config)
+    assert status(config)["outcome"] == "failed"
+    assert weights(config.folder / "best")
+
+
 def fill_and_free(small_disk: Path, config: Config, log: Path, world: World) -> None:
     wait_until(lambda: len(resuming.checkpoints(config.folder)) == 2)
     fill_up(small_disk / "filler")
@@ -450,9 +556,9 @@ def fill_and_free(small_disk: Path, config: Config, log: Path, world: World) -> 
 def train_writing_late(config: Config) -> int:
     write = saving.save_shards
 
-    def late(shards, path):
+    def late(named, path):
         time.sleep(0.2)
-        write(shards, path)
+        return write(named, path)
 
     saving.save_shards = late
     return train(config)

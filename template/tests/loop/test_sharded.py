@@ -202,10 +202,10 @@ def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
     save_shards, failed = saving.save_shards, []
 
-    def failing(shards: Any, path: Path) -> None:
+    def failing(shards: Any, path: Path) -> Any:
         if rank == 1:
             raise OSError(28, "No space left on device")
-        save_shards(shards, path)
+        return save_shards(shards, path)
 
     for step, write in enumerate((failing, save_shards), start=1):
         saving.save_shards = write  # type: ignore[assignment]

@@ -313,7 +313,7 @@ def export_sharded(config: Config) -> None:
     model = trained_a_little(config)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     data_info = config.recipe.prepare_data()
-    export.export(Run(config, dist.get_rank()), "export", data_info, model)
+    export.export(Run(config, dist.get_rank()), data_info, model)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -17,7 +17,9 @@ are not saved: random numbers follow from (seed, step), see loading/seeding.py.
 
 import json
 import logging
+import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,10 +36,13 @@ from ..config import ConfigError
 from ..files import (
     FORMAT,
     complete,
+    fill_temporary,
     fingerprint,
     flush_to_disk,
     manifest_text,
+    put_in_place,
     read_manifest,
+    replace_folder,
     step_of,
     wait_until,
     write_atomically,
@@ -46,9 +51,11 @@ from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
 from .resuming import best_of, checkpoints, remove
-from .shards import Shard, TensorReader, own_shard, save_shards
+from .shards import Shard, TensorReader, own_shard, save_shards, whole
 
 logger = logging.getLogger(__name__)
+
+LOWER_PRIORITY = 10  # added to the niceness of a thread that saves in the background
 
 
 def plain_name(name: str) -> str:
@@ -77,8 +84,10 @@ class Checkpoints:
         self.ema = ema
         self.names = {id(p): plain_name(name) for name, p in model.named_parameters()}
         self.failure: Exception | None = None  # of the last save
+        self.best_failure: Exception | None = None  # of the last best/
         self._buffers: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the newest; it waits for those before
+        self._best_thread: threading.Thread | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -93,8 +102,11 @@ class Checkpoints:
 
     @property
     def note(self) -> str:
-        """Return a note for the status if the last save has failed; otherwise ""."""
-        return f"; the last checkpoint could not be saved: {self.failure}" if self.failure else ""
+        """Return a note for the status if the last save or best/ has failed; otherwise ""."""
+        note = f"; the last checkpoint could not be saved: {self.failure}" if self.failure else ""
+        if self.best_failure:
+            note += f"; the last best/ could not be written: {self.best_failure}"
+        return note
 
     def save(self, train_state: TrainState) -> None:
         """Save the state after train_state.step steps. Called by every rank."""
@@ -143,33 +155,81 @@ class Checkpoints:
         if self.rank == 0:
             self._start(self._add_evaluation, {name: getattr(state, name) for name in EVALUATION})
 
-    def _start(self, function: Callable[..., None], *arguments: Any) -> None:
+    def replace_best(
+        self,
+        weights: dict[str, Tensor],
+        fill: Callable[[Path, dict[str, Tensor]], None],
+        gathered: set[str],
+    ) -> None:
+        """Write best/ after the saves before it. Called by rank 0.
+
+        Args:
+            weights: whole tensors.
+            fill: writes these weights, or copies of them, into a folder; called in the thread.
+            gathered: names of the weights that are copies already, gathered from shards.
+        """
+        self._wait_for_best()
+        folder = self.run.folder / "best"
+        if self.config.checkpoints.background:
+            live = {name: t for name, t in weights.items() if name not in gathered}
+            copies = self._copied({"best": whole(live)})["best"]
+            weights = weights | {name: shard.tensor for name, shard in copies.items()}
+        self._start_best(lambda: replace_folder(folder, lambda to: fill(to, weights)))
+
+    def replace_best_now(self, fill: Callable[[Path], None]) -> None:
+        """Fill best/ before this returns; only flushing it to disk is left to the thread."""
+        self._wait_for_best()
+        folder = self.run.folder / "best"
+        self._write_best(lambda: fill_temporary(folder, fill))
+        self._raise_failures()
+        if not self.best_failure:
+            self._start_best(lambda: put_in_place(folder))
+
+    def _wait_for_best(self) -> None:
+        """Wait for the previous best/: its buffers and its temporary folder are used again."""
+        if self._best_thread:
+            self._best_thread.join()
+            self._best_thread = None
+            self._raise_failures()
+
+    def _start_best(self, write: Callable[[], None]) -> None:
+        self._best_thread = self._start(self._write_best, write)
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> threading.Thread:
         """Run a function in a thread after the previous one; wait for it unless in background."""
         before = self._thread
+        background = self.config.checkpoints.background
 
         def work() -> None:
+            if background and sys.platform == "linux":
+                os.nice(LOWER_PRIORITY)  # on Linux of this thread alone: training comes first
             if before:
                 before.join()
             function(*arguments)
 
-        self._thread = threading.Thread(target=work, name="checkpoint")
-        self._thread.start()
-        if not self.config.checkpoints.background:
+        self._thread = thread = threading.Thread(target=work, name="checkpoint")
+        thread.start()
+        if not background:
             self.wait()
+        return thread
 
     def wait(self) -> None:
-        """Wait for the current save.
+        """Wait for the current save, and for best/.
 
         Raises:
-            OSError: the save failed, and checkpoints.on_failure is "end".
-            Exception: the save failed for another reason than the disk.
+            OSError: one of them failed, and checkpoints.on_failure is "end".
+            Exception: one of them failed for another reason than the disk.
         """
         if self._thread:
             self._thread.join()
-            self._thread = None
-            may_continue = self.config.checkpoints.on_failure == "continue"
-            if self.failure and not (may_continue and isinstance(self.failure, OSError)):
-                raise self.failure
+            self._thread = self._best_thread = None
+            self._raise_failures()
+
+    def _raise_failures(self) -> None:
+        may_continue = self.config.checkpoints.on_failure == "continue"
+        for failure in (self.failure, self.best_failure):
+            if failure and not (may_continue and isinstance(failure, OSError)):
+                raise failure
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
@@ -274,18 +334,16 @@ class Checkpoints:
         self.failure = None
         try:
             temporary.mkdir(parents=True, exist_ok=True)
-            names = []
+            files: dict[str, Any] = {}
             for kind, named in shards.items():
                 if named:
-                    names.append(f"{kind}{part}.safetensors")
-                    save_shards(named, temporary / names[-1])
+                    name = f"{kind}{part}.safetensors"
+                    files[name] = save_shards(named, temporary / name)
+                    flush_to_disk(temporary / name)
             if self.rank == 0:
-                names.append("state.json")
                 (temporary / "state.json").write_text(text, encoding="utf-8")
-            files = {}
-            for name in names:
-                flush_to_disk(temporary / name)
-                files[name] = fingerprint(temporary / name)
+                flush_to_disk(temporary / "state.json")
+                files["state.json"] = fingerprint(temporary / "state.json")
             if self.rank != 0:
                 write_atomically(temporary / f"written{part}", json.dumps(files))
                 return
@@ -297,8 +355,7 @@ class Checkpoints:
             complete(temporary, folder, content)
             self._rotate()
         except Exception as error:
-            # safetensors raises its own exception for errors of the disk
-            self.failure = OSError(str(error)) if isinstance(error, SafetensorError) else error
+            self.failure = error
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
@@ -309,6 +366,19 @@ class Checkpoints:
                 " again.",
                 folder,
                 error,
+            )
+
+    def _write_best(self, write: Callable[[], None]) -> None:
+        """Write best/; if that fails (a full disk), the previous one is kept."""
+        self.best_failure = None
+        try:
+            write()
+        except Exception as error:
+            # recipes may write by safetensors, whose exception for errors of the disk is its own
+            is_disk = isinstance(error, SafetensorError)
+            self.best_failure = OSError(str(error)) if is_disk else error
+            logger.error(
+                "%s/best: not written, the previous export is kept: %s", self.run.folder, error
             )
 
     def _add_evaluation(self, evaluation: dict[str, Any]) -> None:

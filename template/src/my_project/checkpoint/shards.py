@@ -1,7 +1,10 @@
 """Write and read tensors, whole or sharded, in safetensors files."""
 
+import functools
+import hashlib
 import json
 import re
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +12,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..config import ConfigError
 from ..files import read_manifest
+
+CHUNK_BYTES = 4 << 20  # written and hashed without the GIL, while it is in the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -44,22 +49,72 @@ def _whole(tensor: Tensor) -> Shard:
     return Shard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
 
 
-def save_shards(shards: dict[str, Shard], path: Path) -> None:
-    """Write shards; tensors that share memory (tied weights) are written under each name."""
-    seen: set[int] = set()
-    separate = {}
-    for name, shard in shards.items():
-        tensor = shard.tensor.contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
+def whole(tensors: dict[str, Tensor]) -> dict[str, Shard]:
+    """Return whole tensors as shards."""
+    return {name: _whole(tensor) for name, tensor in tensors.items()}
+
+
+def save_shards(shards: dict[str, Shard], path: Path) -> dict[str, Any]:
+    """Write shards in safetensors format, and hash the bytes as they are written.
+
+    After safetensors' own save_file the file would have to be read again to hash it, and its
+    `serialize` needs a whole second copy in memory. Tensors that share memory (tied weights) are
+    written under each name.
+
+    Returns:
+        The size and SHA-256 of the file, as from files.fingerprint.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the safetensors format has no such dtype.
+    """
     offsets = {n: [s.offset, s.shape] for n, s in shards.items() if s.tensor.shape != s.shape}
-    save_file(separate, path, metadata={"offsets": json.dumps(offsets)} if offsets else None)
+    header: dict[str, Any] = {}
+    if offsets:
+        header["__metadata__"] = {"offsets": json.dumps(offsets)}
+    # by falling item size, so that each tensor is aligned
+    order = sorted(shards, key=lambda name: (-shards[name].tensor.element_size(), name))
+    end = 0
+    for name in order:
+        tensor = shards[name].tensor
+        begin, end = end, end + tensor.nbytes
+        dtype = _dtype_name(tensor.dtype)
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256(start := struct.pack("<Q", len(text)) + text)
+    with path.open("wb") as file:
+        file.write(start)
+        for name in order:
+            content = _bytes_of(shards[name].tensor)
+            for begin in range(0, len(content), CHUNK_BYTES):
+                chunk = content[begin : begin + CHUNK_BYTES]
+                file.write(chunk)
+                digest.update(chunk)
+    return {"size": len(start) + end, "sha256": digest.hexdigest()}
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor; a copy only if it is not contiguous, or on a GPU."""
+    return memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in the safetensors format, from safetensors' own writer."""
+    try:
+        header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8:].partition(b"}}")[0] + b"}}")
+    except KeyError:
+        header = {"": {"shape": []}}
+    if header[""]["shape"] != [1]:  # else two numbers share a byte
+        raise ValueError(f"the safetensors format cannot hold tensors of {dtype}.")
+    name: str = header[""]["dtype"]
+    return name
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write whole tensors."""
-    save_shards({name: _whole(tensor) for name, tensor in tensors.items()}, path)
+    save_shards(whole(tensors), path)
 
 
 class TensorReader:
