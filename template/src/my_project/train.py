@@ -78,7 +78,8 @@ def main(config: Config) -> int:
         state = TrainState(items_per_micro_batch=layout.micro_batch_size)
         checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
         if resume_from:
-            state.restore(checkpoints.load(resume_from))
+            resume_from, saved = checkpoints.resume(accelerator, resume_from)
+            state.restore(saved)
         run.step = state.step
         display.log_start(accelerator, run, layout, raw_model, resume_from)
         if rank == 0:

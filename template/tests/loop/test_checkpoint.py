@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
-from my_project import export, files
+from my_project import export, files, optim
 from my_project.checkpoint import resuming, saving, shards
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
@@ -87,17 +88,109 @@ def damages(path: Path):
     path.write_bytes(whole)
 
 
+def make_checkpoints(config: Config) -> saving.Checkpoints:
+    model = config.recipe.build_model({"features": 6})
+    optimizer = optim.build_optimizer(config.optim, config.recipe, model)
+    return saving.Checkpoints(Run(config, 0), model, optimizer, None, optim.EMA(model, 0.8))
+
+
+def put_back(config: Config) -> None:
+    for aside in (config.folder / "checkpoints").glob("*.old-1"):
+        aside.rename(aside.with_suffix(""))
+
+
+def assert_same_state(ours: saving.Checkpoints, theirs: saving.Checkpoints) -> None:
+    states = [
+        (c.model.state_dict(), c.optimizer.state_dict(), c.ema.averages) for c in (ours, theirs)
+    ]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, caplog):
+    """Whatever was loaded of the damaged one is overwritten, with hashes while it is loaded."""
     newest = folder_of(copied, 10)
     assert files.find_damage(newest) == ""
-    run = Run(copied, rank=0)
+    before, resumed = make_checkpoints(copied), make_checkpoints(copied)
+    before.load(folder_of(copied, 8))
+    accelerator = Accelerator(cpu=True)
     for how in damages(newest / name):
         assert files.find_damage(newest), f"{name} {how}"
-        assert resuming._newest_good(run) == folder_of(copied, 8), how
-        assert str(newest) in caplog.text
+        chosen = resuming.choose(resumed.run)
+        folder, state = resumed.resume(accelerator, chosen)
+        assert (folder, state["step"]) == (folder_of(copied, 8), 8), how
+        assert f"{newest} is skipped: " in caplog.text
+        assert newest.with_name("step_00000010.old-1").is_dir(), "moved aside"
+        assert_same_state(resumed, before)
+        put_back(copied)
         caplog.clear()
-    assert resuming._newest_good(run) == newest
+    assert resuming.choose(resumed.run) == newest
+    assert resumed.resume(accelerator, newest)[0] == newest
+    assert not caplog.text
+
+
+def test_a_file_is_read_once_to_resume(copied, monkeypatch):
+    """The tensors are hashed when they are loaded, where there is a checkpoint to go back to."""
+    hashed: list[str] = []
+
+    def fingerprint(path: Path) -> dict:
+        hashed.append(path.name)
+        return files_fingerprint(path)
+
+    files_fingerprint = files.fingerprint
+    for module in (files, saving):
+        monkeypatch.setattr(module, "fingerprint", fingerprint)
+    resumed = make_checkpoints(copied)
+    chosen = resuming.choose(resumed.run)
+    assert resumed.resume(Accelerator(cpu=True), chosen)[0] == folder_of(copied, 10)
+    listed = files.read_manifest(chosen)["files"]
+    assert resumed._hashes == {name: listed[name]["sha256"] for name in FILES[:3]}
+    assert set(hashed) == {"state.json"}
+    for step in (4, 6, 8):
+        shutil.rmtree(folder_of(copied, step))
+    assert resuming.choose(resumed.run) == chosen
+    assert set(hashed) == set(FILES), "the only one is hashed before anything is overwritten"
+
+
+def test_where_every_checkpoint_is_damaged_no_damaged_weights_are_trained(copied, caplog):
+    for step in (4, 6, 8, 10):
+        flip_one_bit(folder_of(copied, step) / "model.safetensors", 300)
+    resumed = make_checkpoints(copied)
+    with pytest.raises(ConfigError, match="run the same command again to start from step 0"):
+        resumed.resume(Accelerator(cpu=True), resuming.choose(resumed.run))
+    assert names(copied) == [f"step_{step:08d}.old-1" for step in (4, 6, 8, 10)]
+    assert resuming.choose(resumed.run) is None
+    put_back(copied)
+    for step in (4, 6, 8):
+        shutil.rmtree(folder_of(copied, step))
+    assert resuming.choose(resumed.run) is None, "the only one"
+    assert "training starts from step 0" in caplog.text
+
+
+def train_where_rank_1_reads_damage(config: Config) -> int:
+    """As on a node whose memory or network changes what it reads."""
+    real = shards._bytes_of
+
+    def damaged(tensor: torch.Tensor) -> memoryview:
+        content = bytearray(real(tensor))
+        content[:1] = b"x"
+        return memoryview(content)
+
+    def load(self, folder):
+        if self.rank == 1:
+            shards._bytes_of = damaged if folder.name == "step_00000010" else real
+        return real_load(self, folder)
+
+    real_load = saving.Checkpoints.load
+    saving.Checkpoints.load = load  # type: ignore[method-assign]
+    return train(config)
+
+
+def test_damage_that_one_rank_reads_makes_all_go_back(copied, trained):
+    run_world(2, train_where_rank_1_reads_damage, copied)
+    assert_same_weights(copied, trained)
+    assert "step_00000010.old-1" in names(copied)
+    assert "step_00000008" in names(copied)
 
 
 def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(copied, trained):
@@ -218,7 +311,7 @@ def tensors_of_every_kind() -> dict[str, torch.Tensor]:
     found["a step of 2"] = torch.arange(11, dtype=torch.int16)[::2]
     found["no dimensions"], found["no elements"] = torch.tensor(2.5), torch.empty(0, 4)
     found["first"] = found["tied"] = image
-    found["ünï \"quoted\" \n"] = torch.arange(3)
+    found['ünï "quoted" \n'] = torch.arange(3)
     return found
 
 

@@ -4,6 +4,7 @@ Accelerate shards on GPUs only, see test_gpu.py; what is saved and read is the s
 """
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +195,60 @@ def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
     model, optimizer = build(sharded=False)
     with pytest.raises(ConfigError, match="holds only a part of optimizer"):
         checkpoints_of(config, 0, 1, model, optimizer).load(folder)
+
+
+def save_twice(rank: int, world: int, config: Config) -> dict[str, Any]:
+    """Save after 2 and 3 steps; return the weights after 2."""
+    model, optimizer = build(sharded=True)
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    weights = {}
+    for step in (2, 3):
+        train_steps(model, optimizer, range(0 if step == 2 else 2, step))
+        weights[step] = whole(model)
+        checkpoints.save(TrainState(step=step, items_per_micro_batch=1.0))
+    checkpoints.wait()
+    return weights[2]
+
+
+def resume(rank: int, world: int, config: Config, shard: bool) -> Any:
+    """Resume on these processes; return the step, the weights, and the files read whole."""
+    from accelerate import Accelerator
+
+    model, optimizer = build(sharded=shard)
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    real, read = saving.Checkpoints._damage, []
+
+    def damage(self: Any, *arguments: Any) -> str:
+        read.append(sorted(self._hashes))
+        return real(self, *arguments)
+
+    saving.Checkpoints._damage = damage  # type: ignore[method-assign]
+    newest = config.folder / "checkpoints" / "step_00000003"
+    folder, state = checkpoints.resume(Accelerator(cpu=True), newest)
+    assert files.step_of(folder) == state["step"]
+    return state["step"], whole(model), read[0]
+
+
+def test_each_rank_hashes_the_shards_that_it_reads_and_all_go_back(tmp_path):
+    config = make_config(tmp_path)
+    (weights, _) = run_world(2, in_group, save_twice, config)
+    folder = config.folder / "checkpoints" / "step_00000003"
+    found = run_world(2, in_group, resume, config, True)
+    for rank, (step, _, read) in enumerate(found):
+        assert step == 3
+        assert read == [f"{k}.rank_{rank:05d}.safetensors" for k in ("ema", "model", "optimizer")]
+    shard = folder / "optimizer.rank_00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    kept = folder.with_name("kept")
+    shutil.copytree(folder, kept)
+    for processes, sharded in ((2, True), (1, False), (3, True)):
+        for step, ours, read in run_world(processes, in_group, resume, config, sharded):
+            assert step == 2
+            assert_close(ours, weights)
+            assert processes < 3 or shard.name not in read, "no rank reads it whole"
+        shutil.rmtree(folder.with_name("step_00000003.old-1"))
+        shutil.copytree(kept, folder)
 
 
 def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:

@@ -23,22 +23,27 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from ..config import ConfigError
+from ..devices import on_main_then_broadcast
 from ..files import (
     FORMAT,
     complete,
     fill_temporary,
     fingerprint,
     flush_to_disk,
+    hash_problem,
     manifest_text,
     put_in_place,
     read_manifest,
@@ -50,7 +55,7 @@ from ..files import (
 from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from .resuming import best_of, checkpoints, remove
+from .resuming import best_of, checkpoints, choose_before, move_newer_aside, remove
 from .shards import Shard, TensorReader, own_shard, save_shards, whole
 
 logger = logging.getLogger(__name__)
@@ -86,6 +91,7 @@ class Checkpoints:
         self.failure: Exception | None = None  # of the last save
         self.best_failure: Exception | None = None  # of the last best/
         self._buffers: dict[str, Tensor] = {}
+        self._hashes: dict[str, str] = {}  # of the files that load has read whole
         self._thread: threading.Thread | None = None  # the newest; it waits for those before
         self._best_thread: threading.Thread | None = None
 
@@ -231,9 +237,55 @@ class Checkpoints:
             if failure and not (may_continue and isinstance(failure, OSError)):
                 raise failure
 
+    def resume(self, accelerator: Accelerator, folder: Path) -> tuple[Path, dict[str, Any]]:
+        """Load a checkpoint or, if it is damaged, an intact one before it. Called by every rank.
+
+        What is read is hashed meanwhile, by the rank that reads it. What was loaded from a damaged
+        checkpoint is overwritten by the one before: model, optimizer and EMA are loaded whole.
+
+        Returns:
+            The checkpoint, and its state besides tensors.
+
+        Raises:
+            ConfigError: no checkpoint can be used, or it does not fit the model.
+        """
+        while True:
+            state: dict[str, Any] = {}
+            failure: Exception | None = None
+            try:
+                state = self.load(folder)
+            except Exception as error:  # damage may raise anything
+                failure = error
+            problem = self._damage(accelerator, folder)
+            failures: list[str] = gather_object([repr(failure) if failure else ""])
+            if not problem and not any(failures):
+                if self.rank == 0:
+                    move_newer_aside(self.run, folder)
+                return folder, state
+            if not problem:
+                rank, text = next((r, text) for r, text in enumerate(failures) if text)
+                raise failure or RuntimeError(f"rank {rank} could not load {folder}: {text}")
+            instead = partial(choose_before, self.run, folder, problem)
+            folder = on_main_then_broadcast(accelerator, instead)
+
+    def _damage(self, accelerator: Accelerator, folder: Path) -> str:
+        """Return what is wrong with a checkpoint that was loaded, the same on every rank, or ""."""
+        listed = on_main_then_broadcast(accelerator, lambda: read_manifest(folder)["files"])
+        read = set().union(*gather_object([self._hashes]))
+        # Such as one large file of which each rank has read its shards; rank 0 chose by state.json.
+        unread = sorted(listed.keys() - read - {"state.json"})
+        for name in unread[self.rank :: accelerator.num_processes]:
+            with suppress(OSError):
+                self._hashes[name] = fingerprint(folder / name)["sha256"]
+        found = [pair for hashes in gather_object([self._hashes]) for pair in hashes.items()]
+        missing = sorted(set(unread) - {name for name, _ in found})
+        wrong = sorted({name for name, sha256 in found if listed[name]["sha256"] != sha256})
+        return hash_problem(wrong[0]) if wrong else f"{missing[0]} is missing" if missing else ""
+
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
         self.run.continued_from = str(folder)
+        self._hashes = {}
         try:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             state |= read_manifest(folder).get("evaluation", {})
@@ -241,15 +293,20 @@ class Checkpoints:
             self.run.compare_numerics(folder, state.pop("numerics", None))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder}/state.json is damaged: {error!r}.") from error
-        TensorReader(folder, "model").fill(self._weights())
+        self._fill(folder, "model", self._weights())
         self._load_optimizer(folder, saved)
         if self.ema:
-            TensorReader(folder, "ema").fill(self._ema_tensors(self.ema))
+            self._fill(folder, "ema", self._ema_tensors(self.ema))
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
             logger.warning("%s has another precision: the fp16 loss scale is reset", folder)
         return state
+
+    def _fill(self, folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+        reader = TensorReader(folder, kind)
+        reader.fill(tensors)
+        self._hashes |= reader.hashes
 
     def _weights(self) -> dict[str, Tensor]:
         tensors: dict[str, Any] = get_model_state_dict(self.model)
@@ -309,10 +366,11 @@ class Checkpoints:
         values = dict(saved["numbers"])
         if any(folder.glob("optimizer.*")):  # plain SGD has no tensors
             tensors = TensorReader(folder, "optimizer")
-            for key, shape in tensors.shapes.items():
+            for key in tensors.names:
                 parameter = parameters[index[key.rpartition("/")[0]]]
-                same_shape = shape == tuple(parameter.shape)
+                same_shape = tensors.shapes[key] == tuple(parameter.shape)
                 values[key] = tensors.read_like(key, parameter) if same_shape else tensors.read(key)
+            self._hashes |= tensors.hashes
         state: dict[int, dict[str, Any]] = {}
         for key, value in values.items():
             name, _, slot = key.rpartition("/")

@@ -6,7 +6,10 @@ import json
 import re
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +120,36 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_shards(whole(tensors), path)
 
 
+class SafetensorsFile:
+    """A file that is hashed while its tensors are read, as long as they are read in their order."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.handle: Any = safe_open(path, "pt")  # checks the header
+        with path.open("rb") as file:
+            start = file.read(8)
+            start += file.read(struct.unpack("<Q", start)[0])
+        header = json.loads(start[8:])
+        metadata = header.pop("__metadata__", {})
+        self.offsets: dict[str, Any] = json.loads(metadata.get("offsets", "{}"))
+        self.names = sorted(header, key=lambda name: header[name]["data_offsets"])
+        self._unread = self.names[::-1]
+        self._digest = hashlib.sha256(start)
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor, and hash its bytes if all before it in the file have been hashed."""
+        tensor: Tensor = self.handle.get_tensor(name)
+        if self._unread and self._unread[-1] == name:
+            self._digest.update(_bytes_of(tensor))
+            self._unread.pop()
+        return tensor
+
+    @property
+    def sha256(self) -> str | None:
+        """Return the SHA-256 of the file; None if it was not read whole, or in another order."""
+        return None if self._unread else self._digest.hexdigest()
+
+
 class TensorReader:
     """Read the tensors of one kind from a checkpoint or an export, in one file or several."""
 
@@ -128,7 +161,9 @@ class TensorReader:
         """
         self.folder = folder
         self.kind = kind
-        self.shards: dict[str, list[tuple[Any, list[int], list[int]]]] = {}  # file, offset, shape
+        self.files: list[SafetensorsFile] = []
+        # by name: file, offset, shape
+        self.shards: dict[str, list[tuple[SafetensorsFile, list[int], list[int]]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         is_ours = re.compile(rf"{kind}(\.rank_\d+)?\.safetensors").fullmatch
         paths = [p for p in sorted(folder.glob(f"{kind}.*")) if is_ours(p.name)]
@@ -138,22 +173,38 @@ class TensorReader:
             raise ConfigError(f"{folder} holds no {kind}.safetensors.")
         for path in paths:
             try:
-                file = safe_open(path, "pt")
-                offsets = json.loads((file.metadata() or {}).get("offsets", "{}"))
-                for name in file.keys():  # noqa: SIM118
-                    shape = file.get_slice(name).get_shape()
-                    offset, whole = offsets.get(name, [[0] * len(shape), shape])
+                file = SafetensorsFile(path)
+                self.files.append(file)
+                for name in file.names:
+                    shape = file.handle.get_slice(name).get_shape()
+                    offset, whole = file.offsets.get(name, [[0] * len(shape), shape])
                     self.shards.setdefault(name, []).append((file, offset, shape))
                     self.shapes[name] = tuple(whole)
             except (SafetensorError, ValueError) as error:
                 raise ConfigError(f"{path} is damaged: {error}.") from error
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names in an order that each file has too, so that files are hashed."""
+        order: TopologicalSorter[str] = TopologicalSorter()
+        for file in self.files:
+            for before, name in pairwise(file.names):
+                order.add(name, before)
+        with suppress(CycleError):  # written by other code
+            return list(dict.fromkeys([*order.static_order(), *self.shards]))
+        return list(self.shards)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Return the SHA-256 of each file that was read whole, by its name."""
+        return {file.path.name: file.sha256 for file in self.files if file.sha256}
 
     def read(self, name: str, offset: Iterable[int] = (), shape: Iterable[int] = ()) -> Tensor:
         """Read a tensor, or its part with this offset and shape."""
         whole = self.shapes[name]
         start, wanted = list(offset) or [0] * len(whole), list(shape) or list(whole)
         if len(self.shards[name]) == 1 and list(whole) == wanted == self.shards[name][0][2]:
-            return self.shards[name][0][0].get_tensor(name)
+            return self.shards[name][0][0].read(name)
         result, filled = None, 0
         for file, at, size in self.shards[name]:
             first = [max(a, s) for a, s in zip(at, start, strict=True)]
@@ -162,7 +213,8 @@ class TensorReader:
                 continue
             there = tuple(slice(f - a, b - a) for f, b, a in zip(first, last, at, strict=True))
             here = tuple(slice(f - s, b - s) for f, b, s in zip(first, last, start, strict=True))
-            part = file.get_slice(name)[there]
+            is_whole = all(b - f == n for f, b, n in zip(first, last, size, strict=True))
+            part = file.read(name) if is_whole else file.handle.get_slice(name)[there]
             result = part.new_empty(wanted) if result is None else result
             result[here] = part
             filled += part.numel()
@@ -202,5 +254,5 @@ class TensorReader:
                 f"{self.folder}/{self.kind}.safetensors does not fit the model: the file lacks"
                 f" {sorted(missing)}, the model lacks {sorted(unknown)}."
             )
-        for name, tensor in tensors.items():
-            tensor.copy_(self.read_like(name, tensor))
+        for name in self.names:
+            tensors[name].copy_(self.read_like(name, tensors[name]))
