@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,6 +31,12 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=100, help="in millions")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", help="folder for the checkpoints; default: a temporary folder")
+    parser.add_argument(
+        "--niceness",
+        type=int,
+        default=0,
+        help="added for the thread that saves (Linux; not shipped)",
+    )
     parser.add_argument("--saves", type=int, default=6, help="of each kind, the first not counted")
     arguments = parser.parse_args()
     sys.path[:0] = [str(ROOT / "template" / "src"), str(ROOT / "benchmarks")]
@@ -79,6 +86,13 @@ def main() -> None:
     steps: dict[str, list[float]] = {"during": [], "alone": []}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         savers = {kind: saver_of(kind) for kind in ("foreground", "background")}
+        write = savers["background"]._write
+
+        def write_nicely(*values: Any) -> None:
+            os.nice(arguments.niceness)  # on Linux of this thread alone
+            write(*values)
+
+        savers["background"]._write = write_nicely  # type: ignore[method-assign]
         for number in range(arguments.saves):
             for kind, seconds in waited.items():
                 os.sync()  # what the kind before has left to the kernel

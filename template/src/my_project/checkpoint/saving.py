@@ -17,9 +17,7 @@ are not saved: random numbers follow from (seed, step), see loading/seeding.py.
 
 import json
 import logging
-import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -59,8 +57,6 @@ from .resuming import best_of, checkpoints, choose_before, move_newer_aside, rem
 from .shards import Shard, TensorReader, own_shard, save_shards, whole
 
 logger = logging.getLogger(__name__)
-
-LOWER_PRIORITY = 10  # added to the niceness of a thread that saves in the background
 
 
 def plain_name(name: str) -> str:
@@ -204,18 +200,15 @@ class Checkpoints:
     def _start(self, function: Callable[..., None], *arguments: Any) -> threading.Thread:
         """Run a function in a thread after the previous one; wait for it unless in background."""
         before = self._thread
-        background = self.config.checkpoints.background
 
         def work() -> None:
-            if background and sys.platform == "linux":
-                os.nice(LOWER_PRIORITY)  # on Linux of this thread alone: training comes first
             if before:
                 before.join()
             function(*arguments)
 
         self._thread = thread = threading.Thread(target=work, name="checkpoint")
         thread.start()
-        if not background:
+        if not self.config.checkpoints.background:
             self.wait()
         return thread
 

@@ -99,20 +99,18 @@ def save_shards(shards: dict[str, Shard], path: Path) -> dict[str, Any]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor; a copy only if it is not contiguous, or on a GPU."""
-    return memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 @functools.cache
 def _dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in the safetensors format, from safetensors' own writer."""
-    try:
-        header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8:].partition(b"}}")[0] + b"}}")
-    except KeyError:
-        header = {"": {"shape": []}}
-    if header[""]["shape"] != [1]:  # else two numbers share a byte
+    header: dict[str, Any] = {"": {"shape": []}}
+    with suppress(KeyError, SafetensorError):
+        header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8 : -dtype.itemsize])
+    if header[""]["shape"] != [1]:  # also where two numbers share a byte
         raise ValueError(f"the safetensors format cannot hold tensors of {dtype}.")
-    name: str = header[""]["dtype"]
-    return name
+    return str(header[""]["dtype"])
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
