@@ -14,7 +14,7 @@ import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import cli
 
@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint import resuming
 from .checkpoint.resuming import check
-from .checkpoint.saving import Checkpoints
 from .checkpoint.shards import TensorReader, save_tensors
 from .config import Config, ConfigError, TelemetryConfig, to_yaml
 from .files import replace_folder
@@ -46,6 +45,11 @@ from .recipe import Recipe, optional
 from .run_folder import Run
 from .safety.search_path import run_folder
 from .safety.trust import read_config
+
+if TYPE_CHECKING:
+    from .checkpoint.saving import (
+        Checkpoints,
+    )  # it imports accelerate, which predict.py does without
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ def export(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
 
 
 def export_best(
-    run: Run, data_info: dict[str, Any], model: nn.Module, checkpoints: Checkpoints
+    run: Run, data_info: dict[str, Any], model: nn.Module, checkpoints: "Checkpoints"
 ) -> None:
     """Export to best/ as checkpoints are saved: in the background. Called by every rank.
 
