@@ -241,15 +241,16 @@ def normalize_and_clip_(
     norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
     if isinstance(norm, DTensor):  # of sharded gradients
         norm = norm.full_tensor()
-    if norm.device.type == "cpu":  # nothing to wait for, and numbers cost less than scalars
+    if norm.is_cpu:  # nothing to wait for, and numbers cost less than scalars
         norm, scale = norm.item(), float(scale)
     norm = norm * scale
     if clip_norm is not None:
         clip = clip_norm / (norm + 1e-6)
         scale = scale * (clip.clamp(max=1.0) if isinstance(clip, Tensor) else min(clip, 1.0))
-    if isinstance(scale, Tensor) and gradients[0].dtype == torch.float32:
-        scale = scale.float()  # of another type it would cost a kernel per gradient
-    torch._foreach_mul_(gradients, scale)  # type: ignore[attr-defined]
+    factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+    if gradients[0].dtype == torch.float32:  # a factor of another type costs a kernel per gradient
+        factor = factor.float()
+    torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
     return norm
 
 
