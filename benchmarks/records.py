@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT / "template/src"), str(ROOT / "template/tests")]
 
 import torch  # noqa: E402
 from my_project.loading.layout import BatchLayout  # noqa: E402
+from my_project.process import garbage_collected_at_records  # noqa: E402
 from my_project.records.metrics import MetricsWriter  # noqa: E402
 from my_project.run_folder import Run  # noqa: E402
 from my_project.state import StepReport, TrainState  # noqa: E402
@@ -67,7 +68,7 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
         found, step = [], 0
         metrics = MetricsWriter(accelerator, run, layout, state, model)
         metrics.progress.show = lambda record: None  # the terminal has a cost of its own
-        with metrics:
+        with metrics, garbage_collected_at_records():
             batches = metrics.timed(Feed())
             for _ in range(ROUNDS):
                 start = time.perf_counter()

@@ -31,7 +31,7 @@ from .failures import (
     own_frame,
     short_path,
 )
-from .process import LAUNCHER
+from .process import LAUNCHER, no_garbage_collection
 from .recipe import problems_of
 from .recipe_source import check_recipe_exists, did_you_mean, fields_of
 from .safety.redaction import secrets_problem
@@ -300,7 +300,9 @@ def _curve(config: Config) -> dict[str, Any]:
 
 
 # ---- all settings --------------------------------------------------------------------------------
-def _parser(recipe: Any = None, *, description: str = "", prog: str | None = None):
+def _parser(
+    recipe: Any = None, *, description: str = "", prog: str | None = None, with_help: bool = False
+):
     """Return jsonargparse's parser.
 
     Args:
@@ -308,6 +310,7 @@ def _parser(recipe: Any = None, *, description: str = "", prog: str | None = Non
             that takes anything; or a recipe's class, whose fields become options.
         description: for --help.
         prog: the command's name in --help.
+        with_help: read the fields' docstrings, which takes longer than all parsing.
     """
     import yaml
     from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
@@ -316,7 +319,7 @@ def _parser(recipe: Any = None, *, description: str = "", prog: str | None = Non
         check_yaml(text)
         return get_loader("yaml")(text)
 
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    set_parsing_settings(docstring_parse_attribute_docstrings=with_help)
     set_loader("checked_yaml", load, (yaml.YAMLError,))
     parser = ArgumentParser(
         prog=prog,
@@ -361,18 +364,18 @@ def check(arguments: list[str]) -> Config:
         raise ConfigError(refusal)
     check_recipe_exists(recipe.class_path)
     unset = one_duration([*in_files, typed.last])
-    config = _checked([*typed.words(with_recipe=False), *unset], recipe)
+    parser = _parser(_anything)
+    config = _checked(parser, [*typed.words(with_recipe=False), *unset], recipe)
     if config.run_name != "run":
         return config
     files = [f"--config={file}" for file in typed.files]
     base = None
     with suppress(ConfigError):  # incomplete, or wrong where something else is typed
-        base = _checked([*files, *one_duration(in_files)], recipe_settings(in_files, {}))
+        base = _checked(parser, [*files, *one_duration(in_files)], recipe_settings(in_files, {}))
     return dataclasses.replace(config, run_name=name_of_run(typed, base, config))
 
 
-def _checked(words: list[str], recipe: RecipeSettings) -> Config:
-    parser = _parser(_anything)
+def _checked(parser: Any, words: list[str], recipe: RecipeSettings) -> Config:
     values = _values(parser, lambda: parser.parse_args(words))
     values["recipe"] = recipe
     return Config(**values)
@@ -446,7 +449,8 @@ def parse(
     typed, recipe = split(arguments), checked.recipe
     assert isinstance(recipe, RecipeSettings)
     try:  # here, since jsonargparse would hide what the recipe's module raises
-        importlib.import_module(recipe.class_path.rpartition(".")[0])
+        with no_garbage_collection():
+            importlib.import_module(recipe.class_path.rpartition(".")[0])
     except ImportError as error:
         at = own_frame(frames_of(error))
         place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
@@ -456,7 +460,7 @@ def parse(
         ) from error
     unset = one_duration([*map(read_yaml, typed.files), typed.last])
     words = [*typed.words(with_recipe=True), *unset, *typed.flags]
-    parser = _parser(description=description, prog=prog)
+    parser = _parser(description=description, prog=prog, with_help=bool(typed.flags))
     try:
         values = _values(parser, lambda: parser.parse_args(words))
     except ConfigError as error:
@@ -486,7 +490,7 @@ def show_help(arguments: list[str], description: str, prog: str | None) -> None:
     else:
         description += "\nWith a config, the fields of its recipe are listed too.\n"
     print(description)  # as it is: the parser would join its lines
-    _parser(kind, prog=prog).print_help()
+    _parser(kind, prog=prog, with_help=True).print_help()
     raise SystemExit(0)
 
 

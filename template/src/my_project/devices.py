@@ -30,7 +30,7 @@ from .config import Config, ConfigError
 from .files import writing
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
-from .process import world
+from .process import no_garbage_collection, world
 from .run_folder import Run, not_shared
 from .stopping import turn_on_flight_recorder
 
@@ -358,4 +358,5 @@ def set_numerics(config: Config) -> None:
     torch.backends.cudnn.deterministic = config.deterministic
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
+    with no_garbage_collection():  # imports torch._dynamo, which any optimizer needs
+        torch.use_deterministic_algorithms(config.deterministic)

@@ -33,12 +33,11 @@ ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from .checkpoint import resuming
 from .checkpoint.resuming import check
-from .checkpoint.shards import TensorReader, save_tensors
+from .checkpoint.shards import TensorReader, model_tensors, save_tensors
 from .config import Config, ConfigError, TelemetryConfig, to_yaml
 from .files import replace_folder
 from .recipe import Recipe, optional
@@ -47,16 +46,15 @@ from .safety.search_path import run_folder
 from .safety.trust import read_config
 
 if TYPE_CHECKING:
-    from .checkpoint.saving import (
-        Checkpoints,
-    )  # it imports accelerate, which predict.py does without
+    # it imports accelerate, which predict.py does without
+    from .checkpoint.saving import Checkpoints
 
 logger = logging.getLogger(__name__)
 
 
 def export(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
     """Write what predict.py needs to export/. Called by every rank; rank 0 writes."""
-    weights = whole_weights(model)
+    weights = model_tensors(model, whole=True)
     if run.rank == 0:
         replace_folder(run.folder / "export", lambda to: _fill(run, data_info, model, weights, to))
 
@@ -69,9 +67,9 @@ def export_best(
     A recipe's own `export` is called before this returns: it may read the model, which training
     changes, and draw random numbers; only flushing to disk is left to the background.
     """
-    live: dict[str, Any] = get_model_state_dict(model)
+    live = model_tensors(model)
     gathered = {name for name, tensor in live.items() if isinstance(tensor, DTensor)}
-    weights = whole_weights(model) if gathered else live
+    weights = model_tensors(model, whole=True) if gathered else live
     if run.rank != 0:
         return
     if optional(run.config.recipe, "export"):
@@ -85,13 +83,6 @@ def export_best(
 def is_sharded(model: nn.Module) -> bool:
     """Return whether FSDP has sharded the model."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """Gather the weights in the memory of rank 0; those of a model on the CPU are not copied."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
-    return weights
 
 
 def _fill(

@@ -21,7 +21,7 @@ from .evaluate import evaluate, sanity_check
 from .loading.feed import train_batches
 from .loading.layout import batch_layout, lengths, total_steps
 from .loading.seeding import seed_forward
-from .process import world
+from .process import garbage_collected_at_records, world
 from .records import display, outcome, samples
 from .records.metrics import MetricsWriter
 from .run_folder import Run
@@ -98,7 +98,7 @@ def main(config: Config) -> int:
         model.train()
         stop.loop_begins()
         metrics = MetricsWriter(accelerator, run, layout, state, model)
-        with checkpoints, metrics:
+        with checkpoints, metrics, garbage_collected_at_records():
 
             def observe(report: StepReport | None) -> None:
                 nonlocal stop_agreed

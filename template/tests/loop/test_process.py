@@ -1,15 +1,24 @@
 """What a launcher started ends with it, at any time; what a person started outlives its shell."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import test_launch
+from ragged import Ragged
+from runs import make_config, train
 from test_launch import outcome, processes_with, steps_done
+from world import run_world
+
+from my_project.config import Config
 
 ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
 
@@ -196,3 +205,77 @@ def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on
     wait_for(lambda: outcome(tmp_path)["outcome"] == "finished")
     said = (tmp_path / "said").read_text()
     assert f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}" in said
+
+
+# ---- garbage collection --------------------------------------------------------------------------
+class Cycle:
+    """Garbage that only the collector frees."""
+
+    alive = 0
+    alive_by_step: dict[int, int] = {}
+
+    def __init__(self) -> None:
+        self.me = self
+        Cycle.alive += 1
+
+    def __del__(self) -> None:
+        Cycle.alive -= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Littering(Ragged):
+    cycles: int = 100  # per step
+    validation_samples: int = 0
+
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        Cycle.alive_by_step[step] = Cycle.alive
+        for _ in range(self.cycles):
+            Cycle()
+        return super().loss(model, batch, step)
+
+
+def collector() -> tuple[bool, tuple[int, ...], int]:
+    return gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+
+
+def litter(configs: list[Config]) -> list[tuple[dict[int, int], bool]]:
+    """Run each; return the cycles alive at each step, and whether the collector is as before."""
+    found = []
+    gc.set_threshold(600, 9, 8)
+    for config in configs:
+        gc.collect()
+        before, Cycle.alive_by_step = collector(), {}
+        try:
+            train(config)
+        except ValueError:
+            found.append(({}, collector() == before))
+        else:
+            found.append((Cycle.alive_by_step, collector() == before))
+    gc.disable()
+    before, Cycle.alive_by_step = collector(), {}
+    train(configs[0].__class__(**(vars(configs[0]) | {"run_name": "off"})))
+    return [*found, (Cycle.alive_by_step, collector() == before)]
+
+
+def test_garbage_is_collected_at_records_and_bounded_between_them(tmp_path: Path):
+    batch = {"batches__global_batch_size": 4, "batches__micro_batch_size": 4}
+    frequent = {"steps": 23, "telemetry__every_steps": 5, "run_name": "frequent"}
+    rare = {"steps": 23, "telemetry__every_steps": 10_000, "run_name": "rare"}
+    failing = {"steps": 23, "run_name": "failing"}
+    configs = [
+        make_config(tmp_path, Littering(), **batch, **frequent),
+        make_config(tmp_path, Littering(cycles=1500), **batch, **rare),
+        make_config(tmp_path, Littering(fault="raise", fault_at=3, fault_on_rank=0), **failing),
+    ]
+    (results,) = run_world(1, litter, configs)
+    (frequent, is_restored), (rare, _), (_, is_restored_after_failure), (off, is_still_off) = (
+        results
+    )
+    # a step's numbers are observed one step later, so its record comes at the end of the next
+    assert {step for step in frequent if frequent[step] == 0} == {0, 6, 11, 16, 21}
+    assert frequent[5] == 500
+    assert 5_000 < max(rare.values()) <= 12_000 < 23 * 1500
+    assert is_restored
+    assert is_restored_after_failure
+    assert off[22] - off[0] == 22 * 100
+    assert is_still_off

@@ -1,13 +1,16 @@
 """What imports what: the rules that keep each module in its place, read from the source text."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from world import TESTS
+from world import TESTS, free_port
 
 PACKAGE = TESTS.parent / "src/my_project"
 IMPORTS_TORCH = {"torch", "accelerate", "torchmetrics", "torchvision", "transformers", "peft"}
@@ -32,6 +35,25 @@ LIGHT = (
     "run_folder",
     "files",
     "stack_traces",
+)
+# What a run imports only where it is used: metrics, trackers, a terminal, FSDP, data of recipes.
+UNUSED = (
+    "torchmetrics",
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic",  # of the launcher, by torch.distributed.checkpoint
+    "rich",
+    "datasets",
+    "transformers",
+    "peft",
+    "torchvision",
+    "pandas",
+    "sklearn",
+    "scipy",
+    "matplotlib",
+    "wandb",
+    "mlflow",
 )
 
 
@@ -165,6 +187,36 @@ def test_torch_is_not_imported_for_what_has_to_answer_at_once(start: str):
             if not is_own and not deferred:
                 heavy = dotted.split(".")[0] in IMPORTS_TORCH or dotted == "safetensors.torch"
                 assert not heavy, f"{way} -> {dotted}"
+
+
+RUN = """
+import runpy, sys
+try:
+    runpy.run_module("my_project.train", run_name="__main__", alter_sys=True)
+except SystemExit as exit:
+    print("LOADED", exit.code, *sys.modules)
+"""
+
+
+def test_a_run_imports_only_what_it_uses(tmp_path: Path):
+    """One process under DDP, which trains, saves and exports."""
+    (tmp_path / "tiny.yaml").write_text(
+        "recipe: {class_path: ragged.Ragged, init_args: {validation_samples: 0}}\n"
+        "batches: {global_batch_size: 4, micro_batch_size: 4, workers: 0}\n"
+        "telemetry: {trackers: []}\n"
+        f"steps: 2\nruns_folder: {tmp_path}\n"
+    )
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "--config", str(tmp_path / "tiny.yaml")],
+        env=os.environ | address | rank, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    code, *loaded = done.stdout.partition("LOADED ")[2].split()
+    assert code == "0", done.stdout + done.stderr
+    assert (tmp_path / "tiny" / "export" / "model.safetensors").is_file()
+    assert {"torch", "torch.nn.parallel", "my_project.checkpoint.saving"} <= {*loaded}
+    assert not {*UNUSED} & {*loaded}
 
 
 def test_the_loop_is_one_page():

@@ -30,7 +30,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from ..config import ConfigError
@@ -54,14 +53,17 @@ from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
 from .resuming import best_of, checkpoints, choose_before, move_newer_aside, remove
-from .shards import Shard, TensorReader, own_shard, save_shards, whole
+from .shards import (
+    Shard,
+    TensorReader,
+    model_tensors,
+    own_shard,
+    plain_name,
+    save_shards,
+    whole,
+)
 
 logger = logging.getLogger(__name__)
-
-
-def plain_name(name: str) -> str:
-    """Remove the wrapper names of activation checkpointing and torch.compile."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 class Checkpoints:
@@ -116,7 +118,7 @@ class Checkpoints:
         state = train_state.to_dict()  # a copy: training goes on
         groups, numbers, slots = self._optimizer_state()
         kinds: dict[str, dict[str, Tensor]] = {
-            "model": self._weights(),
+            "model": model_tensors(self.model),
             "optimizer": slots,
         }
         if self.ema:
@@ -286,7 +288,7 @@ class Checkpoints:
             self.run.compare_numerics(folder, state.pop("numerics", None))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder}/state.json is damaged: {error!r}.") from error
-        self._fill(folder, "model", self._weights())
+        self._fill(folder, "model", model_tensors(self.model))
         self._load_optimizer(folder, saved)
         if self.ema:
             self._fill(folder, "ema", self._ema_tensors(self.ema))
@@ -300,10 +302,6 @@ class Checkpoints:
         reader = TensorReader(folder, kind)
         reader.fill(tensors)
         self._hashes |= reader.hashes
-
-    def _weights(self) -> dict[str, Tensor]:
-        tensors: dict[str, Any] = get_model_state_dict(self.model)
-        return tensors
 
     @staticmethod
     def _ema_tensors(ema: EMA) -> dict[str, Tensor]:

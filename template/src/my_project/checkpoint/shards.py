@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -46,6 +46,32 @@ def own_shard(tensor: Tensor, rank: int) -> Shard | None:
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     local = tensor.to_local().detach()
     return Shard(local, tuple(offset), tuple(tensor.shape)) if local.numel() else None
+
+
+def plain_name(name: str) -> str:
+    """Remove the wrapper names of activation checkpointing and torch.compile."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def model_tensors(model: nn.Module, *, whole: bool = False) -> dict[str, Any]:
+    """Return the state of a model with the keys of the plain module, whatever wraps it.
+
+    Args:
+        model: sharded by FSDP2, or the same on every rank.
+        whole: tensors on the CPU without shards; of a sharded model on rank 0 only, where every
+            rank calls this.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        # imports torch's distributed checkpoints and launcher, which a plain model does not need
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+        sharded: dict[str, Any] = get_model_state_dict(model, options=options)
+        return sharded
+    state = {plain_name(name): value for name, value in model.state_dict().items()}
+    if whole:
+        state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+    return state
 
 
 def _whole(tensor: Tensor) -> Shard:

@@ -56,6 +56,7 @@ from torch.profiler import record_function
 
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
+from ..process import collect_garbage
 from ..run_folder import Run
 from ..state import StepReport, TrainState
 from .anatomy import (
@@ -268,6 +269,7 @@ class MetricsWriter:
 
     def _end_interval(self, report: StepReport, ended: Ended) -> None:
         self._record(report, ended)
+        collect_garbage((report.step + 1) // self.config.telemetry.every_steps)
         self.recorded = ended
         self.interval_steps = 0
         self.interval_phases = [0.0] * len(PHASES)

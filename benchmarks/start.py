@@ -1,0 +1,110 @@
+"""Time a launch from the command line to the end of the first step, and the memory it takes.
+
+    python benchmarks/start.py                 5 rounds, about 5 minutes on 2 cores; Linux
+    python benchmarks/start.py --rounds 10 --processes 1
+
+Started in turn, round by round: a plain script under torchrun, and the train module of the project
+under torchrun, under accelerate launch and by its own command. All train the same MLP on CPU
+processes (first_step.py). Other load on the machine changes the seconds, so CPU time is shown too:
+of the processes until step 1 has ended, all together, and of the launcher.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = """\
+recipe: {{class_path: first_step.Mlp}}
+batches: {{global_batch_size: {size}, micro_batch_size: 32, workers: 0, seed_samples: false}}
+optim: {{lr: 1.0e-3, weight_decay: 0.05}}
+telemetry: {{trackers: []}}
+steps: 20
+"""
+PLAIN = "plain script, torchrun"
+
+
+def commands(folder: Path, processes: int) -> dict[str, list[str]]:
+    """Return the commands by name; the first one is what the others are compared with."""
+    config = folder / "mlp.yaml"
+    config.write_text(CONFIG.format(size=32 * processes), encoding="utf-8")
+    where = folder / "where.yaml"  # cpu_2_processes.yaml for any number
+    text = (ROOT / "accelerate_configs/cpu_2_processes.yaml").read_text(encoding="utf-8")
+    text = text.replace('"-1,-1"', f'"{",".join(["-1"] * processes)}"')
+    text = text.replace("num_processes: 2", f"num_processes: {processes}")
+    where.write_text(text, encoding="utf-8")
+    python = [sys.executable, "-m"]
+    torchrun = [*python, "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    launch = [*python, "accelerate.commands.launch", "--config_file", str(where)]
+    train = ["-m", "my_project.train", "--config", str(config), "--runs_folder"]
+    command = [*python, "my_project", "train", str(config), "--where", str(where), "--runs_folder"]
+    return {
+        PLAIN: [*torchrun, str(ROOT / "benchmarks/first_step.py")],
+        "ours, torchrun": [*torchrun, *train, str(folder / "a")],
+        "ours, accelerate launch": [*launch, *train, str(folder / "b")],
+        "ours, python -m my_project train": [*command, str(folder / "c")],
+    }
+
+
+def start(command: list[str], processes: int, source: Path) -> dict[str, float]:
+    """Run a command to its end; return seconds and MB."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = os.pathsep.join([str(source), str(ROOT / "benchmarks")])
+        settings = {"PYTHONPATH": paths, "START_FOLDER": folder, "OMP_NUM_THREADS": "1"}
+        settings |= {"ACCELERATE_USE_CPU": "true"}
+        environment = os.environ | settings
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # it would compile our modules each time
+        begun = time.time()
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+        ranks = range(processes)
+        first = [json.loads((Path(folder) / f"1_{rank}.json").read_text()) for rank in ranks]
+        last = [json.loads((Path(folder) / f"19_{rank}.json").read_text()) for rank in ranks]
+    return {
+        "seconds": max(found["time"] for found in first) - begun,
+        "processes' CPU s": sum(found["cpu_seconds"] for found in first),
+        "launcher's CPU s": first[0]["launcher_cpu_seconds"],
+        "RSS, MB": max(found["VmRSS"] for found in last),
+        "of it not of files, MB": max(found["RssAnon"] for found in last),
+    }
+
+
+def main() -> None:
+    """Print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--source", type=Path, default=ROOT / "template/src", help="another copy")
+    options = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {}
+    for number in range(options.rounds + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            cases = commands(Path(folder), options.processes)
+            for name, command in cases.items():
+                numbers = start(command, options.processes, options.source)
+                if number:  # the first round compiles modules and reads them from the disk
+                    found.setdefault(name, []).append(numbers)
+    columns = [*found[PLAIN][0]]
+    print(f"| {options.rounds} rounds | {' | '.join(columns)} | seconds, ratio | CPU s, ratio |")
+    print("|---" * (len(columns) + 3) + "|")
+    for name, rounds in found.items():
+        shown = [f"{statistics.median(r[column] for r in rounds):.4g}" for column in columns]
+        ratios = []
+        for parts in (columns[:1], columns[1:3]):
+            pairs = zip(rounds, found[PLAIN], strict=True)
+            each = [sum(a[p] for p in parts) / sum(b[p] for p in parts) for a, b in pairs]
+            ratios.append(f"{statistics.median(each):.2f}")
+        print(f"| {name} | {' | '.join(shown + ratios)} |")
+
+
+if __name__ == "__main__":
+    main()
