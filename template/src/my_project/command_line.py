@@ -9,6 +9,7 @@ another micro-batch continue the same run.
 """
 
 import dataclasses
+import gc
 import hashlib
 import importlib
 import json
@@ -31,7 +32,7 @@ from .failures import (
     own_frame,
     short_path,
 )
-from .process import LAUNCHER, no_garbage_collection
+from .process import LAUNCHER
 from .recipe import problems_of
 from .recipe_source import check_recipe_exists, did_you_mean, fields_of
 from .safety.redaction import secrets_problem
@@ -449,8 +450,7 @@ def parse(
     typed, recipe = split(arguments), checked.recipe
     assert isinstance(recipe, RecipeSettings)
     try:  # here, since jsonargparse would hide what the recipe's module raises
-        with no_garbage_collection():
-            importlib.import_module(recipe.class_path.rpartition(".")[0])
+        importlib.import_module(recipe.class_path.rpartition(".")[0])
     except ImportError as error:
         at = own_frame(frames_of(error))
         place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
@@ -497,9 +497,11 @@ def show_help(arguments: list[str], description: str, prog: str | None) -> None:
 def parse_command_line(description: str) -> Config:
     """Parse the command line of the train module; an error ends the process with exit code 2.
 
-    Call it first: from here on the process ends when the launcher that started it ends.
+    Call it first: from here on the process ends when the launcher that started it ends, and Python
+    collects no garbage until run_on_all_ranks (see no_garbage_collection).
     """
     LAUNCHER.watch()
+    gc.disable()
     try:
         config = parse(sys.argv[1:], description)
     except ConfigError as error:

@@ -40,12 +40,15 @@ def no_garbage_collection() -> Iterator[None]:
 
     Importing torch makes some 350,000 objects, nearly none of them garbage.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, has_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            gc.freeze()  # so that the next collection does not take all of it for new objects
+            if not has_frozen:  # else the caller unfreezes
+                gc.unfreeze()
             gc.enable()
 
 
@@ -63,6 +66,7 @@ def garbage_collected_at_records() -> Iterator[None]:
     if not gc.isenabled() or limits[0] == 0:
         yield
         return
+    has_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(limits[0], GARBAGE_OBJECTS), *limits[1:])
@@ -70,7 +74,8 @@ def garbage_collected_at_records() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*limits)
-        gc.unfreeze()  # also what the caller had frozen, which costs time, no more
+        if not has_frozen:  # else the caller unfreezes
+            gc.unfreeze()
 
 
 def collect_garbage(record: int) -> None:

@@ -217,6 +217,7 @@ def test_a_run_imports_only_what_it_uses(tmp_path: Path):
     assert (tmp_path / "tiny" / "export" / "model.safetensors").is_file()
     assert {"torch", "torch.nn.parallel", "my_project.checkpoint.saving"} <= {*loaded}
     assert not {*UNUSED} & {*loaded}
+    assert "leaked" not in done.stderr, done.stderr  # by C++ modules, if garbage is left at exit
 
 
 def test_the_loop_is_one_page():
