@@ -6,6 +6,7 @@ runs/<run_name>/errors/ gathers, for all nodes, one file for each rank that fail
 import faulthandler
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -196,7 +197,8 @@ def save_nccl_trace(run: Run) -> None:
 
 
 # ---- failures ------------------------------------------------------------------------------------
-WORKER_EXITED = "exited unexpectedly"  # torch's DataLoader
+# by torch's DataLoader: when its queue fails, or from the signal of a child that has ended
+WORKER_EXITED = re.compile(r"DataLoader worker .*(exited unexpectedly|killed by signal: Killed)")
 LOST_CONTACT = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
@@ -235,7 +237,7 @@ def _record(run: Run, error: BaseException, cause: str = "") -> None:
     elif isinstance(error, NotFiniteError):
         cause = "not finite"
         reason = str(error)
-    elif _is_of_multiprocessing(error) or WORKER_EXITED in str(error):
+    elif _is_of_multiprocessing(error) or WORKER_EXITED.search(str(error)):
         cause = "loader worker"
         reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
     failure = failures.record_of(error, cause=cause) | {"reason": mask(reason)}

@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from ragged import Ragged
@@ -297,14 +298,25 @@ def test_rotation_leaves_what_is_not_its_own(copied):
 
 
 # ---- the files ---------------------------------------------------------------------------------
+def can_hold(dtype: torch.dtype) -> bool:
+    """Return whether the installed safetensors has a dtype: 0.4 has fewer."""
+    try:
+        return bool(safetensors.torch.save({"one": torch.zeros(1, dtype=dtype)}))
+    except (KeyError, safetensors.SafetensorError):
+        return False
+
+
 def tensors_of_every_kind() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 256, (2, 3, 16), generator=draw, dtype=torch.uint8)
     found = {str(dtype): (bits % 2).to(dtype) for dtype in (torch.bool, torch.complex64)}
+    if not can_hold(torch.complex64):
+        del found["torch.complex64"]
     for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
                  "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
                  "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):  # fmt: skip
-        found[name] = bits.view(getattr(torch, name))
+        if can_hold(getattr(torch, name)):
+            found[name] = bits.view(getattr(torch, name))
     image = torch.rand(2, 3, 5, 7, generator=draw)
     found["channels_last"] = image.to(memory_format=torch.channels_last)
     found["transposed"], found["expanded"] = image[0, 0].T, torch.tensor(3.0).expand(4)

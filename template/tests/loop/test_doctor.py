@@ -205,7 +205,7 @@ class Deadly:
 
 def test_a_killed_loader_worker_is_told(tmp_path):
     config = make_config(tmp_path, Killing(), batches__workers=1)
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+    with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal: Killed"):
         run_world(1, train, config)
     found = diagnose(config.folder)
     assert found["cause"] == "loader worker"
@@ -421,6 +421,7 @@ def test_failures_by_the_clocks_of_two_hosts_are_not_put_in_order(tmp_path, monk
         (RuntimeError("CUDA error: device-side assert triggered"), "exception"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "exception"),
         (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), "loader worker"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "loader worker"),
     ],
 )  # fmt: skip
 def test_what_an_exception_means(tmp_path, monkeypatch, error, kind):

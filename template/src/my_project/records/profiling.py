@@ -130,7 +130,11 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         else:  # else it reports on stderr that there is no GPU, as an error
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        profile = torch.profiler.profile(activities=activities, with_stack=self.config.with_stack)
+        profile = torch.profiler.profile(
+            activities=activities,
+            with_stack=self.config.with_stack,
+            acc_events=True,  # there is one cycle; without it torch 2.10 warns of others
+        )
         profile.prepare_trace()
         return profile
 
