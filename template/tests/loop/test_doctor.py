@@ -205,7 +205,7 @@ class Deadly:
 
 def test_a_killed_loader_worker_is_told(tmp_path):
     config = make_config(tmp_path, Killing(), batches__workers=1)
-    with pytest.raises(RuntimeError, match="exited unexpectedly|killed by signal: Killed"):
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal: Killed"):
         run_world(1, train, config)
     found = diagnose(config.folder)
     assert found["cause"] == "loader worker"
