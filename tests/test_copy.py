@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 LOOP = REPOSITORY / "template/src/my_project"
-SUBPACKAGES = ("checkpoint", "loading", "records", "safety")
+SUBPACKAGES = ("checkpoint", "doctor", "loading", "records", "report", "safety")
 SHORT = " --epochs null --steps 3 --evaluation.every_steps null"
 LAYOUTS = {"flat": "your_package", "src": "src/your_package", "nested": "your_package/vision"}
 DOTTED = {"flat": "your_package", "src": "your_package", "nested": "your_package.vision"}

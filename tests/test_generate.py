@@ -38,7 +38,7 @@ RENAMED = {
     "author": "Ada Lovelace",
 }
 # The import names of those dependencies whose distribution has another.
-IMPORT_NAMES = {"scikit_learn": "sklearn", "pyyaml": "yaml"}
+IMPORT_NAMES = {"scikit_learn": "sklearn", "pyyaml": "yaml", "nvidia_ml_py": "pynvml"}
 
 
 def hook(name: str) -> ModuleType:
