@@ -187,7 +187,7 @@ def test_it_memorizes_a_text_and_generates_it(tmp_path):
     for number in range(8):
         (tmp_path / f"texts/{number}.txt").write_text("to be or not to be, " * 30)
     config = config_of(
-        tmp_path, steps=300, batches__global_batch_size=16, optim__lr=0.02,
+        tmp_path, steps=300, batches__global_batch_size=16, optim__lr=0.01,
         telemetry__peak_tflops=1.0, optim__clip_norm=1.0,
     )  # fmt: skip
     recipe = dataclasses.replace(config.recipe, temperature=0.0, max_new_tokens=30)

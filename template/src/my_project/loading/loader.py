@@ -82,7 +82,10 @@ class Fetch:
             self.at_once = False
         while True:  # three times at most, once for each generator that was missed
             self.seeds.begin()
-            batch = self.collate([self.data[index] for index in self.seeds.each(keys)])
+            samples = []
+            for index in self.seeds.each(keys):  # a comprehension would be a frame in tracebacks
+                samples.append(self.data[index])
+            batch = self.collate(samples)
             if not self.seeds.missed_a_draw():
                 return batch
 
