@@ -37,7 +37,8 @@ def test_without_cluster_its_tests_and_launch_everything_else_works(template: Pa
     assert "leafscan.train\n" in desk.succeed(sys.executable, "-c", IMPORT_ALL, cwd=project)
     listed = desk.succeed(*python, "leafscan", cwd=project).splitlines()
     names = [line.split()[0] for line in listed if line.startswith("  ")]
-    assert names == ["train", "evaluate", "predict", "export", "logs", "runs", "launch"]
+    ours = ["train", "evaluate", "predict", "export", "logs", "runs", "report", "doctor", "batch"]
+    assert names == [*ours, "launch"]
 
     alone = ["--config_file", "accelerate_configs/cpu_2_processes.yaml"]
     desk.succeed(*python, "leafscan", "launch", *alone, *TRAIN, *SHORT, cwd=project)
