@@ -11,7 +11,7 @@ train: .venv/installed ## Generate a project with the default answers and train 
 	cd $(PROJECT) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train WHERE=cpu_2_processes
 	@echo "For the next commands: cd $(PROJECT) && source $(BIN)/activate"
 
-test: .venv/installed ## Run the quick tests: about 5 minutes, no root
+test: .venv/installed ## Run the quick tests: about 7 minutes, no root
 	cd template && $(BIN)/pytest -q -m "not slow and not gpu"
 	$(BIN)/pytest -q -m "not slow and not root"
 
