@@ -416,11 +416,12 @@ def _plain_words(message: str) -> str:
     found = re.search(r"(?:Got|Given) value: (.*)$", message)
     name = re.search(r'^(?:"?recipe"?: .*Parser key "(\w+)"|([\w.]+)):', message)
     kinds = dict.fromkeys(re.findall(r"<class '(\w+)'>", message.partition("Errors:")[0]))
-    choices = re.findall(r"'(\w+)'", "".join(re.findall(r"Literal\[([^\]]*)\]", message)))
+    literals = "".join(re.findall(r"Literal\[([^\]]*)\]", message))
+    choices = list(dict.fromkeys(re.findall(r"'(\w+)'", literals)))
     # of a file: on the command line any value is a text
     is_number = bool(found) and re.fullmatch(r"[-+\d.e]+", found[1]) is not None
     wanted = [WORDS[kind] for kind in kinds if kind in WORDS and (kind != "str" or is_number)]
-    wanted += [f"one of {', '.join(choices)}"] if choices else []
+    wanted += [f"one of {', '.join(choices)}"] if len(choices) > 1 else choices
     if not found or not name or not wanted or len(wanted) < len(kinds) + bool(choices) - 1:
         return message
     key = f"recipe.{name[1]}" if name[1] else name[2]

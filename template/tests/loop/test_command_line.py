@@ -205,6 +205,10 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--recipe.width wide", "width"),
         ("--seed x", "seed is 'x', but must be a whole number."),
         ("--steps 1x", "steps is '1x', but must be a whole number or null."),
+        (
+            "--batches.seed_samples no_",
+            "batches.seed_samples is 'no_', but must be true or false or auto.",
+        ),
         ("--optim.schedule cosin", "linear, cosine, wsd; did you mean cosine?"),
         ("--recipe.width big", "recipe.width is 'big', but must be a whole number."),
         ("--lr 1", "there is no setting --lr; did you mean --optim.lr?"),
