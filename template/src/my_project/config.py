@@ -49,7 +49,7 @@ class BatchesConfig:
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
     """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
-    does not depend on the process that loads the sample. auto: torch's always (2 us per sample),
+    does not depend on the process that loads the sample. auto: torch's always (2.5 us per sample),
     Python's and NumPy's (10 us) once a sample draws from them; the micro-batch in which that is
     noticed is read again. true: always all three, and no sample is read twice: for a dataset that
     keeps what it has drawn. false: never, for a dataset without randomness."""
