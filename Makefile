@@ -11,20 +11,24 @@ train: .venv/installed ## Generate a project with the default answers and train 
 	cd $(PROJECT) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train WHERE=cpu_2_processes
 	@echo "For the next commands: cd $(PROJECT) && source $(BIN)/activate"
 
-test: .venv/installed ## Run the quick tests: about 7 minutes, no root
-	cd template && $(BIN)/pytest -q -m "not slow and not gpu"
-	$(BIN)/pytest -q -m "not slow and not root"
+# as in template/Makefile
+WORKERS ?= --numprocesses logical --maxprocesses 4 --dist worksteal
+test: .venv/installed ## Run the quick tests: under 4 minutes, no root
+	cd template && $(BIN)/pytest -q $(WORKERS) -m "not slow and not gpu"
+	$(BIN)/pytest -q $(WORKERS) -m "not slow and not root"
 
+# runs on two hosts, of four processes each, come one after the other
 test-all: .venv/installed ## Run all tests, with the slow ones and those that need root
-	cd template && $(BIN)/pytest -q
+	cd template && $(BIN)/pytest -q $(WORKERS)
 	$(MAKE) --no-print-directory test-cpus
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q $(WORKERS) -m "not root"
+	$(BIN)/pytest -q -m root
 
 # Sums round differently on other CPUs, and no numeric test may depend on the last bit.
 NUMERIC := $(addprefix tests/,$(addprefix loop/test_,loader.py evaluation.py metrics.py optim.py resume.py same_curve.py sharded.py streams.py) $(addprefix recipes/test_,embedding.py segmentation.py))
 test-cpus: .venv/installed ## Run the numeric tests with the instruction sets of older CPUs
-	cd template && ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -q -m "not slow and not gpu" $(NUMERIC)
-	cd template && ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -q -m "not slow and not gpu" $(NUMERIC)
+	cd template && ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -q $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
+	cd template && ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -q $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
 
 test-gpu: .venv/installed ## Measure on 1, 2, 4 or 8 GPUs, and print a table
 	$(BIN)/python benchmarks/gpu.py

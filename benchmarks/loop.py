@@ -1,6 +1,6 @@
 """Time the project's loop against a hand-written PyTorch loop, in one run.
 
-    python benchmarks/loop.py                     about 6 minutes on 2 idle cores
+    python benchmarks/loop.py                     about 3 minutes on 2 idle cores
     python benchmarks/loop.py --peers             also against the libraries in peers.py
     python benchmarks/loop.py --cases mlp         half a minute
     python benchmarks/loop.py --source /tmp/src   another copy of template/src, to try a change
@@ -68,11 +68,14 @@ class Case:
 
 
 MLP = Case(title="tiny MLP", task="TinyMlp", micro_batch_size=32, rounds=150)
+OWN = replace(MLP, title="tiny MLP, a dataset of its own class", recipe={"own_class": True})
 IMAGES = Case(title="MiniResNet", task="Digits", micro_batch_size=16, rounds=40, draws=True)
 GPT = Case(title="GPT of 0.9 M", task="Tokens", micro_batch_size=4, rounds=25)
 CASES = {
     "mlp": replace(MLP, processes=1, rounds=300),
     "mlp_2_processes": MLP,
+    "mlp_own_class": replace(OWN, processes=1, rounds=300),
+    "mlp_own_class_2_processes": OWN,
     "images": IMAGES,
     "images_accumulated": replace(IMAGES, accumulation=4, rounds=20),
     "gpt": GPT,

@@ -37,6 +37,10 @@ class Settings:
     seed: int = 0
 
 
+class OwnDataset(TensorDataset):
+    """A dataset that is read sample by sample, as a user writes it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TinyMlp:
     """Random vectors for a model so small that the loop itself takes nearly all of a step."""
@@ -45,6 +49,7 @@ class TinyMlp:
     width: int = 128
     classes: int = 10
     samples: int = 8192
+    own_class: bool = False  # a dataset whose __getitem__ the loop cannot know
 
     def prepare_data(self) -> dict[str, Any]:
         """Return no data_info; the data is random."""
@@ -55,7 +60,7 @@ class TinyMlp:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(self.samples, self.features, generator=generator)
         y = torch.randint(self.classes, (self.samples,), generator=generator)
-        return TensorDataset(x, y), {}
+        return (OwnDataset if self.own_class else TensorDataset)(x, y), {}
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         """Build an MLP with two hidden layers."""
@@ -118,7 +123,7 @@ class Tokens:
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         """Build the GPT."""
-        return GPT(self.vocabulary, self.width, self.depth, self.heads, self.activation, 0.0, False)
+        return GPT(self.vocabulary, self.width, self.depth, self.heads, self.activation, 0.0)
 
     def loss(self, model: nn.Module, batch: list[Tensor], step: int) -> tuple[Tensor, int]:
         """Return the summed cross-entropy of the next tokens, and their number."""

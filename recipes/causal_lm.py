@@ -51,7 +51,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 # B: sequences in a micro-batch, T: tokens in a sequence, D: width, H: heads, V: vocabulary size
 
@@ -97,9 +96,6 @@ class CausalLM:
     """Attention heads per block."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     dropout: float = 0.0
-    checkpoint_activations: bool = False
-    """Recompute the activations of each block in the backward pass instead of storing them; saves
-    memory, a third slower."""
     temperature: float = 0.8
     """predict: the sampling temperature; 0 always takes the most likely token."""
     max_new_tokens: int = 200
@@ -342,7 +338,6 @@ class CausalLM:
             self.heads,
             self.activation,
             self.dropout,
-            self.checkpoint_activations,
         )
 
     def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, int]:
@@ -634,7 +629,6 @@ class GPT(nn.Module):
         heads: int,
         activation: str,
         dropout: float,
-        checkpoint_activations: bool,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -644,7 +638,6 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight  # tied
-        self.checkpoint_activations = checkpoint_activations
         self.head_dim = width // heads
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -660,10 +653,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         rotary = rotary_embedding(tokens.shape[1], self.head_dim, x.device)
         for block in self.blocks:
-            if self.checkpoint_activations and self.training:
-                x = checkpoint(block, x, rotary, use_reentrant=False)
-            else:
-                x = block(x, rotary)
+            x = block(x, rotary)
         return self.head(self.norm(x))
 
 

@@ -29,6 +29,7 @@ The default config, with its measured accuracy and time, is configs/finetune.yam
 
 import ast
 import copy
+import inspect
 import json
 import os
 import re
@@ -47,6 +48,7 @@ from torch.nn import functional as F
 
 MAY_CHANGE: Any = {"changes_curve": False}
 IGNORE_INDEX = -100  # the label of padding and prompt tokens
+MAX_FILE_SIZE = "5GB"  # of a file of exported weights; transformers' own default is ten times that
 MODULES = (  # the classes of the data python
     "asyncio",
     "email",
@@ -101,9 +103,6 @@ class Finetune:
     """LoRA: the modules that it adapts, a regular expression for their names, or all-linear."""
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
     """LoRA: dtype of the frozen weights; bfloat16 needs mixed precision bf16."""
-    checkpoint_activations: bool = False
-    """Recompute the activations in the backward pass instead of storing them; saves memory, a third
-    slower."""
     merge_adapter: bool = field(default=False, metadata=MAY_CHANGE)
     """LoRA: export the whole model, with the adapter merged into its weights."""
     max_new_tokens: int = field(default=100, metadata=MAY_CHANGE)
@@ -273,8 +272,6 @@ class Finetune:
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         """Return the pretrained model with a new head for the classes, and with LoRA if wanted."""
         model, new_layers = self._base(self._model_folder(), data_info)
-        if self.checkpoint_activations:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         if not self.lora_rank:
             return model
         from peft import LoraConfig, TaskType, get_peft_model
@@ -313,7 +310,8 @@ class Finetune:
     def _logits(self, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits, float32, and labels, with one row per sample or predicted token."""
         labels = batch["labels"]
-        logits = model(**{name: batch[name] for name in batch if name != "labels"}).logits.float()
+        inputs = {name: batch[name] for name in batch if name != "labels"}
+        logits = model(**inputs, **_without_cache(model)).logits.float()
         if self.task == "classification":
             return logits, labels
         return logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -492,17 +490,46 @@ class Finetune:
 
     def export(self, model: Any, data_info: dict[str, Any], folder: Path) -> None:
         """Write the model or the adapter, with the tokenizer, as from_pretrained loads them."""
-        settings = {}
         if self.lora_rank and self.merge_adapter:
             # a copy, since training may continue
             model = copy.deepcopy(model).cpu().merge_and_unload()
-        elif self.lora_rank:
+        self._save_pretrained(model, folder)
+
+    def export_tensors(
+        self, model: Any, tensors: dict[str, Tensor]
+    ) -> tuple[str, dict[str, Tensor]] | None:
+        """Return the tensors of a sharded model, or those of its adapter; to merge it, None."""
+        if not self.lora_rank:
+            return "model", tensors
+        if self.merge_adapter:
+            return None
+        from peft import get_peft_model_state_dict
+
+        return "adapter_model", get_peft_model_state_dict(
+            model, state_dict=tensors, save_embedding_layers=False
+        )
+
+    def export_files(self, model: Any, data_info: dict[str, Any], folder: Path) -> None:
+        """Write what export writes, but no weights."""
+        nothing = torch.empty(0)
+        names: list[str] = []
+        if self.lora_rank:  # peft looks for the names of its weights
+            for named in (model.named_parameters, model.named_buffers):
+                names += [name for name, _ in named(remove_duplicate=False)]
+        self._save_pretrained(model, folder, state_dict=dict.fromkeys(names, nothing))
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+
+    def _save_pretrained(self, model: Any, folder: Path, **settings: Any) -> None:
+        if self.lora_rank and not self.merge_adapter:
             source = Path(self.model)
             base = source.absolute() if source.is_dir() else self.model
             base = self._model_folder() if self.model == "minilm" else base
             model.peft_config["default"].base_model_name_or_path = str(base)
             # else peft looks up the vocabulary on the Hub
             settings["save_embedding_layers"] = False
+        else:
+            settings["max_shard_size"] = MAX_FILE_SIZE
         model.save_pretrained(folder, **settings)
         _tokenizer_of(self._model_folder()).save_pretrained(folder)
 
@@ -541,6 +568,13 @@ class TextDataset(torch.utils.data.Dataset):
             class_name = _class_of(self.rows, recipe.label_column, row)
             sample["label"] = self.class_numbers[class_name]
         return sample
+
+
+def _without_cache(model: Any) -> dict[str, bool]:
+    """Turn off the cache of keys and values: recomputed activations would enter it twice."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    has_cache = "use_cache" in inspect.signature(type(base).forward).parameters
+    return {"use_cache": False} if has_cache else {}
 
 
 def text_of(argument: str) -> str:

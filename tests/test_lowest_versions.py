@@ -65,8 +65,8 @@ def test_quick_tests_pass_with_the_lowest_versions(template, tmp_path):
         newer = {n: installed[n] for n, b in lowest.items() if Version(installed[n]) != Version(b)}
         assert not newer, "not the lowest that pyproject.toml allows"
         call(
-            python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu",
-            cwd=project, env=clean,
+            python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses", "1",
+            "-m", "not slow and not gpu", cwd=project, env=clean,
         )  # fmt: skip
     finally:
         shutil.rmtree(environment, ignore_errors=True)  # 7 GB

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,6 +29,13 @@ pytestmark = [
     pytest.mark.skipif(not available(), reason="needs root and iproute2 for network namespaces"),
 ]
 
+ENVIRONMENT = {
+    "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
 
 @pytest.fixture
 def hosts(tmp_path):
@@ -44,12 +53,7 @@ def launch(
     **more,
 ) -> None:
     """Start the launcher on both hosts, with so many processes each."""
-    environment = {
-        "PYTHONPATH": f"{PROJECT / 'src'}:{path}",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{PROJECT / 'src'}:{path}"}
     disks = more.pop("disks", (None, None))
     for host in (0, 1):
         hosts.start(
@@ -65,7 +69,7 @@ def launch(
 
 def test_sigterm_on_one_host_saves_on_both_at_one_step_and_the_run_goes_on(hosts):
     launch(hosts, "--steps", "60")
-    wait_for(hosts, lambda: steps(hosts) >= 10)
+    wait_for(hosts, lambda: steps(hosts) >= 3)
     os.kill(hosts.workers(1)[1], signal.SIGTERM)
     hosts.wait(60)
     left = status(hosts)
@@ -138,6 +142,84 @@ def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(hosts):
         assert "on host1 is not the folder that rank 0 on host0 wrote to" in hosts.output(host)
         assert "--runs_folder" in hosts.output(host)
         assert "step 1 of" not in hosts.output(host)
+
+
+# ---- FSDP2 and HSDP by the commands of their cards -----------------------------------------------
+SHARDED = """
+run_name: tiny
+recipe: {class_path: ragged.Deep, init_args: {dtype: float64, seconds: 0.05}}
+batches: {global_batch_size: 16, micro_batch_size: 2, workers: 0}
+steps: 60
+optim: {lr: 0.05, ema_decay: 0.9, clip_norm: 8.0}
+evaluation: {every_steps: 20}
+telemetry: {every_steps: 1, trackers: []}
+"""
+CARD = re.compile(r"^# +accelerate launch ((?:.*\\\n)*.*)", re.MULTILINE)
+
+
+def card(where: str, host: int) -> list[str]:
+    """Read the arguments of the command on an accelerate config's card, for a host without GPUs."""
+    (command,) = CARD.findall((PROJECT / f"accelerate_configs/{where}.yaml").read_text())
+    for shown, ours in {
+        "\\\n#": "",
+        "--num_processes 16": "--num_processes 4",
+        "--machine_rank 0": f"--machine_rank {host}",
+        "<address of node 0>": ADDRESSES[0],
+        "configs/image_classification.yaml": "tiny.yaml",
+        " -m ": " --gpu_ids=-1,-1 --mixed_precision no --fsdp_min_num_params 20 -m ",
+    }.items():
+        assert command.count(shown) >= 1, (shown, command)
+        command = command.replace(shown, ours)
+    return shlex.split(command)
+
+
+def shards(hosts: TwoHosts, step: int) -> list[str]:
+    folder = run_folder(hosts) / f"checkpoints/step_{step:08d}"
+    return sorted(path.name.split(".")[1] for path in folder.glob("model.rank_*.safetensors"))
+
+
+def test_fsdp2_preempted_on_one_host_goes_on_as_hsdp_with_the_curve_of_ddp(hosts):
+    """Each by the command of its card; the second through the project's own launcher."""
+    (hosts.folder / "tiny.yaml").write_text(SHARDED)
+    (hosts.folder / "accelerate_configs").symlink_to(PROJECT / "accelerate_configs")
+    for host in (0, 1):
+        hosts.start(host, "accelerate", "launch", *card("multi_node_fsdp2", host), **ENVIRONMENT)
+    wait_for(hosts, lambda: steps(hosts) >= 3)
+    os.kill(hosts.workers(1)[1], signal.SIGTERM)
+    hosts.wait(60)
+    left = status(hosts)
+    assert left["outcome"] == "preempted", hosts.output(0) + hosts.output(1)
+    every_rank = ["rank_00000", "rank_00001", "rank_00002", "rank_00003"]
+    assert shards(hosts, left["step"]) == every_rank, "both hosts have saved their shards"
+
+    hosts.commands.clear()
+    own = (sys.executable, "-m", "my_project.launch")
+    for host in (0, 1):
+        hosts.start(host, *own, *card("multi_node_hsdp", host), **ENVIRONMENT)
+    assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
+    resumed = f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}"
+    assert resumed in hosts.output(0)
+    assert shards(hosts, 60) == every_rank[:2], "the ranks of one host hold the whole model"
+
+    hosts.commands.clear()
+    hosts.start(
+        0, "accelerate", "launch", "--config_file", "accelerate_configs/cpu_2_processes.yaml",
+        "-m", "my_project.train", "--config", "tiny.yaml", "--run_name", "ddp",
+        "--recipe.init_args.seconds", "0", **ENVIRONMENT,
+    )  # fmt: skip
+    assert hosts.wait(90) == [0], hosts.output(0)
+    ours, theirs = (curve(hosts.folder / "runs" / name) for name in ("tiny", "ddp"))
+    assert len(ours) == 2 * 60 + 2 * 3, "loss and gradient norm of each step, three evaluations"
+    assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
+    for host in (0, 1):
+        assert "Warning" not in hosts.output(host), "of Python, which nobody could act on"
+
+
+def curve(folder: Path) -> list[float]:
+    """Return losses, gradient norms and results of evaluations in the order of their steps."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    names = ("loss", "gradient_norm", "validation/auroc", "validation/accuracy")
+    return [line[name] for line in lines for name in names if name in line]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -1,7 +1,10 @@
 """The environment of every process that a test starts, through the launcher or by forking."""
 
+import gc
 import os
 from pathlib import Path
+
+from my_project.process import freeze_objects
 
 TESTS = Path(__file__).parent
 
@@ -12,3 +15,10 @@ def pytest_configure(config):
     os.environ["OMP_NUM_THREADS"] = "1"
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    gc.disable()  # until all is imported
+
+
+def pytest_collection_finish():
+    """Look no more at what imports made: each run here begins with a full collection."""
+    freeze_objects()
+    gc.enable()

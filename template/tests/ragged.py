@@ -93,6 +93,55 @@ class Ragged:
         return (torch.zeros(2, 9, data_info["features"], dtype=getattr(torch, self.dtype)),)
 
 
+class Block(nn.Module):
+    """A block for FSDP to gather, with a buffer that checkpoints hold and one that they lack."""
+
+    gain: Tensor
+    shift: Tensor
+
+    def __init__(self, width: int, draws: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+        self.register_buffer("gain", torch.linspace(0.5, 1.0, width))
+        shift = torch.rand(width) if draws else torch.linspace(0.0, 1.0, width)
+        self.register_buffer("shift", shift, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x))) * self.gain + self.shift
+
+
+class Tower(nn.Module):
+    """Blocks between an input and an output that share a weight, and a part that is frozen."""
+
+    def __init__(self, features: int, width: int, blocks: int, draws: bool = False) -> None:
+        super().__init__()
+        self.input = nn.Linear(features, width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block(width, draws) for _ in range(blocks))
+        self.output = nn.Linear(features, width, bias=False)
+        self.output.weight = self.input.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.input(x))
+        for block in self.blocks:
+            x = block(x)
+        return (x @ self.output.weight).sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deep(Ragged):
+    """The same samples for a model of blocks."""
+
+    width: int = 8
+    blocks: int = 2
+    draws: bool = False  # random numbers for buffers that checkpoints lack
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        model = Tower(data_info["features"], self.width, self.blocks, self.draws)
+        return model.to(getattr(torch, self.dtype))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Streamed(Ragged):
     """The same samples as a stream; files in `book` list the lanes opened, read and seen."""

@@ -3,22 +3,26 @@
 import contextlib
 import importlib
 
-import my_project.evaluate
-import my_project.train  # noqa: F401
+from my_project.process import freeze_objects, no_garbage_collection
 
-for name in (
-    "rich.console",
-    "rich.table",
-    "tensorboard",
-    "torch._dynamo",  # the first optimizer imports it
-    "torch.distributed.algorithms.ddp_comm_hooks",
-    "torch.utils.tensorboard",
-    "torchmetrics.classification",
-    "torchvision.transforms.v2",  # the recipe's
-    "sklearn.datasets",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.bert.modeling_bert",
-    "peft",
-):
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+with no_garbage_collection():
+    for name in (
+        "my_project.evaluate",
+        "my_project.train",
+        "rich.console",
+        "rich.table",
+        "tensorboard",
+        "torch._dynamo",  # the first optimizer imports it
+        "torch.distributed.algorithms.ddp_comm_hooks",
+        "torch.utils.tensorboard",
+        "torchmetrics.classification",
+        "torchvision.transforms.v2",  # the recipe's
+        "sklearn.datasets",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.bert.modeling_bert",
+        "peft",
+    ):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+freeze_objects()  # else the first collection of each forked process looks at all that was imported

@@ -6,7 +6,6 @@ The console script `my-project` does the same, without adding the current folder
 """
 
 import argparse
-import atexit
 import gc
 import logging
 import os
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 
 from .config import ConfigError
 from .failures import exit_with_error, exit_with_exception, folded, record_of, report_once
-from .process import LOGS, world, write_logs
+from .process import LOGS, freeze_objects, world, write_logs
 from .recipe_source import did_you_mean
 from .safety.redaction import MaskedFormatter
 from .stack_traces import library_of
@@ -101,8 +100,7 @@ def run_on_all_ranks(
     exception exits with 1, after an error file is written (failures.py) and the traceback logged.
     """
     # parse_command_line has turned it off for the imports; what they made is not looked at again
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # C++ modules report what is left at the end as leaked
+    freeze_objects()
     gc.enable()
     write_logs(is_run=is_run)
     set_up_logging(is_run=is_run)

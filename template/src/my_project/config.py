@@ -129,7 +129,7 @@ class CheckpointsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Settings of the process group and DDP that accelerate's YAML files lack."""
+    """Settings of the process group, DDP and memory that accelerate's YAML files lack."""
 
     startup_timeout_seconds: int = may_change(1800)
     """Time without progress after which a rank is stalled in startup, an evaluation, a save, or the
@@ -141,6 +141,10 @@ class DistributedConfig:
     """Options of accelerate's DistributedDataParallelKwargs, by their own names."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the micro-batches of all ranks. GPUs only."""
+    activation_checkpointing: bool = may_change(False)
+    """Keep only the inputs of each block of layers, and recompute the rest in the backward pass:
+    less memory, about a third more computation. The blocks are those that FSDP shards; with DDP,
+    layers of one class in a list (sharding.blocks)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,28 @@
 """Measure memory and FLOPs of one step of a recipe, on fake tensors and without a GPU."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 from .config import Config
 
-MIN_BLOCK_PARAMETERS = 1_000_000  # fsdp_min_num_params of the accelerate configs
+MICRO_BATCHES = (4, 8)  # of the two steps whose difference is the share of a sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """The most that forward and backward hold besides weights and their gradients."""
+
+    fixed_bytes: int = 0  # independent of the micro-batch, such as the weights cast by autocast
+    bytes_per_sample: int = 0
+
+    def bytes_of(self, micro_batch: int) -> int:
+        """Return the bytes for a micro-batch."""
+        return self.fixed_bytes + self.bytes_per_sample * micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +33,15 @@ class Model:
     trained: int  # parameters with gradients
     block: int  # parameters of the largest block that sharding gathers at once
     blocks: int
+    two_blocks: int  # the most in a block and the next one, which is gathered in advance
     root: int  # parameters outside of all blocks, which stay gathered
     buffer_bytes: int
     optimizer_bytes: float  # per trained parameter; includes the EMA
-    saved_bytes: int  # for the backward, independent of the micro-batch: weights cast by autocast
-    saved_bytes_per_sample: int  # activations
+    activations: Activations  # with autocast
+    sharded_activations: Activations  # with FSDP2, which casts weights and inputs itself
+    in_second_block: Activations  # the same, in the second block of the backward pass
+    in_last_block: Activations  # and in its last
+    weight_bytes: int  # of a gathered weight: 2 or 4
     flops_per_sample: int  # forward and backward
     finds_unused: bool = False  # DDP's find_unused_parameters
 
@@ -87,14 +104,14 @@ def inspect_recipe(config: Config, precision: str, device: str = "cpu") -> Model
     data_info, reader = prepare_data(replace(config, stage_to=None))
     train_set, _ = build_datasets(reader, data_info)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _uninitialized_weights():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, uninitialized_weights():
             return _inspect(config, data_info, train_set, precision, device, mode.from_tensor)
     except Exception:  # fake tensors do not support everything; a real step works or says why not
         return _inspect(config, data_info, train_set, precision, device, lambda tensor: tensor)
 
 
 @contextmanager
-def _uninitialized_weights() -> Iterator[None]:
+def uninitialized_weights() -> Iterator[None]:
     """Turn torch.nn.init's functions off: some of them read values, which fake tensors lack."""
     from torch.nn import init
 
@@ -116,44 +133,111 @@ def _inspect(
     device: str,
     make: Callable[[Any], Any],
 ) -> Model:
+    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from .sharding import sharded_blocks
+    from .sharding import MIN_BLOCK_PARAMETERS, sharded_blocks
 
     model = config.recipe.build_model(data_info)
-    _, blocks, root = sharded_blocks(model, MIN_BLOCK_PARAMETERS)
+    classes, blocks, root = sharded_blocks(model, MIN_BLOCK_PARAMETERS)
     if device != "cpu":
         model = model.to(device)
     parameters = list(model.parameters())
-    saved: dict[int, int] = {}
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    autocast = torch.autocast(device, dtype) if dtype else nullcontext()
+    small, large = MICRO_BATCHES
+    batches = {size: sample_batch(config, train_set, size, make, device) for size in MICRO_BATCHES}
+    held: dict[int, int] = {}
     flops: dict[int, int] = {}
-    for micro_batch in (1, 2, 4):
-        batch = _batch(config, train_set, micro_batch, make, device)
+    for micro_batch, batch in batches.items():
         counter = FlopCounterMode(display=False)
-        with counter:
-            saved[micro_batch] = _saved_bytes(config, model, batch, precision, device)
-        flops[micro_batch] = counter.get_total_flops()
-        for parameter in parameters:
-            parameter.grad = None
-    # from the difference, since some saved tensors do not grow with the micro-batch
-    saved_per_sample = max(0, (saved[4] - saved[2]) // 2)
+        with counter, autocast:
+            _held_bytes(config, model, batch)
+        flops[micro_batch] = counter.get_total_flops()  # without those of recomputation
+    with _recomputed(config, model, is_sharded=False):
+        for micro_batch, batch in batches.items():
+            with autocast:
+                held[micro_batch], _ = _held_bytes(config, model, batch)
+    activations = sharded_activations = _activations(held)
+    inside = [Activations(), Activations()]
+    with (
+        suppress(Exception),  # an operation that wants one type fails with FSDP2, too
+        _recomputed(config, model, is_sharded=True),
+        autocast,
+    ):
+        if dtype:
+            _cast_as_fsdp2(model, classes, dtype)
+        units = [module for module in model.modules() if type(module).__name__ in classes]
+        at = [units[-2:][0], units[0]] if units else []
+        found = {size: _held_bytes(config, model, batch, at) for size, batch in batches.items()}
+        sharded_activations = _activations({size: held for size, (held, _) in found.items()})
+        for index in range(len(at)):
+            inside[index] = _activations({size: part[index] for size, (_, part) in found.items()})
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return Model(
         parameters=sum(p.numel() for p in parameters),
         trained=trained,
         block=max(blocks, default=0),
         blocks=len(blocks),
+        two_blocks=max(map(sum, pairwise([*blocks, 0])), default=0),
         root=root,
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer_bytes=optimizer_bytes(config),
-        saved_bytes=max(0, saved[2] - 2 * saved_per_sample),
-        saved_bytes_per_sample=saved_per_sample,
-        flops_per_sample=max(0, flops[4] - flops[2]) // 2,
+        activations=activations,
+        sharded_activations=sharded_activations,
+        in_second_block=inside[0],
+        in_last_block=inside[1],
+        weight_bytes=2 if dtype else 4,
+        flops_per_sample=max(0, flops[large] - flops[small]) // (large - small),
         finds_unused=bool(config.distributed.ddp.get("find_unused_parameters")),
     )
 
 
-def _batch(config: Config, train_set: Any, micro_batch: int, make: Callable, device: str) -> Any:
+@contextmanager
+def _recomputed(config: Config, model: Any, *, is_sharded: bool) -> Iterator[None]:
+    """Recompute the activations of the blocks, if the config wants it."""
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    from .sharding import MIN_BLOCK_PARAMETERS, blocks, checkpoint_activations
+
+    plugin = SimpleNamespace(  # as the accelerate configs set it
+        auto_wrap_policy=size_based_auto_wrap_policy,
+        min_num_params=MIN_BLOCK_PARAMETERS,
+        transformer_cls_names_to_wrap=None,
+        activation_checkpointing=False,
+    )
+    state = SimpleNamespace(fsdp_plugin=plugin if is_sharded else None)
+    accelerator: Any = SimpleNamespace(state=state)
+    checkpoint_activations(accelerator, config, model)
+    try:
+        yield
+    finally:
+        if config.distributed.activation_checkpointing:
+            for block in blocks(accelerator, model):
+                del block.forward
+
+
+def _cast_as_fsdp2(model: Any, classes: list[str], dtype: Any) -> None:
+    """Cast weights, and what comes into a block, as sharding.precision_policy lets FSDP2 do."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    def cast(tensor: Any) -> Any:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def cast_inputs(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return tree_map_only(torch.Tensor, cast, (arguments, named))
+
+    for parameter in model.parameters():
+        parameter.data = cast(parameter.data)
+    for module in model.modules():
+        if type(module).__name__ in classes:
+            module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def sample_batch(
+    config: Config, train_set: Any, micro_batch: int, make: Callable, device: str
+) -> Any:
     """Return a micro-batch of real samples, fetched as in training, with its tensors converted."""
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -173,26 +257,48 @@ def _batch(config: Config, train_set: Any, micro_batch: int, make: Callable, dev
     return tree_map_only(torch.Tensor, make, batch)
 
 
-def _saved_bytes(config: Config, model: Any, batch: Any, precision: str, device: str) -> int:
-    """Take a step; return the bytes that autograd saves for the backward, each storage once."""
+def _activations(held: dict[int, int]) -> Activations:
+    """Divide the bytes held with the two micro-batches: some do not grow with the size."""
+    small, large = MICRO_BATCHES
+    per_sample = max(0, (held[large] - held[small]) // (large - small))
+    fixed = max(0, held[small] - small * per_sample)
+    return Activations(fixed_bytes=fixed, bytes_per_sample=per_sample)
+
+
+def _held_bytes(
+    config: Config, model: Any, batch: Any, inside: Iterable[Any] = ()
+) -> tuple[int, list[int]]:
+    """Take a forward and backward pass; return the most it held, less weights and gradients.
+
+    Args:
+        config: of the run.
+        model: the recipe's.
+        batch: a micro-batch.
+        inside: modules; the most that is held while each runs is returned, too.
+    """
     import torch
+    from torch.distributed._tools.mem_tracker import MemTracker
 
-    of_model = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    saved: dict[int, Any] = {}
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
 
-    def note(tensor: Any) -> Any:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in of_model:
-            saved[storage._cdata] = storage
-        return tensor
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    autocast = torch.autocast(device, dtype) if dtype else nullcontext()
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), autocast:
+    tracker = MemTracker()
+    tracker.track_external(model)
+    before = _total(tracker.get_tracker_snapshot())
+    with tracker:
         loss_sum, _ = config.recipe.loss(model, batch, 0)
-    saved_bytes = sum(storage.nbytes() for storage in saved.values())
-    loss_sum.backward()
-    return saved_bytes
+        trained = [p for p in model.parameters() if p.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]
+        loss_sum.backward()
+    for hook in hooks:
+        hook.remove()
+    peaks = [sum(tracker.memory_tracking[module].local_peak.values()) for module in inside]
+    return _total(tracker.get_tracker_snapshot("peak")) - before, [peak - before for peak in peaks]
+
+
+def _total(snapshot: dict[Any, dict[Any, int]]) -> int:
+    """Sum the bytes that torch's MemTracker counts on all devices."""
+    return sum(kinds["Total"] for kinds in snapshot.values())
 
 
 def optimizer_bytes(config: Config) -> float:

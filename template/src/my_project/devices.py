@@ -3,29 +3,31 @@
 import inspect
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
-    broadcast_object_list,
-    gather_object,
 )
 from torch.utils.data import DataLoader
 
+from .collectives import gather_on_main, on_main_then_broadcast
 from .config import Config, ConfigError
 from .files import writing
 from .loading.seeding import derive_seed
@@ -40,6 +42,8 @@ LAUNCHERS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
+USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+ENDED_GROUPS: list[Any] = []  # the process group of a run that has ended, kept until the next one
 
 
 def check_launch(config: Config, accumulation: int = 1) -> None:
@@ -65,19 +69,13 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
         raise ConfigError(f"precision {precision} needs a GPU; on a CPU choose no or bf16.")
     if use_cpu() and config.distributed.sync_batchnorm:
         raise ConfigError("distributed.sync_batchnorm needs GPUs; set it to false on a CPU.")
-    if wants_sharding():
-        if use_cpu():
-            raise ConfigError(
-                "the accelerate config asks for FSDP, which needs GPUs: on a CPU accelerate would"
-                " silently use DDP; use a config without fsdp_config."
-            )
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise ConfigError(
-                "the accelerate config asks for FSDP 1, which this loop does not support (its flat"
-                " parameters have other gradients and checkpoints): set fsdp_version: 2 in its"
-                " fsdp_config."
-            )
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+    if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ConfigError(
+            "the accelerate config asks for FSDP 1, which this loop does not support (its flat"
+            " parameters have other gradients and checkpoints): set fsdp_version: 2 in its"
+            " fsdp_config."
+        )
+    if os.environ.get(USES_MESH, "false").lower() == "true":
         check_mesh()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ConfigError(
@@ -122,6 +120,11 @@ def check_mesh() -> None:
             f"parallelism_config: replicate {replicate} x shard {shard} = {replicate * shard}, but"
             f" there are {world_size} processes; set parallelism_config_dp_replicate_size (nodes)"
             " and parallelism_config_dp_shard_size (GPUs per node)."
+        )
+    if wants_sharding() and shard == 1:
+        raise ConfigError(
+            "parallelism_config_dp_shard_size is 1, so nothing would be sharded: set it to at least"
+            " 2, or use an accelerate config without FSDP, such as multi_gpu.yaml."
         )
 
 
@@ -206,6 +209,10 @@ def start(config: Config) -> Iterator[Accelerator]:
     GradientState._reset_state()
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
+    shards_on_cpu = wants_sharding() and use_cpu()
+    # on a CPU, accelerate's constructor refuses sizes of a mesh
+    uses_mesh = os.environ.pop(USES_MESH, None) if shards_on_cpu else None
+    ENDED_GROUPS.clear()  # with its store, whose port the next one may use
     accelerator = Accelerator(
         cpu=use_cpu(),
         mixed_precision=config.precision,
@@ -220,17 +227,43 @@ def start(config: Config) -> Iterator[Accelerator]:
             InitProcessGroupKwargs(timeout=timedelta(seconds=60 + longest)),
         ],
     )
+    if uses_mesh:
+        os.environ[USES_MESH] = uses_mesh
     finished = False
     try:
         check_world(accelerator)
+        if shards_on_cpu and accelerator.num_processes > 1:
+            shard_on_cpu(accelerator, is_hsdp=bool(uses_mesh))
         yield accelerator
         finished = True
     finally:
         # NCCL's teardown would wait for collectives that no rank answers; the exit ends them.
         if torch.distributed.is_initialized() and (finished or accelerator.device.type == "cpu"):
+            # With torch 2.10 DDP's destructor would be the last to let go of it, and wait with the
+            # GIL for gloo's threads, of which one may need the GIL: a hang, not seen with 2.15.
+            if TorchVersion(torch.__version__) < "2.15":
+                ENDED_GROUPS.append(torch.distributed.group.WORLD)
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+
+
+def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
+    """Let accelerate's `prepare` shard on CPU processes, where it would use DDP without a word.
+
+    These are the values that its constructor sets for GPUs; `prepare` itself works on both.
+    """
+    plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    state: Any = accelerator.state
+    # each AcceleratorState() copies the first over the second
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = plugin
+    sizes = {} if is_hsdp else {"dp_replicate_size": 1, "dp_shard_size": accelerator.num_processes}
+    state.parallelism_config = ParallelismConfig(**sizes)
+    state.device_mesh = state.parallelism_config.build_device_mesh("cpu")
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
@@ -263,25 +296,6 @@ def check_world(accelerator: Accelerator) -> None:
             raise RuntimeError(f"an all-reduce reached {int(reached)} of {expected} processes")
 
 
-def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 only, and return its result on every rank.
-
-    Raises:
-        ConfigError: on every rank, what the function raised on rank 0, of the same type.
-    """
-    outcome: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome = [function(), None]
-        except ConfigError as error:
-            outcome = [None, error]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
 def open_run(
     accelerator: Accelerator, run: Run, must_agree: dict[str, Any], lengths: dict[str, int]
 ) -> None:
@@ -302,25 +316,9 @@ def open_run(
         {name: derive_seed(value) for name, value in must_agree.items()},
         lengths,
     )
-    everywhere = gather_object([mine])
-    run.hosts = [host for host, *_ in everywhere]
-    for name in must_agree:
-        of_main = everywhere[0][1][name]
-        different = [rank for rank, (_, seen, _) in enumerate(everywhere) if seen[name] != of_main]
-        if different:
-            raise ConfigError(
-                f"{name} on rank(s) {different} ({run.hosts[different[0]]}) differs from that on"
-                f" rank 0 ({run.hosts[0]}): give all nodes the same files and arguments."
-            )
-    for name in sorted({name for *_, seen in everywhere for name in seen}):
-        counts = [seen.get(name, 0) for *_, seen in everywhere]
-        if different := [rank for rank, count in enumerate(counts) if count != counts[0]]:
-            raise ConfigError(
-                f"{name} has length {counts[different[0]]} on rank(s) {different}"
-                f" ({run.hosts[different[0]]}) and {counts[0]} on rank 0 ({run.hosts[0]}), so each"
-                " would train in another order: give all nodes the same files."
-            )
-
+    everywhere = gather_on_main(accelerator, mine)
+    agree = partial(_hosts_if_equal, everywhere, list(must_agree))
+    run.hosts = on_main_then_broadcast(accelerator, agree)
     run.numerics = numerics(accelerator, run.config)
     run.lengths = lengths
 
@@ -330,9 +328,35 @@ def open_run(
         return run.token
 
     token = on_main_then_broadcast(accelerator, begin)
-    seen = gather_object([run.sees(token)])
-    if blind := sorted({host for host, sees in zip(run.hosts, seen, strict=True) if not sees}):
-        raise ConfigError(not_shared(run.folder, ", ".join(blind), run.hosts[0]))
+    seen = gather_on_main(accelerator, run.sees(token))
+
+    def check_seen() -> None:
+        if blind := sorted({host for host, sees in zip(run.hosts, seen, strict=True) if not sees}):
+            raise ConfigError(not_shared(run.folder, ", ".join(blind), run.hosts[0]))
+
+    on_main_then_broadcast(accelerator, check_seen)
+
+
+def _hosts_if_equal(everywhere: list[Any], must_agree: list[str]) -> list[str]:
+    """Return the host of each rank, if the values that must agree do."""
+    hosts = [host for host, *_ in everywhere]
+    for name in must_agree:
+        of_main = everywhere[0][1][name]
+        different = [rank for rank, (_, seen, _) in enumerate(everywhere) if seen[name] != of_main]
+        if different:
+            raise ConfigError(
+                f"{name} on rank(s) {different} ({hosts[different[0]]}) differs from that on"
+                f" rank 0 ({hosts[0]}): give all nodes the same files and arguments."
+            )
+    for name in sorted({name for *_, seen in everywhere for name in seen}):
+        counts = [seen.get(name, 0) for *_, seen in everywhere]
+        if different := [rank for rank, count in enumerate(counts) if count != counts[0]]:
+            raise ConfigError(
+                f"{name} has length {counts[different[0]]} on rank(s) {different}"
+                f" ({hosts[different[0]]}) and {counts[0]} on rank 0 ({hosts[0]}), so each"
+                " would train in another order: give all nodes the same files."
+            )
+    return hosts
 
 
 def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
@@ -341,12 +365,15 @@ def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
     if accelerator.distributed_type == DistributedType.FSDP:
         mesh, uses_hook = getattr(accelerator, "parallelism_config", None), False
         sharding = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
+    # sharding.prepare, which compiles, takes the backend out of the plugin
+    plugin = getattr(accelerator.state, "dynamo_plugin", None)
     return {
         "precision": accelerator.mixed_precision,
         "tf32": config.tf32,
         "deterministic": config.deterministic,
         "sharding": sharding,
         "comm_hook": config.distributed.ddp.get("comm_hook", "no") if uses_hook else "no",
+        "torch_compile": plugin is not None and plugin.backend != DynamoBackend.NO,
     }
 
 

@@ -47,17 +47,21 @@ ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
 import torch
 import torch.distributed
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from . import contract, devices, export, sharding
+from .blocks import not_compiled
 from .checkpoint import resuming
+from .checkpoint.verification import on_main_with_hashes
+from .collectives import on_main_then_broadcast
 from .config import Config, ConfigError
 from .export import config_beside, is_export, load_model, weights_folder
 from .files import finite
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import fork_rng
+from .metric_state import merge_on_main
 from .recipe import optional
 from .records.display import print_table
 from .records.outcome import format_metric
@@ -101,7 +105,7 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
     reshard(model)
     broadcast_buffers(accelerator, model)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), not_compiled(model):
             yield
     finally:
         reshard(model)
@@ -198,18 +202,34 @@ def _evaluate_one(
     metrics, discarded = (_on(contract.build_metrics(recipe), accelerator.device) for _ in range(2))
     for k, batch in enumerate(on_device(loader, accelerator.device)):
         model(update, batch, metrics if k < counted else discarded)
-    merge(accelerator, metrics)
-    values: dict[str, float] = {}
-    for name, metric in metrics.items():
-        try:
-            value = metric.compute()
-        except Exception as error:  # a metric may raise anything when samples are too few
-            if not is_sanity_check:
-                raise
-            logger.warning("metric %s cannot be computed from one micro-batch: %s", name, error)
-            continue
-        values |= contract.scalars(recipe, name, value)
-    return values
+    merge_on_main(accelerator, metrics)
+    return _values(accelerator, config, metrics, is_sanity_check)
+
+
+def _values(
+    accelerator: Accelerator, config: Config, metrics: dict[str, Any], is_sanity_check: bool
+) -> dict[str, float]:
+    """Compute on rank 0, which holds the merged state; return the values on every rank."""
+    failures: list[Exception] = []
+
+    def compute() -> dict[str, float] | str:
+        values: dict[str, float] = {}
+        for name, metric in metrics.items():
+            try:
+                value = metric.compute()
+            except Exception as error:  # a metric may raise anything when samples are too few
+                if not is_sanity_check:
+                    failures.append(error)  # not every exception can be sent
+                    return f"the metric {name} could not be computed on rank 0: {error!r}"
+                logger.warning("metric %s cannot be computed from one micro-batch: %s", name, error)
+                continue
+            values |= contract.scalars(config.recipe, name, value)
+        return values
+
+    found = on_main_then_broadcast(accelerator, compute)
+    if isinstance(found, str):
+        raise failures[0] if failures else RuntimeError(found)
+    return found
 
 
 def _on(metrics: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -227,54 +247,6 @@ def recipe_loss(config: Config) -> Any:
             metrics["loss"].update(loss_sum / num_items, num_items)
 
     return update
-
-
-def merge(accelerator: Accelerator, metrics: dict[str, Any]) -> None:
-    """Merge the metrics' state over all ranks, on every rank.
-
-    In place of torchmetrics' own gathering, which aborts the process when one rank holds a list
-    of values and another, without samples, an empty one.
-    """
-    from torchmetrics import Metric
-
-    parts = [
-        part
-        for name in sorted(metrics)
-        for part in metrics[name].modules()
-        if isinstance(part, Metric)
-    ]
-    mine = [
-        (part._update_count, {name: _to_cpu(getattr(part, name)) for name in part._reductions})
-        for part in parts
-    ]
-    everywhere = gather_object([mine])
-    reduce: Any
-    for i, part in enumerate(parts):
-        part._to_sync = False  # compute() is to take this state as it is
-        updated = [rank[i] for rank in everywhere if rank[i][0]]
-        part._update_count = sum(count for count, _ in updated)
-        for name, reduce in part._reductions.items():
-            values = [state[name] for _, state in updated]
-            if not values:
-                continue
-            if isinstance(values[0], list):
-                joined = [tensor.to(part.device) for value in values for tensor in value]
-                setattr(part, name, [torch.cat(joined)] if joined and _is_cat(reduce) else joined)
-            else:
-                stacked = torch.stack([value.to(part.device) for value in values])
-                setattr(part, name, reduce(stacked) if reduce else stacked)
-
-
-def _is_cat(reduce: Any) -> bool:
-    from torchmetrics.utilities import dim_zero_cat
-
-    return reduce is dim_zero_cat
-
-
-def _to_cpu(state: Tensor | list[Tensor]) -> Any:
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    return [torch.atleast_1d(tensor.detach().cpu()) for tensor in state]
 
 
 def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
@@ -304,9 +276,11 @@ def main(arguments: argparse.Namespace) -> int:
         if is_export(folder):
             model = load_model(folder, config.recipe, data_info)
         else:
-            devices.on_main_then_broadcast(accelerator, lambda: resuming.check(folder))
+            on_main_with_hashes(accelerator, lambda find: resuming.check(folder, find))
             model = contract.build_model(config, data_info)
             export.load_weights(folder, model)
+        if plugin := accelerator.state.dynamo_plugin:
+            plugin.backend = DynamoBackend.NO  # evaluation is not compiled
         model = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
         results = evaluate(accelerator, config, model, datasets)
         with evaluation_mode(accelerator, model):

@@ -1,20 +1,19 @@
-"""Write the weights of a checkpoint, sharded or not, into one file.
+"""Write the weights of a checkpoint or an export, sharded or not, into one file.
 
     python -m my_project export runs/my_run/checkpoints/step_00000100 weights.safetensors
 
-The module also writes and reads the exports of runs, which load without accelerate.
+The module also reads the exports of runs, without accelerate; checkpoint/exporting.py writes them.
 """
 
 import argparse
 import dataclasses
 import json
-import logging
 import os
 import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import cli
 
@@ -22,7 +21,7 @@ from . import cli
 def parse_arguments() -> argparse.Namespace:
     """Read the command line; --help imports no torch."""
     parser = cli.make_parser(__doc__)
-    parser.add_argument("folder", help="a checkpoint")
+    parser.add_argument("folder", help="a checkpoint or an export")
     parser.add_argument("file", help="the safetensors file to write")
     parser.add_argument("--ema", action="store_true", help="the EMA weights (ema_decay)")
     return parser.parse_args()
@@ -32,73 +31,21 @@ ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from .checkpoint import resuming
 from .checkpoint.resuming import check
-from .checkpoint.shards import TensorReader, model_tensors, save_tensors
-from .config import Config, ConfigError, TelemetryConfig, to_yaml
-from .files import replace_folder
+from .checkpoint.shards import (
+    TensorReader,
+    in_file_order,
+    indexed_files,
+    save_tensors,
+)
+from .config import Config, ConfigError, TelemetryConfig
+from .files import flush_to_disk
 from .recipe import Recipe, optional
-from .run_folder import Run
 from .safety.search_path import run_folder
 from .safety.trust import read_config
-
-if TYPE_CHECKING:
-    # it imports accelerate, which predict.py does without
-    from .checkpoint.saving import Checkpoints
-
-logger = logging.getLogger(__name__)
-
-
-def export(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
-    """Write what predict.py needs to export/. Called by every rank; rank 0 writes."""
-    weights = model_tensors(model, whole=True)
-    if run.rank == 0:
-        replace_folder(run.folder / "export", lambda to: _fill(run, data_info, model, weights, to))
-
-
-def export_best(
-    run: Run, data_info: dict[str, Any], model: nn.Module, checkpoints: "Checkpoints"
-) -> None:
-    """Export to best/ as checkpoints are saved: in the background. Called by every rank.
-
-    A recipe's own `export` is called before this returns: it may read the model, which training
-    changes, and draw random numbers; only flushing to disk is left to the background.
-    """
-    live = model_tensors(model)
-    gathered = {name for name, tensor in live.items() if isinstance(tensor, DTensor)}
-    weights = model_tensors(model, whole=True) if gathered else live
-    if run.rank != 0:
-        return
-    if optional(run.config.recipe, "export"):
-        checkpoints.replace_best_now(lambda to: _fill(run, data_info, model, weights, to))
-    else:
-        checkpoints.replace_best(
-            weights, lambda to, copies: _fill(run, data_info, model, copies, to), gathered
-        )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP has sharded the model."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _fill(
-    run: Run, data_info: dict[str, Any], model: nn.Module, weights: dict[str, Any], folder: Path
-) -> None:
-    config = run.config
-    if export_of := optional(config.recipe, "export"):
-        plain = model
-        if is_sharded(model):
-            plain = config.recipe.build_model(data_info)
-            plain.load_state_dict(weights)
-        export_of(plain, data_info, folder)
-    else:
-        save_tensors(weights, folder / "model.safetensors")
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    (folder / "data_info.json").write_text(json.dumps(data_info))
 
 
 def load(
@@ -143,14 +90,31 @@ def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Mo
         if load_of := optional(recipe, "load"):
             loaded: nn.Module = load_of(data_info, folder)
             return loaded
-        weights = load_file(folder / "model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}: the weights cannot be loaded: {error}") from error
+    paths = [folder / "model.safetensors"]
+    if not paths[0].is_file():
+        paths = [folder / name for name in sorted({*indexed_files(folder, "model").values()})]
+    if not paths:
+        raise ConfigError(f"{folder} holds neither model.safetensors nor an index of such files.")
     model: nn.Module = recipe.build_model(data_info)
-    try:
-        model.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        raise ConfigError(f"{folder}/model.safetensors does not fit the model: {error}") from error
+    lacking: set[str] | None = None
+    unknown: set[str] = set()
+    for path in paths:
+        try:
+            loaded_keys = model.load_state_dict(load_file(path), strict=False)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(f"{path}: the weights cannot be loaded: {error}") from error
+        except RuntimeError as error:
+            raise ConfigError(f"{path} does not fit the model: {error}") from error
+        missing = {*loaded_keys.missing_keys}
+        lacking = missing if lacking is None else lacking & missing
+        unknown |= {*loaded_keys.unexpected_keys}
+    if lacking or unknown:
+        raise ConfigError(
+            f"{folder}: the weights do not fit the model: they lack {sorted(lacking or [])}, the"
+            f" model lacks {sorted(unknown)}."
+        )
     return model
 
 
@@ -217,18 +181,29 @@ def temporary_folder() -> Path:
 
 
 def merge(arguments: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint, sharded or not, into one safetensors file."""
+    """Write the weights of a checkpoint or an export, in any number of files, into one file.
+
+    One tensor at a time is in memory. The file gets its name when it is complete.
+    """
     folder, path = Path(arguments.folder), Path(arguments.file)
-    check(folder)
+    if not is_export(folder):
+        check(folder)
     if path.exists() or not path.parent.is_dir():
         problem = "exists" if path.exists() else "is in a folder that does not exist"
         raise ConfigError(f"{path} {problem}; give the name of a new file.")
-    merged: dict[str, Tensor] = {}
+    readers: dict[str, TensorReader] = {}
     for kind in ["model", "ema"] if arguments.ema else ["model"]:
-        tensors = TensorReader(folder, kind)
-        merged |= {name: tensors.read(name) for name in tensors.shapes}
-    save_tensors(merged, path)
-    print(f"{path}: {len(merged)} tensors, {path.stat().st_size} bytes")
+        reader = TensorReader(folder, kind)
+        readers |= dict.fromkeys(reader.shapes, reader)
+    tensors = in_file_order({name: reader.meta(name) for name, reader in readers.items()})
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        save_tensors(tensors, temporary, (readers[name].read(name) for name in tensors))
+        flush_to_disk(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f"{path}: {len(tensors)} tensors, {path.stat().st_size} bytes")
     return 0
 
 

@@ -48,7 +48,11 @@ A recipe may also have:
                                                   also shown at each evaluation
     write_sample(data_info, samples, path) -> str    writes an input for `predict` as a file
     example_inputs(data_info) -> tuple of tensors     batch first; for predict.py --onnx
-    export(model, data_info, folder) -> None      writes an export other than model.safetensors
+    export(model, data_info, folder) -> None      writes an export other than model.safetensors;
+                                                  the model is whole, also of a sharded one
+    export_tensors(model, tensors) -> (stem, {name: tensor})    what the loop writes of a sharded
+                                                  model to <stem>.safetensors, in place of `export`
+    export_files(model, data_info, folder) -> None    writes other files beside those tensors
     load(data_info, folder) -> torch.nn.Module    loads what `export` has written
 
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what
@@ -56,6 +60,12 @@ predict.py prints, a str or a table of rich; files that it writes into `folder`,
 are moved to the run. It is called at each evaluation, too, on every rank, for evaluation.samples
 samples, whose tensors are on the device of the model (records/samples.py). write_sample writes
 samples[0] and returns what is known of it (its class).
+
+Of a sharded model, rank 0 builds another, whole one for `export`. A model too large for that needs
+`export_tensors`, which is called on every rank with the state of the model, whose values are
+sharded: it returns some or all of them, renamed if need be, and the loop gathers and writes one at
+a time; None: `export` it. `export_files` is called by rank 0 alone, so it must neither
+read a weight nor draw random numbers; without `export`, also of a model that is not sharded.
 
 Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
 change between two starts of a run (a path); "staged": True for the path of data that `stage_to`
@@ -107,6 +117,8 @@ PARAMETERS = {  # of every method that the loop calls
     "write_sample": ("data_info", "samples", "path"),
     "example_inputs": ("data_info",),
     "export": ("model", "data_info", "folder"),
+    "export_tensors": ("model", "tensors"),
+    "export_files": ("model", "data_info", "folder"),
     "load": ("data_info", "folder"),
 }
 

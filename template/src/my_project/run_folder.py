@@ -10,7 +10,7 @@ runs/<run_name>/
   checkpoints/     step_00000100/ ...
   samples/         step_00000100/ ...: texts and pictures of the newest evaluations
   events.out.tfevents.*    for TensorBoard, one per start
-  export/  best/   weights for inference: model.safetensors, config.yaml, data_info.json
+  export/  best/   weights for inference: safetensors, config.yaml, data_info.json
 """
 
 import errno
@@ -97,6 +97,7 @@ class Run:
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
+        self._errors: dict[str, dict[str, Any]] = {}  # the error files read so far, by name
         with writing(self.folder):
             self._lock()
             self._check_room()
@@ -151,8 +152,9 @@ class Run:
             logger.error("%s cannot be written: %s", path, error)
 
     def errors(self) -> dict[int, dict[str, Any]]:
-        """Return the error files of this launch, by rank."""
-        return {one["rank"]: one for one in read_errors(self.folder, self.token)}
+        """Return the error files of this launch, by rank; a file is read once, for all calls."""
+        found = read_errors(self.folder, self.token, self._errors)
+        return {one["rank"]: one for one in found}
 
     @property
     def finished(self) -> bool:
@@ -335,13 +337,23 @@ def source_hash(file: str | Path | None) -> str | None:
         return None
 
 
-def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
-    """Read the error files of a launch from a run folder, the first failure first."""
+def read_errors(
+    folder: Path, launch: str, read: dict[str, dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Read the error files of a launch from a run folder, the first failure first.
+
+    Args:
+        folder: the run folder.
+        launch: its token.
+        read: the files read by earlier calls, by name; those read now are added.
+    """
+    read = {} if read is None else read
     kinds = {"rank": int, "host": str, "reason": str, "cause": str, "time": (int, float)}
     kinds |= {"frames": list, "exit_code": int}
     found = []
     for path in (folder / "errors").glob("*_rank_*.json"):
-        failure = read_json(path)
+        failure = read.get(path.name) or read_json(path)
+        read[path.name] = failure
         if failure.get("launch") == launch and all(
             isinstance(failure.get(name), kind) for name, kind in kinds.items()
         ):

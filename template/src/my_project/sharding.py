@@ -1,22 +1,35 @@
 """The wrapper that DDP, FSDP2, autocast and torch.compile see, and the units that FSDP2 shards."""
 
+import logging
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from . import contract, sharded_start
+from .blocks import compile_in_place, recompute_activations
+from .checkpoint.shards import plain_name
 from .config import Config, ConfigError
 from .devices import wants_sharding
 from .optim import check_parameters, set_zero_gradients
 from .process import world
+
+logger = logging.getLogger(__name__)
+MIN_BLOCK_PARAMETERS = 1_000_000  # fsdp_min_num_params of the accelerate configs
 
 
 class RecipeModule(nn.Module):
@@ -25,42 +38,88 @@ class RecipeModule(nn.Module):
     DDP, FSDP, autocast and torch.compile act on `forward` only.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, autocast: tuple[str, torch.dtype | None] | None = None
+    ) -> None:
         super().__init__()
         self.model = model
+        self.autocast = autocast  # the kind of device and the type; None: accelerate does it
 
     def forward(self, function: Callable, *arguments: Any) -> Any:
         """Call function(model, *arguments)."""
-        return function(self.model, *arguments)
+        with torch.autocast(*self.autocast) if self.autocast else nullcontext():
+            return function(self.model, *arguments)
 
 
-def to_device(accelerator: Accelerator, config: Config, model: nn.Module) -> nn.Module:
-    """Move the model to the device before the optimizer is built, which looks where it is."""
-    if config.distributed.sync_batchnorm:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(accelerator.device)
-    return model.to(memory_format=torch.channels_last) if config.channels_last else model
+def build_model(
+    accelerator: Accelerator,
+    config: Config,
+    data_info: dict[str, Any],
+    resume_from: Path | None = None,
+) -> tuple[nn.Module, dict[str, Tensor] | None]:
+    """Build the model on the device or, where FSDP will shard it, without its weights.
+
+    It precedes the optimizer, which looks where the parameters are.
+
+    Args:
+        accelerator: of this process.
+        config: of the run.
+        data_info: from the recipe's prepare_data.
+        resume_from: the checkpoint that the weights come from; None for new ones.
+
+    Returns:
+        The model, and what `prepare` needs to fill the shards.
+    """
+
+    def build() -> nn.Module:
+        model = contract.build_model(config, data_info)
+        if config.distributed.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return model
+
+    if accelerator.distributed_type == DistributedType.FSDP:
+        if config.channels_last and accelerator.is_main_process:
+            logger.warning("channels_last is ignored: FSDP shards only contiguous weights.")
+        model, weights = sharded_start.build(accelerator, build, is_resumed=resume_from is not None)
+    else:
+        model, weights = build().to(accelerator.device), None
+        if config.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    checkpoint_activations(accelerator, config, model)
+    return model, weights
 
 
 def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    weights: dict[str, Tensor] | None = None,
     accumulation: int = 1,
 ) -> tuple[Any, Any]:
     """Prepare model and optimizer for DDP, FSDP2, autocast and torch.compile.
 
     With accumulation, gradients are views of DDP's buckets from the first step.
 
+    Args:
+        accelerator: of this process.
+        model: with its weights or, for FSDP, on the meta device.
+        optimizer: of the model's parameters.
+        weights: on rank 0 the weights of a model on the meta device, on the others {}; None leaves
+            its shards for a checkpoint to fill.
+        accumulation: micro-batches per step.
+
     Returns:
-        What training calls, and what evaluation calls: without DDP and torch.compile, since
-        batches there are ragged, but with autocast and FSDP.
+        What training calls, and what evaluation calls: without DDP, since batches there are
+        ragged, but with autocast and FSDP.
     """
-    if plugin := getattr(accelerator.state, "fsdp_plugin", None):
-        choose_blocks(plugin, model)
-    elif accumulation > 1 and not any(getattr(m, "sparse", False) for m in model.modules()):
-        set_zero_gradients(optimizer)
-    prepared, _ = accelerator.prepare(RecipeModule(model), optimizer)
+    if getattr(accelerator.state, "fsdp_plugin", None):
+        prepared = shard(accelerator, model, optimizer, weights)
+    else:
+        if accumulation > 1 and not any(getattr(m, "sparse", False) for m in model.modules()):
+            set_zero_gradients(optimizer)
+        wrapper = RecipeModule(model)
+        compile_in_place(accelerator, wrapper, blocks(accelerator, model))
+        prepared, _ = accelerator.prepare(wrapper, optimizer)
     if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
             "the accelerate config asks for FSDP, but accelerate has sharded no parameter; check"
@@ -69,7 +128,145 @@ def prepare(
     if not has_gradients_in_buckets(prepared):
         optimizer.zero_grad()
     check_parameters(optimizer.param_groups, model)
-    return prepared, accelerator.unwrap_model(prepared, keep_torch_compile=False)
+    return prepared, accelerator.unwrap_model(prepared)
+
+
+def checkpoint_activations(accelerator: Accelerator, config: Config, model: nn.Module) -> None:
+    """Recompute the activations of the blocks, if the config or accelerate's wants it."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    wanted = config.distributed.activation_checkpointing
+    if getattr(plugin, "activation_checkpointing_offload", False):
+        raise ConfigError(
+            "fsdp_activation_checkpointing_offload of the accelerate config is not supported: set"
+            " it to false."
+        )
+    if plugin and plugin.activation_checkpointing:
+        wanted = True
+        # accelerate would wrap modules, and draw other dropout masks in the second forward pass
+        plugin.activation_checkpointing = False
+    found = blocks(accelerator, model) if wanted else []
+    if wanted and not found:
+        raise ConfigError(
+            f"distributed.activation_checkpointing: {type(model).__name__} has no blocks, such as"
+            " several layers of one class in a ModuleList or Sequential; set it to false."
+        )
+    for block in found:
+        recompute_activations(block)
+
+
+def blocks(accelerator: Accelerator, model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose activations are recomputed and which are compiled one by one.
+
+    They are those that FSDP2 gathers one at a time; without FSDP, the layers of which a ModuleList
+    or a Sequential holds several of one class, or else those that FSDP2 would gather.
+    """
+    if plugin := getattr(accelerator.state, "fsdp_plugin", None):
+        choose_blocks(plugin, model)
+        names = set(plugin.transformer_cls_names_to_wrap or ())
+    elif not (names := repeated_layers(model)):
+        names = set(sharded_blocks(model, MIN_BLOCK_PARAMETERS)[0])
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    inner = {id(part) for block in found for part in block.modules() if part is not block}
+    return [block for block in found if id(block) not in inner]
+
+
+def repeated_layers(model: nn.Module) -> set[str]:
+    """Return the names of the classes of which a list holds several modules, and no other class.
+
+    Of layers within layers these are the outer ones: of a mixture of experts each rank may call
+    others. But where these differ in size, and one has more than a quarter of the model's
+    parameters, most of them in inner layers, they are stages, and the inner layers count.
+    """
+    layers: dict[str, list[nn.Module]] = {}
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            first = module[0]
+            is_leaf = not any(first.children())  # a Linear: its class is everywhere
+            is_list = (
+                isinstance(first, (nn.ModuleList, nn.ModuleDict)) or type(first) is nn.Sequential
+            )
+            if not (is_leaf or is_list) and {*map(type, module)} == {type(first)}:
+                layers.setdefault(type(first).__name__, []).extend(module)
+
+    def inside(layer: nn.Module) -> list[nn.Module]:
+        others = (part for part in layer.modules() if type(part) is not type(layer))
+        return [part for part in others if type(part).__name__ in layers]
+
+    stages = set()
+    for name, found in layers.items():
+        largest = max(found, key=parameter_count)
+        size = parameter_count(largest)
+        are_equal = all(parameter_count(layer) == size for layer in found)
+        is_large = 4 * size > parameter_count(model)
+        if not are_equal and is_large and 2 * parameter_count(*inside(largest)) > size:
+            stages.add(name)
+    kept = layers.keys() - stages
+    inner = {type(p).__name__ for name in kept for layer in layers[name] for p in inside(layer)}
+    return kept - inner
+
+
+def parameter_count(*modules: nn.Module) -> int:
+    """Return the number of parameters of modules that may contain one another."""
+    return sum({p: p.numel() for module in modules for p in module.parameters()}.values())
+
+
+def shard(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    weights: dict[str, Tensor] | None,
+) -> Any:
+    """Shard by accelerate's `prepare`, then allocate and fill the shards. Arguments as of prepare.
+
+    Accelerate finds the optimizer's parameters by their addresses, which on the meta device are all
+    the same: here they are found by name.
+    """
+    plugin: Any = accelerator.state.fsdp_plugin
+    choose_blocks(plugin, model)
+    plugin.cpu_ram_efficient_loading = False  # sharded_start does that
+    autocast = None
+    if accelerator.mixed_precision != "no":  # accelerate's prepare adds autocast to DDP only
+        plugin.mixed_precision_policy = precision_policy(plugin.mixed_precision_policy)
+        autocast = accelerator.device.type, plugin.mixed_precision_policy.param_dtype
+    if optimizer.state:
+        raise ConfigError(
+            f"{type(optimizer).__name__} makes its state in its constructor, before FSDP shards the"
+            " parameters; choose another optim.class_path."
+        )
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    is_on_meta = any(p.is_meta for p in model.parameters())
+    wrapper = RecipeModule(model, autocast)
+    compile_in_place(accelerator, wrapper, blocks(accelerator, model))
+    with warnings.catch_warnings():
+        # accelerate 1.10 says that it casts float32 to float32
+        warnings.filterwarnings("ignore", message="FSDP upcast of low precision parameters")
+        # torch, on every rank, of how accelerate takes the mesh of the shards
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+        prepared, _ = accelerator.prepare(wrapper, optimizer)
+    # the backward pass needs the root at once; accelerate before 1.13 lets it be gathered again
+    prepared.set_reshard_after_forward(False, recurse=False)
+    if autocast:  # the root's inputs are a batch: targets and weights of items stay as they are
+        root: Any = prepared._get_fsdp_state()
+        root._mp_policy = replace(root._mp_policy, cast_forward_inputs=False)
+    if is_on_meta:
+        is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        place = torch.device("cpu") if is_offloaded else accelerator.device
+        sharded_start.allocate(prepared, place)
+        if weights is not None:
+            sharded_start.fill(model, weights, accelerator.device)
+    parameters = {plain_name(name): p for name, p in model.named_parameters()}
+    for group, named in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [parameters[name] for name in named]
+    return prepared
+
+
+def precision_policy(chosen: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Gather weights and cast the inputs of blocks in the chosen type; sum gradients in float32.
+
+    Accelerate's policy also casts outputs: of what a loss returns, bf16 keeps 3 digits.
+    """
+    return MixedPrecisionPolicy(param_dtype=chosen.param_dtype, reduce_dtype=torch.float32)
 
 
 def choose_blocks(plugin: Any, model: nn.Module) -> None:
@@ -86,8 +283,9 @@ def choose_blocks(plugin: Any, model: nn.Module) -> None:
 def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], int]:
     """Choose the classes whose modules FSDP2 gathers one at a time.
 
-    From the leaves up, a module becomes a block if it has at least `least` parameters that are in
-    no block yet; so do all modules of its class. The root keeps the remaining parameters.
+    They are repeated layers that have at least `least` parameters. Elsewhere, from the leaves up, a
+    module becomes a block if it has as many, and no block in it. With a module all modules of its
+    class are blocks; the root keeps the remaining parameters.
 
     Returns:
         The names of the classes, the numbers of parameters of the blocks, and that of the root.
@@ -98,7 +296,6 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], 
     # accelerate finds a class by its name
     names = Counter(kind.__name__ for kind in {type(module) for module in model.modules()})
     holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    classes: set[type] = set()
 
     def can_be_block(module: nn.Module) -> bool:
         kind = type(module)
@@ -109,34 +306,49 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], 
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
         return kind.forward is not nn.Module.forward and inside.items() <= holders.items()
 
-    def left_over(module: nn.Module, note: Callable[[nn.Module, float], bool]) -> float:
+    def own_parameters(module: nn.Module) -> float:
         # each module that holds a tied weight counts its part
-        count = sum(p.numel() / holders[id(p)] for p in module.parameters(recurse=False))
-        count += sum(left_over(child, note) for child in module.children())
-        return 0 if note(module, count) else count
+        return sum(p.numel() / holders[id(p)] for p in module.parameters(recurse=False))
 
-    def choose(module: nn.Module, count: float) -> bool:
-        if count < least or not can_be_block(module):
-            return False
+    layers = repeated_layers(model)
+    classes = {
+        type(module)
+        for module in model.modules()
+        if type(module).__name__ in layers
+        and parameter_count(module) >= least
+        and can_be_block(module)
+    }
+
+    def choose(module: nn.Module) -> float:
+        """Return the parameters that are in no block, and add to the classes."""
+        if type(module) in classes:
+            return 0
+        count = own_parameters(module) + sum(map(choose, module.children()))
+        is_around_blocks = any(type(inner) in classes for inner in module.modules())
+        if count < least or is_around_blocks or not can_be_block(module):
+            return count
         classes.add(type(module))
-        return True
+        return 0
 
-    left_over(model, choose)
+    choose(model)
     blocks: list[int] = []
 
-    def measure(module: nn.Module, count: float) -> bool:
-        blocks.extend([round(count)] * (type(module) in classes))
-        return type(module) in classes
+    def measure(module: nn.Module) -> float:
+        """Return the parameters that are in no block, and note those of the blocks."""
+        count = own_parameters(module) + sum(map(measure, module.children()))
+        if type(module) not in classes:
+            return count
+        blocks.append(round(count))
+        return 0
 
-    root = round(left_over(model, measure))
+    root = round(measure(model))
     return sorted(kind.__name__ for kind in classes), blocks, root
 
 
 def strict_ddp(model: Any) -> DistributedDataParallel | None:
     """Return the DDP that waits for the gradient of every parameter, if there is one."""
-    ddp = getattr(model, "_orig_mod", model)  # torch.compile wraps what DDP has wrapped
-    is_ddp = isinstance(ddp, DistributedDataParallel)
-    return ddp if is_ddp and not ddp.find_unused_parameters else None
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return model if is_ddp and not model.find_unused_parameters else None
 
 
 def unused_parameter_finder(model: Any) -> Callable[[], list[int]] | None:

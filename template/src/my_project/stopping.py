@@ -4,6 +4,7 @@ runs/<run_name>/errors/ gathers, for all nodes, one file for each rank that fail
 """
 
 import faulthandler
+import fcntl
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -262,25 +263,73 @@ def _is_of_multiprocessing(error: BaseException) -> bool:
 def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
     """Record a failure that another rank may have caused, and name that rank as far as is known.
 
-    Some ranks notice only when others exit, so later reports are more complete.
+    Some ranks notice only when others exit, so later reports are more complete. One rank at a time
+    reads the error files: if each read all of them, N ranks would read N^2 files at every look. The
+    others wait for what it writes.
     """
     reason = mask(reason)
     # at once: there may be little time
     run.fail(reason, unexplained=f"{run.process_label}: {reason}")
     if not run.hosts:  # not connected yet
         return
-    cause = likely_cause(run, seconds)
+
+    def is_explained() -> bool:
+        status = run.status()
+        is_failed = status.get("outcome") == "failed"  # a full disk may still say running
+        return is_failed and status.get("reason") != status.get("unexplained")
+
+    cause = _look_for_cause(run, seconds)
+    if not cause and not wait_until(is_explained, seconds + 1, poll_seconds=0.5):
+        cause = _look_for_cause(run, seconds)  # the rank that looked has been killed
+    if not cause:
+        status = run.status()
+        cause = status.get("reason", "").removeprefix(f"{status.get('unexplained')}. ")
     print(f"{run.process_label}: {reason}. {cause}", file=sys.__stderr__, flush=True)
-    status = run.status()
-    if first := status.get("unexplained"):
-        step = status.get("step", run.step)
-        run.write_status("failed", f"{first}. {cause}", step=step, unexplained=first)
 
 
-def likely_cause(run: Run, seconds: float) -> str:
-    """Name the ranks to look at: those without a report, or those that wait for no other."""
-    wait_until(lambda: len(run.errors()) >= len(run.hosts), seconds, poll_seconds=0.1)
-    reports = run.errors()
+def _look_for_cause(run: Run, seconds: float) -> str:
+    """Write the likely cause into the status, and return it; "" if another rank is looking."""
+    cause = ""
+    seen = -1
+    # Again if a rank has reported since: it may have found that this one was still looking.
+    while not cause or len(run.errors()) > seen:
+        with looking_alone(run) as is_alone:
+            if not is_alone:
+                break
+            wait_until(lambda: len(run.errors()) >= len(run.hosts), seconds, poll_seconds=0.1)
+            reports = run.errors()
+            seen = len(reports)
+            cause = likely_cause(run, reports)
+            status = run.status()
+            if first := status.get("unexplained"):
+                step = status.get("step", run.step)
+                run.write_status("failed", f"{first}. {cause}", step=step, unexplained=first)
+    return cause
+
+
+@contextmanager
+def looking_alone(run: Run) -> Iterator[bool]:
+    """Yield whether this rank alone looks at the error files; a lock ends with its process."""
+    is_alone = os.environ.get("LOCAL_RANK", "0") == "0"  # on a file system without locks
+    with ExitStack() as opened:
+        try:
+            file = opened.enter_context((run.folder / "errors" / ".looking").open("a"))
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_alone = True
+        except (BlockingIOError, PermissionError):
+            is_alone = False
+        except OSError:
+            logger.debug("no file locks in %s", run.folder)
+        yield is_alone
+
+
+def likely_cause(run: Run, reports: dict[int, dict[str, Any]]) -> str:
+    """Name the ranks to look at: those without a report, or those that wait for no other.
+
+    Args:
+        run: the run folder.
+        reports: the error files of this launch, by rank.
+    """
     names = [f"rank {rank} on {host}" for rank, host in enumerate(run.hosts)]
     if silent := [name for rank, name in enumerate(names) if rank not in reports]:
         return f"No report from {', '.join(silent)}: killed, stopped or cut off; look there first."

@@ -14,8 +14,8 @@ from contextlib import nullcontext
 
 import torch
 
-from . import cli, contract, devices, export, optim, sharding, stopping
-from .checkpoint import resuming
+from . import cli, contract, devices, optim, sharding, stopping
+from .checkpoint import exporting, resuming, verification
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate, sanity_check
 from .loading.feed import train_batches
@@ -67,11 +67,11 @@ def main(config: Config) -> int:
         # ---- model, optimizer and state, new or resumed ------------------------------------------
         must_agree = {"config": config, "data_info": data_info}
         devices.open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
-        resume_from = devices.on_main_then_broadcast(accelerator, lambda: resuming.choose(run))
-        raw_model = contract.build_model(config, data_info)
-        raw_model = sharding.to_device(accelerator, config, raw_model)
+        resume_from = verification.choose(accelerator, run)
+        raw_model, weights = sharding.build_model(accelerator, config, data_info, resume_from)
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
-        model, eval_model = sharding.prepare(accelerator, raw_model, optimizer, layout.accumulation)
+        prepared = sharding.prepare(accelerator, raw_model, optimizer, weights, layout.accumulation)
+        model, eval_model = prepared
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         ema_swapped_in = ema.swapped_in if ema else nullcontext
         scaler = accelerator.scaler  # of fp16
@@ -125,7 +125,7 @@ def main(config: Config) -> int:
                     results = evaluate(accelerator, config, eval_model, validation_sets)
                     shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
-                        export.export_best(run, data_info, raw_model, checkpoints)
+                        exporting.export_best(run, data_info, raw_model, checkpoints)
                 metrics.write_evaluation(results, **shown)
                 checkpoints.add_evaluation(state)
 
@@ -211,7 +211,7 @@ def main(config: Config) -> int:
             return 75
         state.check_trained(is_fp16=bool(scaler))
         with ema_swapped_in():
-            export.export(run, data_info, raw_model)
+            exporting.export(run, data_info, raw_model)
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
         if rank == 0:
             result = state.results | metrics.throughput.of_run()

@@ -25,9 +25,12 @@ CLUSTER = planner.Cluster(
     nodes=4, gpus_per_node=8, gpu_bytes=80e9, reserved_bytes=2e9, in_node=300e9, over_nodes=40e9,
     latency_seconds=0.0, samples_per_second=100.0,
 )  # fmt: skip
+GB_PER_SAMPLE = cost.Activations(bytes_per_sample=1_000_000_000)
 MODEL = cost.Model(
     parameters=1_000_000_000, trained=1_000_000_000, block=50_000_000, blocks=19, root=0,
-    buffer_bytes=0, optimizer_bytes=8.0, saved_bytes=0, saved_bytes_per_sample=1_000_000_000,
+    two_blocks=100_000_000, buffer_bytes=0, optimizer_bytes=8.0, activations=GB_PER_SAMPLE,
+    sharded_activations=GB_PER_SAMPLE, in_second_block=cost.Activations(),
+    in_last_block=cost.Activations(), weight_bytes=2,
     flops_per_sample=6_000_000_000,
 )  # fmt: skip
 
@@ -191,19 +194,23 @@ def sharded_state_bytes(folder: str) -> int:
 def test_sharded_state_is_what_fully_shard_holds(tmp_path):
     model = cost.inspect_recipe(make_config(tmp_path, Blocks()), "no")
     two = replace(CLUSTER, nodes=1, gpus_per_node=2)
-    gathered = 2 * (model.root + 2 * model.block)
-    model = replace(model, saved_bytes=0, saved_bytes_per_sample=0)
-    predicted = planner.memory_bytes("FSDP2", model, two, 1) - gathered
+    assert model.blocks == 0
+    for_a_while = (model.weight_bytes + 4) * model.root  # gathered, and its copied gradients
+    model = replace(model, sharded_activations=cost.Activations())
+    predicted = planner.memory_bytes("FSDP2", model, two, 1) - for_a_while
     held = run_world(2, sharded_state_bytes, str(tmp_path))
     assert predicted == pytest.approx(held[0], rel=0.01)
 
 
-def test_saved_activations_are_less_in_bf16_and_cast_weights_are_saved_once(tmp_path):
+def test_activations_are_less_in_bf16_and_only_autocast_keeps_cast_weights(tmp_path):
     config = make_config(tmp_path, Blocks())
     full, half = (cost.inspect_recipe(config, precision) for precision in ("no", "bf16"))
-    assert half.saved_bytes_per_sample < 0.8 * full.saved_bytes_per_sample
-    assert half.saved_bytes >= 2 * 0.9 * half.parameters, "their copies in bf16"
-    assert full.saved_bytes < 0.1 * full.parameters
+    assert half.activations.bytes_per_sample < 0.8 * full.activations.bytes_per_sample
+    gradient = 4 * (256 * 4 * 256)  # of the current layer
+    assert full.activations.fixed_bytes < 1.1 * gradient
+    assert half.activations.fixed_bytes >= 2 * 0.9 * half.parameters, "their copies in bf16"
+    assert half.sharded_activations.fixed_bytes < 1.1 * gradient
+    assert (full.weight_bytes, half.weight_bytes) == (4, 2)
 
 
 def test_flops_are_six_per_parameter_and_position(tmp_path):
@@ -234,12 +241,27 @@ def test_traffic_by_hand():
     ddp = planner.sent_bytes("DDP", MODEL, CLUSTER, accumulation=4)
     assert ddp["network"] == pytest.approx(2 * 31 / 32 * 4e9), "once a step"
     fsdp = planner.sent_bytes("FSDP2", MODEL, CLUSTER, accumulation=4)
-    assert fsdp["network"] == pytest.approx(31 / 32 * (4 * 4e9 + 2e9)), "each micro-batch"
+    assert fsdp["network"] == pytest.approx(31 / 32 * (4 * 4e9 + 4e9)), "each micro-batch"
     hsdp = planner.sent_bytes("HSDP", MODEL, CLUSTER, accumulation=4)
-    assert hsdp["in node"] == pytest.approx(7 / 8 * (4 * 4e9 + 2e9))
-    assert hsdp["network"] == pytest.approx(2 * 3 / 4 * 2e9 / 8)
+    assert hsdp["in node"] == pytest.approx(7 / 8 * (4 * 4e9 + 4e9))
+    assert hsdp["network"] == pytest.approx(2 * 3 / 4 * 4e9 / 8)
     alone = planner.sent_bytes("DDP", MODEL, replace(CLUSTER, nodes=1))
     assert alone["network"] == 0
+
+
+def test_the_start_by_hand():
+    """A model that does not fit a GPU starts where its shards and a block fit."""
+    large = replace(MODEL, parameters=30_000_000_000, trained=30_000_000_000)
+    ddp = planner.start_bytes("DDP", large, CLUSTER)
+    assert ddp == {"gpu": 120e9, "host": 8 * 120e9}
+    assert planner.start_bytes("FSDP2", large, CLUSTER) == {
+        "gpu": pytest.approx(120e9 / 32 + 4 * 50e6), "host": 120e9
+    }  # fmt: skip
+    hsdp = planner.start_bytes("HSDP", large, CLUSTER)
+    assert hsdp == {"gpu": pytest.approx(120e9 / 8 + 4 * 50e6), "host": 120e9}
+    plans = [planner.choose(large, CLUSTER, 32 * 8)]
+    said = " ".join(planner.advice(plans, 0))
+    assert "The start takes 120 GB of host memory on the first node, and 15.2 GB per GPU." in said
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not():
@@ -337,7 +359,8 @@ def test_the_command_prints_and_uses_what_preflight_measured(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(not (PROJECT / "configs/causal_lm.yaml").exists(), reason="another recipe")
 def test_the_example_of_the_readme_prints_what_stands_there(monkeypatch, capsys):
-    (example,) = (text for text in blocks(text_of("README.md"), "text") if " planner " in text)
+    texts = blocks(text_of("README.md"), "text")
+    (example,) = (text for text in texts if " planner --config" in text)
     command, shown = re.fullmatch(r"\$ (.*?[^\\])\n(.*)", example, re.DOTALL).groups()
     monkeypatch.chdir(PROJECT)
     start, *words = shlex.split(command.replace("\\\n", ""))[2:]

@@ -6,15 +6,18 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from functools import partial
 from itertools import combinations
 
 import pytest
 import torch
+from rank_counts import check_received, objects_counted
 from runs import make_config
 from world import run_world
 
 from my_project.cluster import preflight
+from my_project.config import Config
 
 
 def all_reduce_that_errs(rank, size, reduce, tensor, *arguments, **options):
@@ -138,3 +141,21 @@ def test_what_a_node_lacks_is_named(short, sentence):
     assert preflight.shortages(enough, 8) == ([], [])
     fails, slow = preflight.shortages(enough | short, 8)
     assert sentence in (fails + slow)[0]
+
+
+def count(config: Config) -> Counter[str]:
+    """Run the preflight with one process per node; return what this rank receives."""
+    os.environ["LOCAL_RANK"] = "0"
+    preflight.MB = 4096  # bytes: what it sends and writes is a multiple of it
+    preflight.SLOW_FRACTION = 0.0  # the machine may be busy
+    with objects_counted() as found, contextlib.redirect_stdout(io.StringIO()):
+        assert preflight.main(config) == 0
+    return found
+
+
+def test_a_preflight_on_more_nodes_sends_its_results_to_rank_0_alone(tmp_path):
+    config = make_config(tmp_path)
+    found = {nodes: run_world(nodes, count, config) for nodes in (2, 4)}
+    assert not any(one["gathered everywhere"] for of_rank in found.values() for one in of_rank)
+    received = {nodes: [one["received"] for one in of_rank] for nodes, of_rank in found.items()}
+    check_received(received, each=5)

@@ -49,6 +49,7 @@ def test_there_is_one_for_each_kind_of_machine_and_the_table_lists_it():
     kinds = {
         "cpu", "cpu_2_processes", "gpu", "multi_gpu", "multi_gpu_fp16", "multi_node",
         "multi_node_elastic", "fsdp2", "multi_node_fsdp2", "multi_node_hsdp", "multi_node_cpu",
+        "cpu_fsdp2", "cpu_hsdp",
     }  # fmt: skip
     assert {path.stem for path in CONFIGS} == kinds
     table = (CONFIGS[0].parent / "README.md").read_text()
@@ -113,7 +114,7 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, tmp_path)
     total = keys["num_processes"]
     assert len(places) == total
     assert {p["ACCELERATE_MIXED_PRECISION"] for p in places} == {keys["mixed_precision"]}
-    on_cpu = path.stem in ("cpu", "cpu_2_processes", "multi_node_cpu")
+    on_cpu = "cpu" in path.stem
     for place in places:  # as devices.asked_for_cpu reads it: gloo or NCCL follows from it
         hidden = place.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
         assert on_cpu == (hidden or place.get("ACCELERATE_USE_CPU", "").lower() == "true")
@@ -132,7 +133,7 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, tmp_path)
         assert {p["FSDP_VERSION"] for p in places} == {"2"}
     if "hsdp" in path.stem:
         assert {p["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] for p in places} == {"2"}
-        assert {p["PARALLELISM_CONFIG_DP_SHARD_SIZE"] for p in places} == {"8"}
+        assert {p["PARALLELISM_CONFIG_DP_SHARD_SIZE"] for p in places} == {str(total // 2)}
     if "elastic" in path.stem:
         assert {p["TORCHELASTIC_MAX_RESTARTS"] for p in places} == {"3"}
 
@@ -150,6 +151,9 @@ def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypa
     check_launch(config)
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")
     with pytest.raises(ConfigError, match=r"replicate 2 x shard 1 = 2, but there are 16 processes"):
+        check_launch(config)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"dp_shard_size is 1, so nothing would be sharded"):
         check_launch(config)
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")

@@ -23,7 +23,7 @@ from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
 from my_project import export, files, optim
-from my_project.checkpoint import resuming, saving, shards
+from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
 
@@ -358,7 +358,7 @@ def test_files_equal_those_of_safetensors(tmp_path, monkeypatch, chunk_bytes):
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
 def test_a_dtype_that_the_format_lacks_is_refused(tmp_path, dtype):
     with pytest.raises(ValueError, match=f"cannot hold tensors of {dtype}"):
-        shards.save_tensors({"weight": torch.empty(2, dtype=dtype)}, tmp_path / "file")
+        saving.save_shards(shards.whole({"": torch.empty(2, dtype=dtype)}), tmp_path / "file")
     assert not list(tmp_path.iterdir())
 
 
@@ -569,15 +569,15 @@ def test_a_full_disk_does_not_end_the_run_and_loses_nothing(small_disk, tmp_path
 
 
 def train_with_a_full_disk_for_best(config: Config) -> list[bool]:
-    write = export.save_tensors
+    write = exporting.save_tensors
 
-    def full(tensors, path):
+    def full(tensors, path, values):
         if ".best" in str(path) and calls.pop():
             raise OSError(28, "No space left on device")
-        write(tensors, path)
+        write(tensors, path, values)
 
     calls = [False] * 99 + [True, False]  # the second time
-    export.save_tensors = full
+    exporting.save_tensors = full
     train(config)
     return calls
 
@@ -594,17 +594,17 @@ def test_best_weights_that_cannot_be_written_leave_those_before(tmp_path):
 
 def train_with_late_best(config: Config, kill_in: int) -> list[bool]:
     """Write best/ late, and be killed in the second; return which were written in a thread."""
-    write, in_thread = export.save_tensors, []
+    write, in_thread = exporting.save_tensors, []
 
-    def late(tensors, path):
+    def late(tensors, path, values):
         if ".best" in str(path):
             in_thread.append(threading.current_thread() is not threading.main_thread())
             time.sleep(0.3)  # long enough for later steps, and for the manifest if it came first
             if len(in_thread) == kill_in:
                 os.kill(os.getpid(), signal.SIGKILL)
-        write(tensors, path)
+        write(tensors, path, values)
 
-    export.save_tensors = late
+    exporting.save_tensors = late
     train(config)
     return in_thread
 

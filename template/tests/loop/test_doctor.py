@@ -369,7 +369,7 @@ def test_the_hosts_of_an_earlier_start_are_not_named(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
     start = {"kind": "start", "step": 0, "world_size": 2, "hosts": ["gpu-x", "gpu-y"]}
     write(run, start | {"time": time.time() - 3600})
-    monkeypatch.setattr(stopping, "likely_cause", lambda run, seconds: "")
+    monkeypatch.setattr(stopping, "likely_cause", lambda run, reports: "-")
     fail(run, monkeypatch, 0, LOST)
     found = diagnose(run.folder)
     assert (found["cause"], found["first"]["rank"], found["first"]["host"]) == (

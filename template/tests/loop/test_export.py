@@ -1,5 +1,6 @@
 """Promise 7: what is saved, loads, whatever wrapped the model, without accelerate."""
 
+import argparse
 import json
 import os
 import shutil
@@ -14,9 +15,13 @@ import pytest
 import torch
 from ragged import Ragged
 from runs import change, make_config, train, weights
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from world import TESTS, run_world
 
-from my_project import predict
+from my_project import evaluate, predict
+from my_project import export as export_module
+from my_project.checkpoint import exporting
 from my_project.checkpoint.shards import model_tensors
 from my_project.config import Config, ConfigError
 
@@ -104,6 +109,149 @@ def test_predict_refuses_a_wrong_folder_and_weights_that_do_not_fit(tmp_path, ex
     assert wrong.returncode == 2
     assert "config.yaml" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+# ---- several files -------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """The folders of one run with weights in one file, and in several."""
+    folders = []
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in (exporting.MAX_FILE_BYTES, 200):
+            patch.setattr(exporting, "MAX_FILE_BYTES", limit)
+            settings = {"evaluation__best_metric": "validation/auroc", "run_name": str(limit)}
+            config = make_config(tmp_path_factory.mktemp("several"), steps=2, **settings)
+            assert train(config) == 0
+            folders.append(config.folder)
+    return folders
+
+
+def all_weights(folder: Path) -> dict[str, torch.Tensor]:
+    paths = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+
+def test_large_exports_are_files_of_at_most_the_limit_with_an_index(several):
+    one, many = several
+    limit = 200
+    for name in ("export", "best"):
+        assert [path.name for path in (one / name).glob("model*")] == ["model.safetensors"]
+        names = {path.name for path in (many / name).iterdir()}
+        # 0.weight has 192 bytes, 0.bias and 3.weight 32 each, 3.bias 4
+        files = [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
+        index = json.loads((many / name / "model.safetensors.index.json").read_text())
+        assert names == {*files, "model.safetensors.index.json", "config.yaml", "data_info.json"}
+        assert index["metadata"] == {"total_size": 260}
+        for file in files:
+            tensors = load_file(many / name / file)
+            assert {key for key, at in index["weight_map"].items() if at == file} == {*tensors}
+            assert sum(tensor.nbytes for tensor in tensors.values()) <= limit
+            with safe_open(many / name / file, "pt") as opened:
+                assert opened.metadata() == {"format": "pt"}, "as of save_pretrained"
+        expected, found = weights(one / name), all_weights(many / name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_a_tensor_above_the_limit_has_a_file_of_its_own(monkeypatch):
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 40)
+    tensors = {name: torch.empty(n) for name, n in [("a", 3), ("b", 99), ("c", 9), ("d", 1)]}
+    files = exporting.split_into_files(tensors)
+    assert [[*names] for names in files.values()] == [["a"], ["b"], ["c", "d"]]
+    assert [*exporting.split_into_files({})] == ["model.safetensors"]
+
+
+def test_accelerate_and_transformers_read_the_index(several, tmp_path, monkeypatch):
+    from accelerate import load_checkpoint_in_model
+
+    model = Ragged().build_model({"features": 6})
+    load_checkpoint_in_model(model, str(several[1] / "export"), strict=True)
+    for key, value in weights(several[0] / "export").items():
+        assert torch.equal(model.state_dict()[key], value)
+
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 2_000)
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=50, intermediate_size=8, **shape)
+    bert = transformers.BertModel(config)
+    config.save_pretrained(tmp_path)
+    files = exporting.split_into_files(model_tensors(bert))
+    assert len(files) > 2
+    exporting._save_files(files, exporting._values(files), tmp_path)
+    read, notes = transformers.BertModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(notes.values()), notes
+    for key, value in bert.state_dict().items():
+        assert torch.equal(read.state_dict()[key], value)
+
+
+def test_predict_evaluate_and_merging_read_one_file_and_several(several, tmp_path, capsys):
+    found = []
+    for i, run in enumerate(several):
+        answers = []
+        for folder in (run / "best", run / "export"):
+            run_here(folder, "0.5")
+            answers.append(capsys.readouterr().out)
+        words = {"trust": ["ragged.Ragged"], "json": True}
+        evaluate.main(argparse.Namespace(folder=str(run), **words))
+        results = json.loads(capsys.readouterr().out)
+        assert results.pop("weights") == f"{run}/export"
+        path = tmp_path / f"{i}.safetensors"
+        words = {"folder": str(run / "export"), "file": str(path), "ema": False}
+        export_module.merge(argparse.Namespace(**words))
+        assert weights_are_equal(load_file(path), weights(several[0] / "export"))
+        assert "4 tensors" in capsys.readouterr().out
+        found.append((answers, results, path.read_bytes()))
+    assert found[0] == found[1]
+
+
+def weights_are_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    same = ours.keys() == theirs.keys()
+    return same and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            "a file is missing",
+            r"lacks model-00002-of-00002\.safetensors, which .*index\.json lists",
+        ),
+        ("cut", r"index\.json is damaged"),
+        ("outside", r"index\.json lists '\.\./x\.safetensors', which is not a safetensors file"),
+        ("a tensor is missing", r"lack.*3\.bias"),
+        ("another tensor", r"lack.*other"),
+        ("nothing", r"holds n.*model\.safetensors"),
+    ],
+)
+def test_a_damaged_index_is_a_sentence_in_predict_and_merging(several, tmp_path, damage, message):
+    folder = shutil.copytree(several[1] / "export", tmp_path / "export")
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    file, text = folder / "model-00002-of-00002.safetensors", (folder / INDEX).read_text()
+    tensors = load_file(file)
+    if damage == "a file is missing":
+        file.unlink()
+    elif damage == "cut":
+        (folder / INDEX).write_text(text[:99])
+    elif damage == "outside":
+        (folder / INDEX).write_text(text.replace("model-00001-of-00002", "../x"))
+    elif damage == "a tensor is missing":
+        del tensors["3.bias"]
+        save_file(tensors, file)
+    elif damage == "another tensor":
+        save_file(tensors | {"other": torch.ones(2)}, file)
+        (folder / INDEX).write_text(text.replace("3.bias", "other"))
+    else:
+        (folder / INDEX).unlink()
+    with pytest.raises(ConfigError, match=message):
+        run_here(folder, "0.5")
+    if damage != "another tensor":  # a matter of the model
+        merged = str(tmp_path / "merged.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            export_module.merge(argparse.Namespace(folder=folder, file=merged, ema=False))
+        assert not list(tmp_path.glob("*merged*"))
 
 
 # ---- validation samples --------------------------------------------------------------------------

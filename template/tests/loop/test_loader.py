@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from runs import change, make_config
+from torch.utils.data import default_collate
 
 from my_project.loading.feed import IndexedBatches
 from my_project.loading.layout import batch_layout
@@ -193,6 +194,33 @@ def test_a_whole_micro_batch_is_fetched_at_once_as_long_as_nothing_is_drawn():
         wanted = batches(data=DrawsLate(draw), seed_samples=True)
         assert torch.equal(batches(data=data), wanted)
         assert 0 < data.at_once < 40
+
+
+class OwnTensors(torch.utils.data.TensorDataset):
+    """A user's subclass, which may draw: it is read sample by sample."""
+
+
+def test_datasets_of_tensors_are_read_by_one_indexing_per_tensor(monkeypatch):
+    tensors = torch.randn(70, 3), torch.arange(70), torch.randn(70, 2, 2, dtype=torch.float64)
+    subset = torch.utils.data.Subset
+    by_sample, by_rows = (
+        [kind(*tensors), subset(kind(*tensors), range(69, -1, -1))]
+        for kind in (OwnTensors, torch.utils.data.TensorDataset)
+    )
+    by_sample.append(subset(by_sample[1], range(3, 50)))
+    by_rows.append(subset(by_rows[1], range(3, 50)))
+    keys = [(0, 5), (0, 46), (1, 5), (2, 0)]
+    wanted = [Fetch(data, None, 0, "auto").__getitems__(keys) for data in by_sample]
+    monkeypatch.delattr("torch.utils.data.TensorDataset.__getitem__")
+    for data, batch in zip(by_rows, wanted, strict=True):
+        for how in ("auto", True, False):
+            read = Fetch(data, None, 0, how).__getitems__(keys)
+            assert type(read) is type(batch)
+            for a, b in zip(read, batch, strict=True):
+                assert a.dtype == b.dtype
+                assert torch.equal(a, b)
+    with pytest.raises(NotImplementedError):  # a collate of the recipe's takes samples
+        Fetch(by_rows[0], default_collate, 0, "auto").__getitems__(keys)
 
 
 def test_loader_options_are_torchs_own():

@@ -1,6 +1,9 @@
 """Promise 4: exact metrics for any data set size and number of processes."""
 
 import dataclasses
+import math
+import os
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +11,12 @@ from accelerate import Accelerator
 from ragged import Ragged
 from runs import make_config
 from torch import nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassJaccardIndex
 from world import run_world
 
 from my_project import devices, sharding
-from my_project.config import Config
+from my_project.config import Config, ConfigError
 from my_project.evaluate import evaluate
 from my_project.state import TrainState
 
@@ -91,6 +96,97 @@ def test_without_metrics_the_loss_per_item_is_exact(tmp_path):
         float(weight) for _, weight in pairs
     )
     assert results[0] == {"validation/loss": pytest.approx(mean, rel=1e-6)}
+
+
+class Kinds(Metric):
+    """States that are merged in each of the ways that torchmetrics has."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.add_state("count", torch.zeros((), dtype=torch.int32), "sum")
+        self.add_state("by_column", torch.zeros(()), "sum")  # whose shape the first batch gives
+        self.add_state("exact", torch.zeros(2, dtype=torch.float64), "sum")
+        self.add_state("average", torch.zeros(()), "mean")
+        self.add_state("largest", torch.tensor(-math.inf), "max")
+        self.add_state("smallest", torch.tensor(math.inf), "min")
+        self.add_state("unmerged", torch.zeros(()), None)
+        self.add_state("custom", torch.ones(()), lambda stacked: stacked.prod(0))
+
+    def update(self, index: torch.Tensor) -> None:
+        value = index.float() if self.fault != "nan" else index.float().log().neg().sqrt()
+        width = 3 + (int(os.environ.get("RANK", "0")) if self.fault == "shape" else 0)
+        self.count = self.count + len(index)
+        self.by_column = self.by_column + torch.full((width,), 1.0) * index.sum()
+        self.exact = self.exact + torch.tensor([1e9, 1e-9], dtype=torch.float64) * len(index)
+        self.average = torch.tensor(5.0)
+        self.largest = torch.maximum(self.largest, value.max())
+        self.smallest = torch.minimum(self.smallest, value.min())
+        self.unmerged = torch.maximum(self.unmerged, index.max().float())
+        self.custom = self.custom * 2.0 ** len(index)
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        if self.fault == "compute":
+            raise LookupError("no such class")
+        return {
+            "count": self.count, "sum": self.by_column[2], "large": self.exact[0],
+            "small": self.exact[1], "average": self.average, "largest": self.largest,
+            "smallest": self.smallest, "unmerged": self.unmerged.max(), "custom": self.custom,
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllKinds(Ragged):
+    classes: int = 12
+    metric_fault: str = ""
+
+    def build_metrics(self) -> dict[str, Any]:
+        overlap = MulticlassJaccardIndex(self.classes)  # sums a matrix
+        return super().build_metrics() | {"kinds": Kinds(self.metric_fault), "overlap": overlap}
+
+    def update_metrics(self, model: nn.Module, batch: Any, metrics: Any) -> None:
+        super().update_metrics(
+            model, batch, {name: metrics[name] for name in ("auroc", "accuracy")}
+        )
+        index = batch["index"]
+        metrics["kinds"].update(index)
+        metrics["overlap"].update(index % self.classes, index // 2 % self.classes)
+
+
+def evaluate_or_fail(configs: list[Config]) -> list[Any]:
+    """Evaluate like evaluate_sizes; a failure gives its type and message."""
+    results: list[Any] = []
+    with devices.start(configs[0]) as accelerator:
+        for config in configs:
+            try:
+                results.append(_evaluate(accelerator, config))
+            except Exception as error:
+                results.append((type(error), str(error)))
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
+def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
+    sizes = (1, 2, 7, 23)
+    recipes = [AllKinds(validation_samples=size) for size in sizes]
+    recipes += [AllKinds(metric_fault=fault) for fault in ("nan", "compute", "shape")]
+    configs = [make_config(tmp_path, recipe, batches__global_batch_size=12) for recipe in recipes]
+    alone = run_world(1, evaluate_or_fail, configs)[0]
+    for processes in (2, 3):
+        for rank, found in enumerate(run_world(processes, evaluate_or_fail, configs)):
+            for size, one, several in zip(sizes, alone, found, strict=False):
+                assert one["validation/kinds/count"] == size
+                assert one["validation/kinds/custom"] == 2.0**size
+                assert one["validation/kinds/average"] == 5
+                assert several == pytest.approx(one, rel=1e-6)
+                same = [name for name in one if not name.endswith(("auroc", "small"))]
+                assert [several[name] for name in same] == [one[name] for name in same]
+            with_nan, (kind, said), (of_shape, differs) = found[len(sizes) :]
+            assert math.isnan(with_nan["validation/kinds/largest"]), "of one rank's sample"
+            assert kind is (LookupError if rank == 0 else RuntimeError)
+            assert "no such class" in said
+            assert of_shape is ConfigError
+            assert "the state by_column of the metric Kinds differs between ranks" in differs
 
 
 def test_a_metric_that_is_no_number_is_never_the_best(tmp_path):

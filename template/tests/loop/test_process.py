@@ -18,6 +18,7 @@ from runs import change, make_config, train
 from test_launch import outcome, processes_with, steps_done
 from world import run_world
 
+from my_project import process
 from my_project.config import Config
 
 ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
@@ -241,6 +242,8 @@ def collector() -> tuple[bool, tuple[int, ...], int]:
 def litter(configs: list[Config]) -> list[tuple[dict[int, int], bool]]:
     """Run each; return the cycles alive at each step, and whether the collector is as before."""
     found = []
+    process.FROZEN.clear()  # as where a user calls main
+    gc.unfreeze()
     gc.set_threshold(600, 9, 8)
     for config in configs:
         gc.collect()

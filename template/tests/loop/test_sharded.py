@@ -3,19 +3,29 @@
 Accelerate shards on GPUs only, see test_gpu.py; what is saved and read is the same.
 """
 
+import gc
 import json
+import os
 import shutil
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ragged import Ragged
 from runs import make_config
+from safetensors.torch import load_file
 from world import run_world
 
 from my_project import export, files, optim, sharding
-from my_project.checkpoint import saving
+from my_project.checkpoint import exporting, resuming, saving, shards, verification
+from my_project.checkpoint.shards import model_tensors
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run_folder import Run
 from my_project.state import TrainState
@@ -72,8 +82,6 @@ def checkpoints_of(config: Config, rank: int, world: int, model: Any, optimizer:
 
 
 def in_group(function, *arguments: Any) -> Any:
-    import os
-
     import torch.distributed as dist
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -164,10 +172,6 @@ def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
     whole_folder = one.folder / "checkpoints" / "step_00000003"
     for result in run_world(2, in_group, load_and_train, two, whole_folder):
         assert_close(result, reference)
-    from argparse import Namespace
-
-    from safetensors.torch import load_file
-
     merged = []
     for folder in (whole_folder, two.folder / "checkpoints" / "step_00000003"):
         path = tmp_path / f"{folder.parents[1].parent.name}.safetensors"
@@ -178,7 +182,7 @@ def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
     Tied().double().load_state_dict(merged[1])
 
 
-def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
+def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path, monkeypatch):
     config = make_config(tmp_path)
     run_world(2, in_group, train_and_save, config)
     folder = config.folder / "checkpoints" / "step_00000003"
@@ -195,6 +199,19 @@ def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
     model, optimizer = build(sharded=False)
     with pytest.raises(ConfigError, match="holds only a part of optimizer"):
         checkpoints_of(config, 0, 1, model, optimizer).load(folder)
+    del manifest["files"]["model.rank_00001.safetensors"]
+    (folder / "manifest.json").write_text(files.manifest_text(manifest))
+    merged, read = tmp_path / "merged", shards.TensorReader.read
+
+    def read_before_it_has_its_name(*arguments: Any) -> Any:
+        assert not merged.exists()
+        return read(*arguments)
+
+    monkeypatch.setattr(shards.TensorReader, "read", read_before_it_has_its_name)
+    arguments = Namespace(folder=str(folder), file=str(merged), ema=False)
+    with pytest.raises(ConfigError, match="holds only a part of model"):
+        export.merge(arguments)
+    assert not list(tmp_path.glob("*merged*")), "no incomplete file is left"
 
 
 def save_twice(rank: int, world: int, config: Config) -> dict[str, Any]:
@@ -216,13 +233,13 @@ def resume(rank: int, world: int, config: Config, shard: bool) -> Any:
 
     model, optimizer = build(sharded=shard)
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
-    real, read = saving.Checkpoints._damage, []
+    real, read = verification.damage_of, []
 
-    def damage(self: Any, *arguments: Any) -> str:
-        read.append(sorted(self._hashes))
-        return real(self, *arguments)
+    def damage_of(accelerator: Any, folder: Path, hashes: dict[str, str]) -> str:
+        read.append(sorted(hashes))
+        return real(accelerator, folder, hashes)
 
-    saving.Checkpoints._damage = damage  # type: ignore[method-assign]
+    verification.damage_of = damage_of
     newest = config.folder / "checkpoints" / "step_00000003"
     folder, state = checkpoints.resume(Accelerator(cpu=True), newest)
     assert files.step_of(folder) == state["step"]
@@ -276,6 +293,322 @@ def test_a_process_that_cannot_write_its_shard_makes_the_save_fail_not_hang(tmp_
     assert run_world(2, in_group, fail_to_write, config) == [[True, False]] * 2
     left = [path.name for path in (config.folder / "checkpoints").iterdir()]
     assert left == ["step_00000002"]
+
+
+# ---- exports -------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class OfTied(Ragged):
+    def build_model(self, data_info: Any) -> Any:
+        return Tied().double()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithExport(OfTied):
+    """Its own export needs a whole model."""
+
+    def export(self, model: Any, data_info: Any, folder: Path) -> None:
+        assert not exporting.is_sharded(model)
+        torch.save(model.state_dict(), folder / "model.pt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithTensors(WithExport):
+    """Its own export of a sharded model needs no whole model: some tensors, and another file."""
+
+    def export(self, model: Any, data_info: Any, folder: Path) -> None:
+        raise AssertionError("it would get a whole model")
+
+    def export_tensors(self, model: Any, tensors: Any) -> Any:
+        assert exporting.is_sharded(model)
+        return "mine", {f"my.{name}": tensor for name, tensor in tensors.items()}
+
+    def export_files(self, model: Any, data_info: Any, folder: Path) -> None:
+        assert exporting.is_sharded(model)
+        # state_dict() of a gathered module would shard it again, on this rank alone
+        assert saving.threading.current_thread() is saving.threading.main_thread()
+        (folder / "other.txt").write_text(str(data_info["features"]))
+
+
+LIMIT = 700  # bytes: the embedding and the output, which is tied to it, have 440 each, all 1128
+
+
+def start_exports(config: Config, rank: int, world: int, limit: int, replicas: int = 1) -> Any:
+    exporting.MAX_FILE_BYTES = limit
+    model, optimizer = build(sharded=True, replicas=replicas)
+    train_steps(model, optimizer, range(2))
+    return model, optimizer, checkpoints_of(config, rank, world, model, optimizer)
+
+
+def bytes_held() -> int:
+    """Return the bytes of the tensors that this process holds, also through arrays and views."""
+    sizes = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter):
+            storage = found.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def export_counted(rank: int, world: int, config: Config) -> tuple[Any, list[int], list[int]]:
+    """Export; return the weights, and what was held before each whole tensor and with it."""
+    model, _, checkpoints = start_exports(config, rank, world, LIMIT)
+    before, peaks = [], []
+
+    def counted(real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            # gloo's thread lets go of the tensors of a collective a little after it has ended
+            deadline = time.monotonic() + 20
+            while bytes_held() > held and time.monotonic() < deadline:
+                time.sleep(0.001)
+            before.append(bytes_held() - held)
+            whole = real(*arguments)
+            peaks.append(bytes_held() - held)
+            return whole
+
+        return call
+
+    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)  # makes the buffers
+    checkpoints.wait()
+    checkpoints.run.step += 1
+    exporting.gather = counted(exporting.gather)
+    saving.TensorReader.read = counted(saving.TensorReader.read)
+    gc.collect()
+    held = bytes_held()
+    exporting.export(checkpoints.run, {"features": 6}, model)
+    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+    checkpoints.wait()
+    return whole(model), before, peaks
+
+
+def read_export(folder: Path, kind: str = "model") -> dict[str, Any]:
+    paths = sorted(folder.glob(f"{kind}*.safetensors"))
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("recipe", [OfTied(), WithTensors()])
+def test_a_rank_holds_one_whole_tensor_while_a_large_model_is_exported(tmp_path, recipe):
+    config = make_config(tmp_path, recipe)
+    (weights, *held), (_, *held_on_rank_1) = run_world(2, in_group, export_counted, config)
+    for before, peaks, number in ((*held, 2), (*held_on_rank_1, 1)):
+        assert len(before) == number * 5, "each of 5 tensors, gathered for export/, read for best/"
+        assert max(before) == 0, "none is held when the next is gathered"
+        assert 440 <= max(peaks) < 2 * 440, "the largest tensor, padded; all have 1128"
+    is_chosen = isinstance(recipe, WithTensors)
+    kind = "mine" if is_chosen else "model"
+    for name in ("export", "best"):
+        folder = config.folder / name
+        assert sorted(path.name for path in folder.glob("m*")) == [
+            f"{kind}-00001-of-00002.safetensors", f"{kind}-00002-of-00002.safetensors",
+            f"{kind}.safetensors.index.json",
+        ]  # fmt: skip
+        found = read_export(folder, kind)
+        if is_chosen:
+            assert (folder / "other.txt").read_text() == "6"
+            found = {name.removeprefix("my."): tensor for name, tensor in found.items()}
+        else:
+            _, _, loaded = export.load(folder, ["test_sharded.OfTied"])
+            assert_close(whole(loaded), weights)
+        assert_close(found, weights)
+
+
+def export_in_background(
+    rank: int, world: int, config: Config, replicas: int, limit: int
+) -> tuple[Any, list[str]]:
+    """Write best/ while training goes on; return the weights, and the threads that wrote files."""
+    model, optimizer, checkpoints = start_exports(config, rank, world, limit, replicas)
+    weights = whole(model)
+    real, threads = exporting.save_tensors, []
+
+    def late(*arguments: Any) -> None:
+        threads.append(saving.threading.current_thread().name)
+        trained.wait(60)
+        real(*arguments)
+
+    trained = saving.threading.Event()
+    exporting.save_tensors = late
+    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+    train_steps(model, optimizer, range(2, 4))
+    trained.set()
+    checkpoints.wait()
+    return weights, threads
+
+
+@pytest.mark.parametrize(("replicas", "limit"), [(1, 10_000), (2, 10_000), (1, LIMIT)])
+def test_best_of_a_sharded_model_is_written_while_training_goes_on(tmp_path, replicas, limit):
+    """Of 2 replicas a mesh of one process shards: what it holds is the whole live weight."""
+    config = make_config(tmp_path, OfTied())
+    found = run_world(2, in_group, export_in_background, config, replicas, limit)
+    (weights, threads), (_, on_rank_1) = found
+    assert (threads, on_rank_1) == (["checkpoint"] * (2 if limit == LIMIT else 1), [])
+    assert len([*(config.folder / "best").glob("model*.safetensors")]) == len(threads)
+    assert_close(read_export(config.folder / "best"), weights)
+    assert not list(config.folder.glob(".*")), "the files of the shards"
+
+
+def fail_to_write_best(rank: int, world: int, config: Config) -> list[Any]:
+    """Write best/ three times; the second time rank 1 cannot write its shards."""
+    model, optimizer, checkpoints = start_exports(config, rank, world, 10_000)
+    real, outcomes = saving.save_shards, []
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    for step in range(2, 5):
+        checkpoints.run.step = step
+        saving.save_shards = full if (step, rank) == (3, 1) else real
+        weights = whole(model)
+        exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+        train_steps(model, optimizer, range(step, step + 1))
+        checkpoints.wait()
+        found = whole_of(read_export(config.folder / "best")) if rank == 0 else {}
+        outcomes.append((str(checkpoints.best_failure or ""), found, weights))
+    return outcomes
+
+
+def test_a_rank_that_cannot_write_its_part_of_best_leaves_the_one_before(tmp_path):
+    config = make_config(tmp_path, OfTied(), distributed__startup_timeout_seconds=30)
+    written, others = run_world(2, in_group, fail_to_write_best, config)
+    failures = ["", "rank 1 on here could not write its shards", ""]
+    assert [failure for failure, *_ in written] == failures
+    assert ["No space" in failure for failure, *_ in others] == [False, True, False]
+    for i, expected in ((0, 0), (1, 0), (2, 2)):
+        assert_close(written[i][1], written[expected][2])
+    assert not list(config.folder.glob(".*"))
+
+
+def fail_first(rank: int, world: int, config: Config) -> str:
+    """Write best/: rank 0 cannot write its shards, and rank 1 is late."""
+    model, _, checkpoints = start_exports(config, rank, world, 10_000)
+    has_failed = config.folder / "has_failed"
+
+    def full(*arguments: Any) -> Any:
+        has_failed.touch()
+        raise OSError(28, "No space left on device")
+
+    if rank == 0:
+        saving.save_shards = full
+    else:
+        checkpoints._start(lambda: files.wait_until(has_failed.exists, 60) and time.sleep(0.5))
+    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+    checkpoints.wait()
+    return str(checkpoints.best_failure or "")
+
+
+def test_no_shards_are_left_where_rank_0_fails_before_another_rank_has_written(tmp_path):
+    config = make_config(tmp_path, OfTied())
+    failure, other = run_world(2, in_group, fail_first, config)
+    assert "No space left" in failure
+    assert not other
+    assert [path.name for path in config.folder.iterdir()] == ["has_failed"]
+
+
+def kill_before_the_second_file() -> None:
+    real = exporting.save_tensors
+
+    def kill(tensors: Any, path: Path, values: Iterator[Any]) -> None:
+        if "00002-of" in path.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(tensors, path, values)
+
+    exporting.save_tensors = kill
+
+
+def killed_in_best(rank: int, world: int, config: Config) -> None:
+    """Be killed when rank 0 has the shards of all and has written a part of best/."""
+    model, _, checkpoints = start_exports(config, rank, world, LIMIT)
+    kill_before_the_second_file()
+    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+    checkpoints.wait()
+
+
+def test_a_run_killed_in_best_leaves_only_what_the_next_start_removes(tmp_path):
+    config = make_config(tmp_path, OfTied())
+    with pytest.raises(RuntimeError, match="the process died"):
+        run_world(2, in_group, killed_in_best, config)
+    left = {path.name for path in config.folder.iterdir()}
+    assert left == {".best.partial", ".best_00000000.partial"}
+    resuming.clean_up(config.folder)
+    assert not list(config.folder.iterdir())
+
+
+def export_on_a_full_disk(rank: int, world: int, config: Config) -> list[Any]:
+    """Export three times, each time other weights; the second time the disk is full."""
+    model, optimizer, checkpoints = start_exports(config, rank, world, LIMIT)
+    real, outcomes = exporting.save_tensors, []
+
+    def full(tensors: Any, path: Path, values: Iterator[Any]) -> None:
+        if "00002-of" in path.name:
+            raise OSError(28, "No space left on device")
+        real(tensors, path, values)
+
+    for i in range(3):
+        exporting.save_tensors = full if i == 1 else real
+        train_steps(model, optimizer, range(2 + i, 3 + i))
+        checkpoints.run.step = 3 + i
+        exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+        checkpoints.wait()
+        failure = checkpoints.best_failure is not None
+        try:
+            exporting.export(checkpoints.run, {"features": 6}, model)
+        except OSError as error:
+            failure = failure, error.errno
+        found = [read_export(config.folder / name) for name in ("export", "best")]
+        outcomes.append((failure, whole(model), [whole_of(tensors) for tensors in found]))
+    return outcomes
+
+
+def whole_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def test_an_export_that_fails_leaves_the_one_before_and_no_rank_waits(tmp_path):
+    config = make_config(tmp_path, OfTied())
+    written, others = run_world(2, in_group, export_on_a_full_disk, config)
+    assert [failure for failure, *_ in written] == [False, (True, 28), False]
+    assert [failure for failure, *_ in others] == [False] * 3
+    for i, expected in ((0, 0), (1, 0), (2, 2)):
+        for found in written[i][2]:
+            assert_close(found, written[expected][1])
+    assert not list(config.folder.glob(".*"))
+
+
+def export_and_be_killed(rank: int, world: int, config: Config) -> None:
+    """Export, then be killed between two files of the next export."""
+    model, optimizer, checkpoints = start_exports(config, rank, world, LIMIT)
+    exporting.export(checkpoints.run, {"features": 6}, model)
+    train_steps(model, optimizer, range(2, 3))
+    kill_before_the_second_file()
+    exporting.export(checkpoints.run, {"features": 6}, model)
+
+
+def test_a_killed_export_leaves_the_one_before(tmp_path):
+    config = make_config(tmp_path, OfTied())
+    with pytest.raises(RuntimeError, match="the process died"):
+        run_world(2, in_group, export_and_be_killed, config)
+    left = [path.name for path in (config.folder / ".export.partial").glob("model*")]
+    assert left == ["model-00001-of-00002.safetensors"]
+    resuming.clean_up(config.folder)
+    assert [path.name for path in config.folder.iterdir()] == ["export"]
+    model, optimizer = build(sharded=False)
+    train_steps(model, optimizer, range(2))
+    assert_close(read_export(config.folder / "export"), whole(model))
+
+
+def export_by_the_recipe(rank: int, world: int, config: Config) -> Any:
+    model, _, checkpoints = start_exports(config, rank, world, LIMIT)
+    exporting.export(checkpoints.run, {"features": 6}, model)
+    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+    checkpoints.wait()
+    return whole(model)
+
+
+def test_a_recipes_own_export_gets_the_whole_model(tmp_path):
+    config = make_config(tmp_path, WithExport())
+    weights, _ = run_world(2, in_group, export_by_the_recipe, config)
+    for name in ("export", "best"):
+        folder = config.folder / name
+        assert {p.name for p in folder.iterdir()} == {"model.pt", "config.yaml", "data_info.json"}
+        assert_close(torch.load(folder / "model.pt"), weights)
 
 
 class Loss:
@@ -360,11 +693,42 @@ def test_blocks_can_be_called_and_hold_tied_weights_whole():
     assert sharding.sharded_blocks(twice_named, 20)[0] == ["Deep"]
 
 
-def shard_as_accelerate_does() -> tuple[list[str], float]:
-    """Shard by accelerate's own function, and compare a gradient with that of the plain model."""
+def test_layers_of_a_list_are_gathered_whole_also_if_their_parts_are_large():
+    class Expert(Layer):
+        pass
+
+    class Wide(torch.nn.Module):
+        def __init__(self, experts: int = 2) -> None:
+            super().__init__()
+            self.attention = Head()
+            self.experts = torch.nn.ModuleList(Expert(5) for _ in range(experts))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(self.experts[0](x))
+
+    layers = torch.nn.ModuleList(Wide() for _ in range(5))
+    model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(11, 5), "layers": layers})
+    assert sharding.sharded_blocks(model, 20) == (["Wide"], [55 + 2 * 30] * 5, 55)
+    assert sharding.sharded_blocks(model, 200) == ([], [], 55 + 5 * 115), "too small"
+    assert sharding.sharded_blocks(layers[:2], 20) == (["Wide"], [115] * 2, 0)
+    # of different sizes, and one is large: these are stages, and their parts are blocks
+    stages = torch.nn.ModuleList([Wide(2), Wide(3)])
+    assert sharding.sharded_blocks(stages, 20) == (
+        ["Expert", "Head"], [55, 30, 30, 55, 30, 30, 30], 0,
+    )  # fmt: skip
+
+
+def shard_as_accelerate_does(config: Config, backend: str) -> tuple[list[str], float, int]:
+    """Shard by accelerate's own function, and compare a gradient with that of the plain model.
+
+    Returns:
+        The names of the blocks, the largest difference of a gradient, and how many blocks have run
+        in Python, or were compiled.
+    """
     import torch.distributed as dist
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch._dynamo.utils import counters
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule
 
@@ -378,10 +742,13 @@ def shard_as_accelerate_does() -> tuple[list[str], float]:
 
     dist.init_process_group("gloo")
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20
-    )
+        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20,
+        activation_checkpointing=backend == "aot_eager",  # accelerate's key, and the loop's
+    )  # fmt: skip
+    dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
     accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
+        state=SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=dynamo),
+        device=torch.device("cpu"),
         torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)),
         parallelism_config=SimpleNamespace(fsdp_dim_names=["shard"]),
         mixed_precision="no",
@@ -392,20 +759,38 @@ def shard_as_accelerate_does() -> tuple[list[str], float]:
     torch.manual_seed(0)
     plain, model = Deep(), Deep()
     model.load_state_dict(plain.state_dict())
+    sharding.checkpoint_activations(accelerator, config, model)
+    assert not plugin.activation_checkpointing, "accelerate wraps no module"
     call, _ = sharding.prepare(accelerator, model, torch.optim.SGD(model.parameters()))
+    calls, forward = [], Layer.forward
+    if backend == "no":
+        Layer.forward = lambda *a: calls.append(1) or forward(*a)  # type: ignore[assignment]
     tokens = torch.arange(6)
     call(lambda model, tokens: model(tokens).square().sum(), tokens).backward()
+    passes = len(calls) if backend == "no" else counters["stats"]["unique_graphs"]
     plain(tokens).square().sum().backward()
+    assert [*model_tensors(model)] == [*plain.state_dict()]
     difference = max(
         float((ours.grad.full_tensor() - theirs.grad).abs().max())
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True)
     )
-    return [
-        name for name, part in model.named_modules() if isinstance(part, FSDPModule)
-    ], difference
+    return (
+        [name for name, part in model.named_modules() if isinstance(part, FSDPModule)],
+        difference,
+        passes,
+    )
 
 
-def test_accelerate_shards_models_with_lists_of_layers_and_tied_weights():
-    for blocks, difference in run_world(2, shard_as_accelerate_does):
+@pytest.mark.parametrize(
+    ("recompute", "backend", "passes"),
+    [(False, "no", {3}), (True, "no", {6}), (False, "aot_eager", {1, 2, 3})],
+)
+def test_accelerate_shards_models_with_lists_of_layers_and_tied_weights(
+    tmp_path, recompute, backend, passes
+):
+    """Also where the activations of these blocks are recomputed, and where they are compiled."""
+    config = make_config(tmp_path, distributed__activation_checkpointing=recompute)
+    for blocks, difference, forwards in run_world(2, shard_as_accelerate_does, config, backend):
         assert blocks == ["layers.0", "layers.1", "tower.0"]
         assert difference < 1e-5
+        assert forwards in passes

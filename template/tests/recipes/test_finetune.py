@@ -7,12 +7,14 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
 from documents import PROJECT, blocks, predict_as_typed, text_of, train_on_own_data
 from runs import change, make_config, records, train, weights
 from world import run_world
 
-from my_project import evaluate, export
-from my_project.checkpoint import resuming
+from my_project import evaluate, export, sharding
+from my_project.blocks import recompute_activations
+from my_project.checkpoint import exporting, resuming
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError
 from my_project.recipes import finetune
@@ -302,32 +304,83 @@ def trained_a_little(config: Config):
     model = model_of(config.recipe)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.25)
+            if parameter.requires_grad:
+                parameter.mul_(1.25).add_(0.01)  # LoRA begins with zeros
     return model
 
 
-def export_sharded(config: Config) -> None:
+def export_sharded(configs: list[Config]) -> list[int]:
+    """Export; return how often each export builds a whole model."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    finetune.MAX_FILE_SIZE = "20KB"
+    exporting.MAX_FILE_BYTES = 20_000
     dist.init_process_group("gloo")
-    model = trained_a_little(config)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    data_info = config.recipe.prepare_data()
-    export.export(Run(config, dist.get_rank()), data_info, model)
+    counts, build = [], Finetune.build_model
+    for config in configs:
+        model = trained_a_little(config)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        data_info = config.recipe.prepare_data()
+        built = []
+
+        def counted(recipe, data_info, built=built):
+            built.append(recipe)
+            return build(recipe, data_info)
+
+        Finetune.build_model = counted
+        exporting.export(Run(config, dist.get_rank()), data_info, model)
+        Finetune.build_model = build
+        counts.append(len(built))
     dist.barrier()
     dist.destroy_process_group()
+    return counts
 
 
 @pytest.mark.slow
-def test_a_sharded_model_is_exported_in_full(tmp_path, folder):
-    config = config_of(tmp_path, folder, task="causal_lm")
-    config.folder.mkdir()
-    assert run_world(2, export_sharded, config) == [None, None]
-    _, _, model = export.load(config.folder / "export")
-    whole = trained_a_little(config)
-    torch.testing.assert_close(logits_of(config.recipe, model), logits_of(config.recipe, whole))
+def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
+    tmp_path, folder, monkeypatch
+):
+    """No rank builds a whole model for it, but where an adapter is merged into the weights."""
+    import transformers
+    from peft import AutoPeftModelForSequenceClassification
+
+    settings = {
+        "decoder": {"task": "causal_lm"},
+        "encoder": {},
+        "adapter": {"lora_rank": 2},
+        "merged": {"lora_rank": 2, "merge_adapter": True},
+    }
+    configs = [config_of(tmp_path, folder, name, **value) for name, value in settings.items()]
+    for config in configs:
+        config.folder.mkdir()
+    assert run_world(2, export_sharded, configs) == [[0, 0, 0, 1], [0] * 4]
+    kinds = {
+        "decoder": transformers.AutoModelForCausalLM,
+        "encoder": transformers.AutoModelForSequenceClassification,
+        "adapter": AutoPeftModelForSequenceClassification,
+        "merged": transformers.AutoModelForSequenceClassification,
+    }
+    monkeypatch.setattr(finetune, "MAX_FILE_SIZE", "20KB")
+    for config in configs:
+        name, recipe, exported = config.run_name, config.recipe, config.folder / "export"
+        whole, data_info = trained_a_little(config), recipe.prepare_data()
+        expected = tmp_path / "expected" / name
+        expected.mkdir(parents=True)
+        recipe.export(whole, data_info, expected)
+        assert (exported / "model.safetensors.index.json").is_file() == (name != "adapter")
+        others = {path.name for path in exported.iterdir() if "model" not in path.name}
+        written = {path.name for path in expected.iterdir() if "model" not in path.name}
+        assert others == written | {"config.yaml", "data_info.json"}
+        for file in written - {"tokenizer.json"}:  # it says how the tokenizer was last called
+            # some lists of the adapter's settings are sets
+            ours, theirs = (sorted((at / file).read_text()) for at in (exported, expected))
+            assert ours == theirs, file
+        classes = {"num_labels": 2} if name == "adapter" else {}
+        wanted = logits_of(recipe, whole)
+        for model in (kinds[name].from_pretrained(exported, **classes), export.load(exported)[2]):
+            torch.testing.assert_close(logits_of(recipe, model), wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_evaluating_an_export_gives_the_metrics_of_training(tmp_path, folder, capsys):
@@ -358,11 +411,21 @@ def test_the_frozen_weights_may_be_bfloat16(tmp_path, folder, monkeypatch):
     assert losses[-1] < losses[0]
 
 
-def test_activation_checkpointing_gives_the_same_gradients(folder):
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of peft, about GPT-2's layers
+@pytest.mark.parametrize("task", ["causal_lm", "classification"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_activation_checkpointing_gives_the_same_gradients(folder, task, lora_rank):
+    """Also of a decoder, which must not keep keys and values of both forward passes."""
     gradients = []
     for checkpointed in (False, True):
-        recipe = recipe_of(folder, task="causal_lm", checkpoint_activations=checkpointed)
+        settings = {"model": str(folder / "decoder"), "lora_rank": lora_rank}
+        recipe = recipe_of(folder, task=task, **settings)
+        torch.manual_seed(0)
         model = model_of(recipe).train()
+        layers = sharding.blocks(Accelerator(cpu=True), model)
+        assert len(layers) == model.config.num_hidden_layers
+        for layer in layers if checkpointed else ():
+            recompute_activations(layer)
         recipe.loss(model, recipe.collate(samples_of(recipe)), 0)[0].backward()
         gradients.append([p.grad for p in model.parameters()])
     for one, other in zip(*gradients, strict=True):
@@ -561,7 +624,7 @@ def test_the_models_that_peft_wraps_are_no_sharding_units(folder):
     names, blocks, root = sharded_blocks(model, 100)
     assert "GPT2LMHeadModel" not in names
     assert not {"Linear", "PeftModelForCausalLM", "LoraModel"} & set(names)
-    assert {"GPT2Attention", "GPT2MLP"} <= set(names)
+    assert "GPT2Block" in names
     assert sum(blocks) + root == sum(p.numel() for p in model.parameters())
 
 

@@ -304,7 +304,8 @@ def exported(tmp_path, monkeypatch):
 
 
 def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_path, capsys):
-    (block,) = blocks(exported.split("### In transformers")[0], "python")
+    after = exported.partition("### In plain torch")[2]
+    (block,) = blocks(after.partition("### In transformers")[0], "python")
     capsys.readouterr()
     exec(block, {})
     config, info, model = export.load(tmp_path / "runs/image_classification/export")

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,8 +59,8 @@ def clean_up(run_folder: Path) -> None:
         if before.is_dir() and not os.path.lexists(run_folder / name):
             os.replace(before, run_folder / name)
         discard(run_folder / f".{name}.partial")
-    for path in (run_folder / "checkpoints").glob(".step_*"):
-        if re.fullmatch(r"\.step_\d+\.(partial|removed)", path.name):
+    for path in (*run_folder.glob(".best_*"), *(run_folder / "checkpoints").glob(".step_*")):
+        if re.fullmatch(r"\.(best|step)_\d+\.(partial|removed)", path.name):
             discard(path)
 
 
@@ -78,15 +79,20 @@ def check_path(config: Config) -> None:
         )
 
 
-def choose(run: Run) -> Path | None:
+def choose(run: Run, find: Callable[[Path], str] = find_damage) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by rank 0 only.
 
     Tensors are hashed when they are loaded (Checkpoints.resume), before this only where there is no
     checkpoint to go back to: what was loaded from a damaged one would not be overwritten.
+
+    Args:
+        run: the run folder.
+        find: returns what is wrong with a checkpoint, with hashes; on several ranks one of
+            verification.py, so that all of them read the files.
     """
     clean_up(run.folder)
     given = run.config.resume
-    chosen = _newest_good(run)
+    chosen = _newest_good(run, find)
     # The run begins at a path given by --resume; later, its own checkpoints take precedence.
     if given not in ("auto", "never") and run.resumed_from != given:
         if problem := find_damage(Path(given), hashes=False):
@@ -97,8 +103,12 @@ def choose(run: Run) -> Path | None:
     return chosen
 
 
-def choose_before(run: Run, damaged: Path, problem: str) -> Path:
+def choose_before(
+    run: Run, damaged: Path, problem: str, find: Callable[[Path], str] = find_damage
+) -> Path:
     """Return the checkpoint to continue from in place of a damaged one. Called by rank 0 only.
+
+    The arguments are those of choose; the damaged checkpoint, and what is wrong with it.
 
     Raises:
         ConfigError: the path was given by --resume, or no other checkpoint is intact. The weights
@@ -107,7 +117,7 @@ def choose_before(run: Run, damaged: Path, problem: str) -> Path:
     if str(damaged) == run.config.resume:
         raise _cannot_be_used(run.config.resume, problem)
     logger.warning("%s is skipped: %s.", damaged, problem)
-    chosen = _newest_good(run, before=step_of(damaged))
+    chosen = _newest_good(run, find, before=step_of(damaged))
     move_newer_aside(run, chosen)
     if not chosen:
         raise ConfigError(
@@ -135,7 +145,7 @@ def _cannot_be_used(given: str, problem: str) -> ConfigError:
     )
 
 
-def _newest_good(run: Run, before: int | None = None) -> Path | None:
+def _newest_good(run: Run, find: Callable[[Path], str], before: int | None = None) -> Path | None:
     """Return the newest good checkpoint; with hashes if none is older, or if before is given."""
     folder = run.folder / "checkpoints"
     found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
@@ -147,7 +157,7 @@ def _newest_good(run: Run, before: int | None = None) -> Path | None:
         if step_of(path) >= 0:
             older = found[: found.index(path)]
             can_go_back = before is None and any(map(_seems_good, older))
-            problem = find_damage(path, hashes=not can_go_back)
+            problem = find_damage(path, hashes=False) if can_go_back else find(path)
         if not problem:
             chosen = path
             break
@@ -162,7 +172,7 @@ def _seems_good(folder: Path) -> bool:
     return step_of(folder) >= 0 and not find_damage(folder, hashes=False)
 
 
-def check(folder: Path) -> None:
-    """Raise a ConfigError for a damaged checkpoint."""
-    if problem := find_damage(folder):
+def check(folder: Path, find: Callable[[Path], str] = find_damage) -> None:
+    """Raise a ConfigError for a damaged checkpoint; find is that of choose."""
+    if problem := find(folder):
         raise ConfigError(f"{folder} cannot be used: {problem}; give another checkpoint.")

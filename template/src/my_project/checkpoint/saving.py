@@ -19,7 +19,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,24 +27,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..collectives import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
-from ..devices import on_main_then_broadcast
 from ..files import (
     FORMAT,
     complete,
     fill_temporary,
     fingerprint,
     flush_to_disk,
-    hash_problem,
     manifest_text,
     put_in_place,
     read_manifest,
-    replace_folder,
     step_of,
     wait_until,
     write_atomically,
@@ -52,7 +49,8 @@ from ..files import (
 from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from .resuming import best_of, checkpoints, choose_before, move_newer_aside, remove
+from . import verification
+from .resuming import best_of, checkpoints, move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
@@ -60,10 +58,10 @@ from .shards import (
     own_shard,
     plain_name,
     save_shards,
-    whole,
 )
 
 logger = logging.getLogger(__name__)
+REMOVAL_SECONDS = 60  # waited for other ranks before a folder that they may write to is removed
 
 
 class Checkpoints:
@@ -90,6 +88,7 @@ class Checkpoints:
         self.best_failure: Exception | None = None  # of the last best/
         self._buffers: dict[str, Tensor] = {}
         self._hashes: dict[str, str] = {}  # of the files that load has read whole
+        self._listed: Collection[str] = ()  # the files of the checkpoint that load reads
         self._thread: threading.Thread | None = None  # the newest; it waits for those before
         self._best_thread: threading.Thread | None = None
 
@@ -162,23 +161,57 @@ class Checkpoints:
     def replace_best(
         self,
         weights: dict[str, Tensor],
-        fill: Callable[[Path, dict[str, Tensor]], None],
-        gathered: set[str],
+        write_others: Callable[[Path], None],
+        write_weights: Callable[[Path, Callable[[str], Tensor]], None],
     ) -> None:
-        """Write best/ after the saves before it. Called by rank 0.
+        """Write best/: the weights in the thread, after the saves before it.
+
+        Called by every rank. Of sharded weights, the thread of each rank writes its shards to a
+        temporary file, as of a checkpoint and without a collective; that of rank 0 reads them.
 
         Args:
-            weights: whole tensors.
-            fill: writes these weights, or copies of them, into a folder; called in the thread.
-            gathered: names of the weights that are copies already, gathered from shards.
+            weights: with the same names on all ranks.
+            write_others: writes all other files into a folder; called by rank 0, at once.
+            write_weights: writes the weights into the folder, and gets a function that reads one by
+                its name; called by rank 0 in the thread.
         """
+        sharded = any(isinstance(tensor, DTensor) for tensor in weights.values())
+        if self.rank != 0 and not sharded:
+            return
         self._wait_for_best()
-        folder = self.run.folder / "best"
+        shards = {n: shard for n, t in weights.items() if (shard := own_shard(t, self.rank))}
         if self.config.checkpoints.background:
-            live = {name: t for name, t in weights.items() if name not in gathered}
-            copies = self._copied({"best": whole(live)})["best"]
-            weights = weights | {name: shard.tensor for name, shard in copies.items()}
-        self._start_best(lambda: replace_folder(folder, lambda to: fill(to, weights)))
+            shards = self._copied({"best": shards})["best"]
+        best = self.run.folder / "best"
+        temporary = best.with_name(".best.partial")  # of fill_temporary
+        parts = best.with_name(f".best_{self.run.step:08d}.partial")
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                fill_temporary(best, write_others)
+            except (OSError, SafetensorError) as error:
+                failure = error  # of this rank: the others write their shards
+
+        def write() -> None:
+            try:
+                read: Callable[[str], Tensor] = {n: s.tensor for n, s in shards.items()}.__getitem__
+                if sharded:
+                    files = self._write_shards(parts, {"model": shards}, len(self.run.hosts))
+                    if self.rank != 0:
+                        return
+                    read = TensorReader(parts, "model", files).read
+                if failure:
+                    raise failure
+                write_weights(temporary, read)
+                put_in_place(best)
+            except ConfigError as error:  # a file that cannot be read back
+                raise OSError(str(error)) from error
+            finally:
+                if self.rank == 0:
+                    shutil.rmtree(parts, ignore_errors=True)
+                    shutil.rmtree(temporary, ignore_errors=True)  # put in place, unless it failed
+
+        self._start_best(write)
 
     def replace_best_now(self, fill: Callable[[Path], None]) -> None:
         """Fill best/ before this returns; only flushing it to disk is left to the thread."""
@@ -251,31 +284,16 @@ class Checkpoints:
                 state = self.load(folder)
             except Exception as error:  # damage may raise anything
                 failure = error
-            problem = self._damage(accelerator, folder)
-            failures: list[str] = gather_object([repr(failure) if failure else ""])
-            if not problem and not any(failures):
+            problem = verification.damage_of(accelerator, folder, self._hashes)
+            failures = gather_on_main(accelerator, repr(failure) if failure else "")
+            failed = on_main_then_broadcast(accelerator, partial(_first_failure, failures))
+            if not problem and not failed:
                 if self.rank == 0:
                     move_newer_aside(self.run, folder)
                 return folder, state
             if not problem:
-                rank, text = next((r, text) for r, text in enumerate(failures) if text)
-                raise failure or RuntimeError(f"rank {rank} could not load {folder}: {text}")
-            instead = partial(choose_before, self.run, folder, problem)
-            folder = on_main_then_broadcast(accelerator, instead)
-
-    def _damage(self, accelerator: Accelerator, folder: Path) -> str:
-        """Return what is wrong with a checkpoint that was loaded, the same on every rank, or ""."""
-        listed = on_main_then_broadcast(accelerator, lambda: read_manifest(folder)["files"])
-        read = set().union(*gather_object([self._hashes]))
-        # Such as one large file of which each rank has read its shards; rank 0 chose by state.json.
-        unread = sorted(listed.keys() - read - {"state.json"})
-        for name in unread[self.rank :: accelerator.num_processes]:
-            with suppress(OSError):
-                self._hashes[name] = fingerprint(folder / name)["sha256"]
-        found = [pair for hashes in gather_object([self._hashes]) for pair in hashes.items()]
-        missing = sorted(set(unread) - {name for name, _ in found})
-        wrong = sorted({name for name, sha256 in found if listed[name]["sha256"] != sha256})
-        return hash_problem(wrong[0]) if wrong else f"{missing[0]} is missing" if missing else ""
+                raise failure or RuntimeError(f"{folder} could not be loaded by {failed}")
+            folder = verification.choose_before(accelerator, self.run, folder, problem)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
@@ -283,7 +301,9 @@ class Checkpoints:
         self._hashes = {}
         try:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            state |= read_manifest(folder).get("evaluation", {})
+            manifest = read_manifest(folder)
+            self._listed = manifest["files"].keys()
+            state |= manifest.get("evaluation", {})
             saved, scale = state.pop("optimizer"), state.pop("scaler")
             self.run.compare_numerics(folder, state.pop("numerics", None))
         except (ValueError, KeyError, TypeError) as error:
@@ -299,7 +319,7 @@ class Checkpoints:
         return state
 
     def _fill(self, folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
-        reader = TensorReader(folder, kind)
+        reader = TensorReader(folder, kind, self._listed)
         reader.fill(tensors)
         self._hashes |= reader.hashes
 
@@ -355,8 +375,8 @@ class Checkpoints:
         parameters = [p for group in groups for p in group["params"]]
         index = {name: i for i, name in enumerate(order)}
         values = dict(saved["numbers"])
-        if any(folder.glob("optimizer.*")):  # plain SGD has no tensors
-            tensors = TensorReader(folder, "optimizer")
+        if any(name.startswith("optimizer.") for name in self._listed):  # plain SGD has no tensors
+            tensors = TensorReader(folder, "optimizer", self._listed)
             for key in tensors.names:
                 parameter = parameters[index[key.rpartition("/")[0]]]
                 same_shape = tensors.shapes[key] == tuple(parameter.shape)
@@ -379,24 +399,14 @@ class Checkpoints:
         """Write this rank's files; rank 0 waits for all ranks, then writes the manifest."""
         folder = self.folder / f"step_{state['step']:08d}"
         temporary = folder.with_name(f".{folder.name}.partial")
-        part = f".rank_{self.rank:05d}" if writers > 1 else ""
         self.failure = None
         try:
-            temporary.mkdir(parents=True, exist_ok=True)
-            files: dict[str, Any] = {}
-            for kind, named in shards.items():
-                if named:
-                    name = f"{kind}{part}.safetensors"
-                    files[name] = save_shards(named, temporary / name)
-                    flush_to_disk(temporary / name)
-            if self.rank == 0:
-                (temporary / "state.json").write_text(text, encoding="utf-8")
-                flush_to_disk(temporary / "state.json")
-                files["state.json"] = fingerprint(temporary / "state.json")
+            files = self._write_shards(temporary, shards, writers)
             if self.rank != 0:
-                write_atomically(temporary / f"written{part}", json.dumps(files))
                 return
-            files |= self._files_of_other_ranks(temporary, writers)
+            (temporary / "state.json").write_text(text, encoding="utf-8")
+            flush_to_disk(temporary / "state.json")
+            files["state.json"] = fingerprint(temporary / "state.json")
             content = {"format": FORMAT, "step": state["step"], "files": files}
             content["resumed_from"] = self.run.resumed_from
             if state.get("evaluated_step") == state["step"]:
@@ -407,15 +417,39 @@ class Checkpoints:
             self.failure = error
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            else:
-                with suppress(OSError):
-                    (temporary / f"failed{part}").touch()
             logger.error(
                 "%s could not be saved: %s. Earlier checkpoints are unchanged; the next save tries"
                 " again.",
                 folder,
                 error,
             )
+
+    def _write_shards(
+        self, temporary: Path, shards: dict[str, dict[str, Shard]], writers: int
+    ) -> dict[str, Any]:
+        """Write a file of each kind; rank 0 waits for all ranks.
+
+        Returns:
+            The size and SHA-256 of each file by its name; on rank 0 of the files of all ranks.
+        """
+        part = f".rank_{self.rank:05d}" if writers > 1 else ""
+        files: dict[str, Any] = {}
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            for kind, named in shards.items():
+                if named:
+                    name = f"{kind}{part}.safetensors"
+                    files[name] = save_shards(named, temporary / name)
+                    flush_to_disk(temporary / name)
+            if self.rank != 0:
+                write_atomically(temporary / f"written{part}", json.dumps(files))
+        except Exception:
+            with suppress(OSError):
+                (temporary / f"failed.rank_{self.rank:05d}").touch()
+                if self.rank == 0:
+                    self._files_of_other_ranks(temporary, writers)
+            raise
+        return files | self._files_of_other_ranks(temporary, writers) if self.rank == 0 else files
 
     def _write_best(self, write: Callable[[], None]) -> None:
         """Write best/; if that fails (a full disk), the previous one is kept."""
@@ -452,24 +486,34 @@ class Checkpoints:
             )
 
     def _files_of_other_ranks(self, temporary: Path, writers: int) -> dict[str, Any]:
-        """Wait for the file in which each rank lists its shards; return these lists merged."""
+        """Wait for the file in which each rank lists its shards; return these lists merged.
+
+        After a failure it waits a little for the other ranks, since the folder is then removed.
+        """
         files: dict[str, Any] = {}
         waiting = set(range(1, writers))
+        failed: set[int] = set()
 
         def all_have_written() -> bool:
-            for rank in sorted(waiting):
-                if (temporary / f"failed.rank_{rank:05d}").exists():
-                    host = self.run.hosts[rank]
-                    raise OSError(f"rank {rank} on {host} could not write its shards")
-                path = temporary / f"written.rank_{rank:05d}"
-                if path.exists():
+            # one listing: to ask for each rank's file would be 2 N requests per look
+            for path in sorted(temporary.iterdir()):
+                kind, _, rank = path.name.partition(".rank_")
+                if kind == "failed":
+                    failed.add(int(rank))
+                    waiting.discard(int(rank))
+                if kind == "written":
                     files.update(json.loads(path.read_text()))
                     path.unlink()
-                    waiting.remove(rank)
+                    waiting.discard(int(rank))
             return not waiting
 
         limit = self.config.distributed.startup_timeout_seconds
-        if not wait_until(all_have_written, limit, poll_seconds=0.05):
+        wait_until(lambda: all_have_written() or bool(failed), limit, poll_seconds=0.05)
+        if failed:
+            wait_until(all_have_written, min(limit, REMOVAL_SECONDS), poll_seconds=0.05)
+            host = self.run.hosts[min(failed)]
+            raise OSError(f"rank {min(failed)} on {host} could not write its shards")
+        if waiting:
             raise OSError(
                 f"rank(s) {sorted(waiting)} did not write their shards within {limit} s"
                 " (distributed.startup_timeout_seconds)"
@@ -488,3 +532,8 @@ class Checkpoints:
         for folder in found:
             if folder not in keep:
                 remove(folder)
+
+
+def _first_failure(failures: list[str]) -> str:
+    """Return the first rank whose text is not empty, and its text; "" if there is none."""
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), "")

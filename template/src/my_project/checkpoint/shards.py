@@ -3,15 +3,16 @@
 import functools
 import hashlib
 import json
+import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,25 +54,31 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def model_tensors(model: nn.Module, *, whole: bool = False) -> dict[str, Any]:
-    """Return the state of a model with the keys of the plain module, whatever wraps it.
-
-    Args:
-        model: sharded by FSDP2, or the same on every rank.
-        whole: tensors on the CPU without shards; of a sharded model on rank 0 only, where every
-            rank calls this.
-    """
+def model_tensors(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a model with the keys of the plain module, whatever wraps it."""
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         # imports torch's distributed checkpoints and launcher, which a plain model does not need
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
-        sharded: dict[str, Any] = get_model_state_dict(model, options=options)
+        sharded: dict[str, Any] = get_model_state_dict(model)
         return sharded
-    state = {plain_name(name): value for name, value in model.state_dict().items()}
-    if whole:
-        state = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
-    return state
+    return {plain_name(name): value for name, value in model.state_dict().items()}
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor, and any other as it is. Called by every rank.
+
+    The host waits until the tensor is gathered: ranks that do not write it would otherwise start
+    the next collectives, whose timeouts would then run while rank 0 writes this one.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # shards that FSDP keeps on the CPU are gathered where the process group can
+    sharded: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+    gathered = sharded.full_tensor()
+    if gathered.is_cuda:
+        torch.cuda.current_stream(gathered.device).synchronize()
+    return gathered
 
 
 def _whole(tensor: Tensor) -> Shard:
@@ -86,9 +93,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Shard]:
 def save_shards(shards: dict[str, Shard], path: Path) -> dict[str, Any]:
     """Write shards in safetensors format, and hash the bytes as they are written.
 
-    After safetensors' own save_file the file would have to be read again to hash it, and its
-    `serialize` needs a whole second copy in memory. Tensors that share memory (tied weights) are
-    written under each name.
+    Tensors that share memory (tied weights) are written under each name.
 
     Returns:
         The size and SHA-256 of the file, as from files.fingerprint.
@@ -98,29 +103,69 @@ def save_shards(shards: dict[str, Shard], path: Path) -> dict[str, Any]:
         ValueError: the safetensors format has no such dtype.
     """
     offsets = {n: [s.offset, s.shape] for n, s in shards.items() if s.tensor.shape != s.shape}
-    header: dict[str, Any] = {}
-    if offsets:
-        header["__metadata__"] = {"offsets": json.dumps(offsets)}
-    # by falling item size, so that each tensor is aligned
-    order = sorted(shards, key=lambda name: (-shards[name].tensor.element_size(), name))
+    metadata = {"offsets": json.dumps(offsets)} if offsets else {}
+    tensors = in_file_order({name: shard.tensor for name, shard in shards.items()})
+    digest = hashlib.sha256()
+    size = _save(tensors, iter(tensors.values()), path, metadata, digest)
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, values: Iterator[Tensor]) -> None:
+    """Write whole tensors, each before the next one is asked for, as transformers reads them.
+
+    Args:
+        tensors: give names, shapes and dtypes, in the order of in_file_order; may be sharded, or
+            on the meta device.
+        path: the file.
+        values: the values of these tensors, in their order.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the safetensors format has no such dtype.
+    """
+    _save(tensors, values, path, {"format": "pt"})
+
+
+def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Order tensors by falling item size, so that each one is aligned in its file."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return {name: tensors[name] for name in order}
+
+
+def _save(
+    tensors: dict[str, Tensor],
+    values: Iterator[Tensor],
+    path: Path,
+    metadata: dict[str, str],
+    digest: Any = None,
+) -> int:
+    """Write a safetensors file; return its size in bytes, and add them to the digest.
+
+    After safetensors' own save_file the file would have to be read again to hash it, and its
+    `serialize` needs all tensors of the file, and a whole second copy, in memory.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
-    for name in order:
-        tensor = shards[name].tensor
+    for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         dtype = _dtype_name(tensor.dtype)
         header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256(start := struct.pack("<Q", len(text)) + text)
+    start = struct.pack("<Q", len(text)) + text
     with path.open("wb") as file:
-        file.write(start)
-        for name in order:
-            content = _bytes_of(shards[name].tensor)
-            for begin in range(0, len(content), CHUNK_BYTES):
-                chunk = content[begin : begin + CHUNK_BYTES]
-                file.write(chunk)
-                digest.update(chunk)
-    return {"size": len(start) + end, "sha256": digest.hexdigest()}
+        _write(memoryview(start), file, digest)
+        for _ in tensors:  # each is freed before the next is gathered
+            _write(_bytes_of(next(values)), file, digest)
+    return len(start) + end
+
+
+def _write(content: memoryview, file: IO[bytes], digest: Any) -> None:
+    for begin in range(0, len(content), CHUNK_BYTES):
+        chunk = content[begin : begin + CHUNK_BYTES]
+        file.write(chunk)
+        if digest:
+            digest.update(chunk)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -139,9 +184,26 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(header[""]["dtype"])
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write whole tensors."""
-    save_shards(whole(tensors), path)
+def indexed_files(folder: Path, kind: str) -> dict[str, str]:
+    """Return the file of each tensor, from the index of a large export; {} if it has no index.
+
+    Raises:
+        ConfigError: the index is damaged, or a file that it lists is missing or not in the folder.
+    """
+    path = folder / f"{kind}.safetensors.index.json"
+    if not path.is_file():
+        return {}
+    try:
+        files: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        wrong = [file for file in files.values() if not re.fullmatch(r"[\w.-]+\.safetensors", file)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error!r}.") from error
+    if wrong:
+        raise ConfigError(f"{path} lists {wrong[0]!r}, which is not a safetensors file beside it.")
+    for file in sorted(set(files.values())):
+        if not (folder / file).is_file():
+            raise ConfigError(f"{folder} lacks {file}, which {path.name} lists.")
+    return files
 
 
 class SafetensorsFile:
@@ -175,10 +237,20 @@ class SafetensorsFile:
 
 
 class TensorReader:
-    """Read the tensors of one kind from a checkpoint or an export, in one file or several."""
+    """Read the tensors of one kind from a checkpoint or an export, in one file or several.
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        """Open the files.
+    Files are opened when something in them is needed: if each of N ranks opened the files of all,
+    a resume would read N^2 headers. The first file, that of rank 0, has a part of every tensor that
+    FSDP2 has sharded, so it tells names and shapes.
+    """
+
+    def __init__(self, folder: Path, kind: str, listed: Collection[str] | None = None) -> None:
+        """Open the first file.
+
+        Args:
+            folder: the checkpoint or export.
+            kind: model, optimizer or ema.
+            listed: the names of the files in its manifest, where the caller has read it.
 
         Raises:
             ConfigError: there is no such file, or it is not in safetensors format.
@@ -189,23 +261,68 @@ class TensorReader:
         # by name: file, offset, shape
         self.shards: dict[str, list[tuple[SafetensorsFile, list[int], list[int]]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        if listed is None and (folder / "manifest.json").is_file():
+            listed = read_manifest(folder)["files"]
+        elif listed is None:
+            listed = [path.name for path in folder.glob(f"{kind}.*")]
         is_ours = re.compile(rf"{kind}(\.rank_\d+)?\.safetensors").fullmatch
-        paths = [p for p in sorted(folder.glob(f"{kind}.*")) if is_ours(p.name)]
-        if (folder / "manifest.json").is_file():
-            paths = [p for p in paths if p.name in read_manifest(folder)["files"]]
-        if not paths:
+        names = sorted(name for name in listed or () if is_ours(name))
+        self._indexed = {} if names else indexed_files(folder, kind)
+        names = names or sorted(set(self._indexed.values()))
+        self._unopened = [folder / name for name in names]
+        self._count = len(names)
+        if not names:
             raise ConfigError(f"{folder} holds no {kind}.safetensors.")
-        for path in paths:
-            try:
-                file = SafetensorsFile(path)
-                self.files.append(file)
-                for name in file.names:
-                    shape = file.handle.get_slice(name).get_shape()
-                    offset, whole = file.offsets.get(name, [[0] * len(shape), shape])
-                    self.shards.setdefault(name, []).append((file, offset, shape))
-                    self.shapes[name] = tuple(whole)
-            except (SafetensorError, ValueError) as error:
-                raise ConfigError(f"{path} is damaged: {error}.") from error
+        self._open(self._unopened[0])
+        if self.files[0].path not in (self._path_of(0), folder / f"{kind}.safetensors"):
+            self.open_all()  # rank 0's is not there: what the others lack is found when it is read
+        if lacking := sorted(self._indexed.keys() - self.shards.keys()):
+            raise ConfigError(f"{folder} is damaged: its files lack {lacking[0]} of its index.")
+
+    def _path_of(self, rank: int) -> Path:
+        return self.folder / f"{self.kind}.rank_{rank:05d}.safetensors"
+
+    def _open(self, path: Path) -> None:
+        self._unopened.remove(path)
+        try:
+            file = SafetensorsFile(path)
+            self.files.append(file)
+            for name in file.names:
+                if self._indexed.get(name, path.name) != path.name:
+                    continue
+                shape = file.handle.get_slice(name).get_shape()
+                offset, whole = file.offsets.get(name, [[0] * len(shape), shape])
+                self.shards.setdefault(name, []).append((file, offset, shape))
+                self.shapes[name] = tuple(whole)
+        except (SafetensorError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged: {error}.") from error
+
+    def open_all(self) -> None:
+        """Open the files that have not been opened."""
+        for path in self._unopened[:]:
+            self._open(path)
+
+    def _open_for(self, name: str, start: list[int], wanted: list[int]) -> None:
+        """Open the files that hold a part of a tensor: all where they are not as expected.
+
+        FSDP2 splits the first dimension as torch.chunk does, one part for each rank.
+        """
+
+        def is_held() -> bool:
+            held = 0
+            for _, at, size in self.shards[name]:
+                sides = zip(at, size, start, wanted, strict=True)
+                held += math.prod(max(0, min(a + n, s + w) - max(a, s)) for a, n, s, w in sides)
+            return held >= math.prod(wanted)
+
+        if self._unopened and not is_held():
+            chunk = -(-self.shapes[name][0] // self._count)
+            expected = range(start[0] // chunk, (start[0] + wanted[0] - 1) // chunk + 1)
+            paths = set(map(self._path_of, expected))
+            for path in [path for path in self._unopened if path in paths]:
+                self._open(path)
+            if not is_held():
+                self.open_all()
 
     @property
     def names(self) -> list[str]:
@@ -223,10 +340,18 @@ class TensorReader:
         """Return the SHA-256 of each file that was read whole, by its name."""
         return {file.path.name: file.sha256 for file in self.files if file.sha256}
 
+    def meta(self, name: str) -> Tensor:
+        """Return a tensor without values, on the meta device: its shape and dtype."""
+        handle = self.shards[name][0][0].handle
+        shape = self.shapes[name]
+        some = handle.get_slice(name)[:0] if shape else handle.get_tensor(name)
+        return torch.empty(shape, dtype=some.dtype, device="meta")
+
     def read(self, name: str, offset: Iterable[int] = (), shape: Iterable[int] = ()) -> Tensor:
         """Read a tensor, or its part with this offset and shape."""
         whole = self.shapes[name]
         start, wanted = list(offset) or [0] * len(whole), list(shape) or list(whole)
+        self._open_for(name, start, wanted)
         if len(self.shards[name]) == 1 and list(whole) == wanted == self.shards[name][0][2]:
             return self.shards[name][0][0].read(name)
         result, filled = None, 0
@@ -271,6 +396,8 @@ class TensorReader:
     @torch.no_grad()
     def fill(self, tensors: dict[str, Tensor]) -> None:
         """Read into these tensors in place; the names must match exactly."""
+        if not tensors.keys() <= self.shards.keys():
+            self.open_all()
         missing = tensors.keys() - self.shards.keys()
         unknown = self.shards.keys() - tensors.keys()
         if missing or unknown:

@@ -5,19 +5,26 @@
 
 It prints each config for the cluster, the same global batch on fewer GPUs, and which to use; also
 where more GPUs would not help. The cluster need not exist. One step of the recipe's model on fake
-tensors, which take no memory, gives its parameters, saved activations and FLOPs (cost.py). The rest
+tensors, which take no memory, gives its parameters, activations and FLOPs (cost.py). The rest
 is arithmetic; each formula has its source in its function. The speed of a GPU comes from
 --samples-per-second, measured on one GPU, or else from --gpu-tflops and --mfu; the bandwidths come
 from preflight.py (--measured runs/preflight.json) or from options.
 
-Tests compare the predicted memory with torch, and the predicted traffic with the interface counters
-of two hosts. Step times are estimates.
+With --simulate it takes one step of rank 0 on the whole cluster instead, with an accelerate config:
+real sharding or DDP, on fake tensors in one process; it prints the memory of a GPU and every
+collective (simulate.py).
+
+    python -m my_project planner --simulate --config configs/image_classification.yaml \
+        --nodes 64 --gpus-per-node 8 --where multi_node_hsdp
+
+Tests compare the predicted memory with torch and with the simulated step, and the predicted traffic
+with the interface counters of two hosts. Step times are estimates.
 """
 
 import argparse
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
     add("in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
     add("over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")
     add("latency-us", type=float, default=20.0, help="latency of one message over the network")
+    add("simulate", action="store_true", help="simulate one step in place of predicting")
+    add("where", default="multi_node", help="simulate: accelerate_configs/NAME.yaml, or a path")
     add("json", action="store_true")
     return options
 
@@ -53,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
 ARGUMENTS = parser().parse_known_args() if __name__ == "__main__" else None  # before torch
 
 from ..cost import Model, inspect_recipe
+from .simulate import Simulation, simulate
 
 GB = 1e9
 KINDS = ("DDP", "HSDP", "FSDP2")
@@ -96,25 +106,56 @@ def memory_bytes(
     """Predict the peak memory of a GPU.
 
     - Weights, gradients and optimizer state are float32 and divided by the shards (ZeRO, section 3,
-      arxiv.org/abs/1910.02054). Accumulated gradients are not sharded.
-    - With sharding, the root, the current block and the prefetched next block are gathered, in the
-      precision of the forward.
+      arxiv.org/abs/1910.02054). Accumulated gradients are not sharded. The root, the current block
+      and the prefetched next block are gathered, in the precision of the forward.
     - DDP's gradients are in its buckets, which it keeps: once, or twice when they are accumulated
       with find_unused_parameters.
-    - Otherwise gradients are allocated while saved activations are freed, so the larger of the two
+    - Otherwise gradients are allocated while activations are freed, so the larger of the two
       counts; with DDP or accumulation, both count.
+    - Sharded gradients are copied in float32 to be reduced, a block at a time and the root at the
+      end: the peak can be in the second block of the backward pass, in its last, or in the root.
     """
     s = shards(kind, cluster)
-    activations = model.saved_bytes + model.saved_bytes_per_sample * micro_batch
-    gradients = 4 * model.trained / (1 if accumulation > 1 else s)
+    held = model.activations if s == 1 else model.sharded_activations
+    activations = held.bytes_of(micro_batch)
+    gradients = 4 * model.trained / s
+    if accumulation > 1:
+        gradients = 4 * model.trained
     state = 4 * model.parameters / s + model.optimizer_bytes * model.trained / s
-    gathered = 0 if s == 1 else 2 * (model.root + 2 * model.block)
+    gathered = 0 if s == 1 else model.weight_bytes * (model.root + model.two_blocks)
     in_buckets = kind == "DDP" and cluster.world_size > 1
-    both = accumulation > 1 or in_buckets
     if in_buckets and accumulation > 1 and model.finds_unused:
         gradients *= 2
-    peak = activations + gradients if both else max(activations, gradients)
+    if accumulation > 1 or in_buckets:
+        peak = activations + gradients
+    else:
+        peak = max(activations, gradients)
+    if s > 1 and accumulation == 1:
+        copied = 4 * model.block
+        in_second = model.in_second_block.bytes_of(micro_batch) + copied * (1 + 1 / s)
+        # its own gradients come after its activations, and no other block after it
+        in_last = max(0, model.in_last_block.bytes_of(micro_batch) - copied / s)
+        in_last += copied + gradients - model.weight_bytes * (model.two_blocks - model.block)
+        peak = max(peak, in_second, in_last, 4 * model.root + gradients)
     return state + model.buffer_bytes + gathered + peak
+
+
+def start_bytes(kind: str, model: Model, cluster: Cluster) -> dict[str, float]:
+    """Predict the memory that the start takes at its peak, on a GPU and on the first node.
+
+    - DDP: each process builds the model in host memory, then moves it.
+    - With sharding, rank 0 builds it in host memory and scatters it weight by weight; a weight is
+      at most the largest block or the root. Other nodes hold none of it (sharded_start.py).
+    """
+    s = shards(kind, cluster)
+    if kind == "DDP":
+        whole = 4.0 * model.parameters + model.buffer_bytes
+        return {"gpu": whole, "host": whole * cluster.gpus_per_node}
+    one_weight = 4 * max(model.root, model.block)
+    return {
+        "gpu": 4 * model.parameters / s + model.buffer_bytes + one_weight,
+        "host": 4.0 * model.parameters + model.buffer_bytes,
+    }
 
 
 def largest_micro_batch(
@@ -153,8 +194,9 @@ def sent_bytes(
 
     - DDP: once per step, a ring all-reduce of float32 gradients sends 2 (N-1)/N of their size
       (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009).
-    - Sharded over S GPUs: each micro-batch gathers the weights for forward and backward, (S-1)/S of
-      2 bytes per parameter each; once per step the gradients are reduce-scattered, 2 bytes.
+    - Sharded over S GPUs: each micro-batch gathers the weights of the blocks for forward and
+      backward and the root once, (S-1)/S of 2 bytes per parameter each (4 in float32); once per
+      step the gradients are reduce-scattered, 4 bytes.
     - HSDP shards in each node, then all-reduces the shards over the nodes.
 
     In a ring over all nodes, a node sends as much over the network as one of its GPUs.
@@ -165,8 +207,9 @@ def sent_bytes(
     if kind == "DDP":
         ring = 2 * (n - 1) / n * 4 * model.trained
         return {"in node": ring, "network": ring if r > 1 else 0.0}
-    sharded = (s - 1) / s * (4 * model.parameters * accumulation + 2 * model.trained)
-    over_nodes = 2 * (r - 1) / r * 2 * model.trained / s if kind == "HSDP" else 0.0
+    gathered = model.weight_bytes * (2 * model.parameters - model.root) * accumulation
+    sharded = (s - 1) / s * (gathered + 4 * model.trained)
+    over_nodes = 2 * (r - 1) / r * 4 * model.trained / s if kind == "HSDP" else 0.0
     if kind == "HSDP" or r == 1:
         return {"in node": sharded, "network": over_nodes}
     return {"in node": sharded, "network": sharded}
@@ -228,6 +271,7 @@ def choose(model: Model, cluster: Cluster, global_batch: int) -> dict[str, Any]:
             "micro_batch": micro_batch,
             "accumulation": accumulation,
             "memory_bytes": peak,
+            "start_bytes": start_bytes(kind, model, cluster),
         }
         if micro_batch:
             times = step_seconds(kind, model, cluster, micro_batch, accumulation)
@@ -314,6 +358,12 @@ def advice(plans: list[dict[str, Any]], micro_batch_size: int) -> list[str]:
             f" {_gpus(plan)} save {_duration(saved)} of computation and add {_duration(added)} of"
             " communication."
         )
+    start = best["start_bytes"]
+    sentences.append(
+        f"The start takes {start['host'] / GB:.3g} GB of host memory on"
+        f" {'each' if best['kind'] == 'DDP' else 'the first'} node, and"
+        f" {start['gpu'] / GB:.3g} GB per GPU."
+    )
     if best["step"] < SHORT_STEP_SECONDS:
         sentences.append(
             "A step this short mostly waits for Python and for data, which are not predicted: give"
@@ -339,7 +389,8 @@ def _beyond(plan: dict[str, Any], more: dict[str, Any]) -> str:
 # ---- the command ---------------------------------------------------------------------------------
 def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     """Predict and print."""
-    config = parse(["--config", arguments.config, *settings])
+    typed = ["--config", arguments.config, *settings]
+    config = parse(typed)
     measured: dict[str, float] = {}
     if arguments.measured:
         if not Path(arguments.measured).is_file():
@@ -348,6 +399,15 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     for name in ("nodes", "gpus_per_node"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}, but must be at least 1.")
+    if arguments.simulate:
+        simulated = simulate(
+            config, typed, arguments.where, arguments.nodes, arguments.gpus_per_node
+        )
+        if arguments.json:
+            print(json.dumps(simulated.as_json()))
+        else:
+            show_simulation(simulated, arguments.gpu_memory_gb * GB, arguments.reserved_gb * GB)
+        return
     model = inspect_recipe(config, arguments.precision)
     speed = arguments.samples_per_second
     origin = "given"
@@ -373,7 +433,7 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     plans = scaling(model, cluster, config.batches.global_batch_size)
     sentences = advice(plans, config.batches.micro_batch_size)
     if arguments.json:
-        known = {"model": vars(model), "cluster": vars(cluster)}
+        known = {"model": asdict(model), "cluster": asdict(cluster)}
         print(json.dumps(known | {"plans": plans, "advice": sentences}))
         return
     show(model, cluster, plans, config.batches.global_batch_size, origin, sentences)
@@ -397,13 +457,7 @@ def show(
         origin: of samples_per_second.
         sentences: the advice.
     """
-    import sys
-
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
-    facts = Table.grid(padding=(0, 2))
+    console, facts = _console_and_grid()
     facts.add_row(
         "model",
         f"{_rounded(model.parameters)} parameters, {_rounded(model.trained)} trained; the largest"
@@ -411,7 +465,7 @@ def show(
     )
     facts.add_row(
         "one sample",
-        f"{_rounded(model.saved_bytes_per_sample)}B of activations,"
+        f"{_rounded(model.activations.bytes_per_sample)}B of activations,"
         f" {_rounded(model.flops_per_sample)}FLOPs",
     )
     speed = _rounded(cluster.samples_per_second)
@@ -423,19 +477,7 @@ def show(
     facts.add_row("global batch", f"{global_batch}")
     console.print(facts)
 
-    def table(title: str, *columns: str) -> Table:
-        first, *others = columns
-        return Table(
-            Column(first, no_wrap=True),
-            *(Column(name, justify="right") for name in others),
-            title=f"\n{title}",
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            padding=(0, 2, 0, 0),
-        )
-
-    whole = table(
+    whole = _table(
         f"Each config on {cluster.nodes} x {cluster.gpus_per_node} GPUs, with the largest"
         " micro-batch that fits",
         "config",
@@ -464,7 +506,7 @@ def show(
             f"{row['efficiency']:.0%}",
         )
     console.print(whole)
-    parts = table(
+    parts = _table(
         "The same global batch on one GPU and more",
         "GPUs",
         "config",
@@ -493,6 +535,81 @@ def show(
     console.print()
     for sentence in sentences:
         console.print(sentence)
+
+
+def show_simulation(simulation: Simulation, gpu_bytes: float, reserved_bytes: float) -> None:
+    """Print the memory of a GPU at the peak, and the collectives of a step."""
+    s = simulation
+    console, facts = _console_and_grid()
+    world_size = s.nodes * s.gpus_per_node
+    facts.add_row(
+        "simulated",
+        f"one step of rank 0 of {world_size}, on {s.nodes} x {s.gpus_per_node} GPUs",
+    )
+    facts.add_row("where", f"{s.where}, precision {s.precision}")
+    facts.add_row("model", f"{_rounded(s.parameters)} parameters")
+    facts.add_row(
+        "batch",
+        f"global {s.micro_batch * world_size * s.accumulation} = micro-batch {s.micro_batch} x"
+        f" processes {world_size} x accumulation {s.accumulation}",
+    )
+    console.print(facts)
+    memory = _table("Memory of a GPU at the peak of a step, in GB", *s.memory_bytes, "sum")
+    sizes = [*s.memory_bytes.values(), s.peak_bytes]
+    memory.add_row(*(f"{size / GB:.3g}" for size in sizes))
+    console.print(memory)
+    if s.collectives:
+        collectives = _table(
+            "Collectives of a GPU in a step",
+            "operation",
+            "over GPUs",
+            "number",
+            "size",
+            "sent by\na GPU",
+        )
+        for found in s.collectives:
+            collectives.add_row(
+                found.operation,
+                found.group,
+                f"{found.number}",
+                f"{_rounded(found.size_bytes)}B",
+                f"{_rounded(found.sent_bytes)}B",
+            )
+        console.print(collectives)
+    console.print()
+    needed = s.peak_bytes + reserved_bytes
+    fits = "fits" if needed <= gpu_bytes else "does not fit"
+    console.print(
+        f"With {reserved_bytes / GB:.3g} GB reserved this {fits} into {gpu_bytes / GB:.3g} GB:"
+        f" {needed / GB:.1f} GB."
+    )
+
+
+def _console_and_grid() -> tuple[Any, Any]:
+    """Return rich's console, 80 columns wide in a file, and a grid for facts."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    return console, Table.grid(padding=(0, 2))
+
+
+def _table(title: str, *columns: str) -> Any:
+    """Return a table of rich with a title, whose first column is text."""
+    from rich.table import Column, Table
+
+    first, *others = columns
+    return Table(
+        Column(first, no_wrap=True),
+        *(Column(name, justify="right") for name in others),
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
 
 
 def _rounded(number: float) -> str:

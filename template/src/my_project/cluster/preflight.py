@@ -40,10 +40,11 @@ import psutil
 import torch
 import torch.distributed
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch.cuda import nccl
 
 from .. import cli, devices
+from ..collectives import gather_on_main, on_main_then_broadcast
 from ..config import to_yaml
 from ..files import wait_until, write_atomically
 from ..loading import layout, workers
@@ -248,8 +249,8 @@ def check_folder(accelerator: Accelerator, config: Config, host: str) -> tuple[l
     """Check that every node sees the file that rank 0 writes, and measure each node's write speed.
 
     Returns:
-        The problems, the same on all ranks; the write speed in bytes per second, 0 for ranks other
-        than the first of each node.
+        The problems of all ranks, on rank 0; the write speed in bytes per second, 0 for ranks
+        other than the first of each node.
     """
     folder = Path(config.runs_folder)
     message: list[Any] = [None, None, host]  # name of the file, error, host of rank 0
@@ -288,7 +289,7 @@ def check_folder(accelerator: Accelerator, config: Config, host: str) -> tuple[l
                 f"{folder.absolute()} cannot be written on {host}: {error.strerror}; fix its"
                 " permissions, or give --runs_folder."
             )
-    problems = {problem for problem in gather_object([problem]) if problem}
+    problems = {problem for problem in gather_on_main(accelerator, problem) if problem}
     if accelerator.is_main_process:
         path.unlink()
     return sorted(problems), speed
@@ -349,7 +350,8 @@ def all_reduce_bandwidth(
         groups: the ranks of each group; every rank is in one.
 
     Returns:
-        Bus bandwidth by size, of the slowest group; a message about a wrong sum, or an empty one.
+        Bus bandwidth by size, of the slowest group; on rank 0, a message about a wrong sum, or an
+        empty one.
     """
     rank = accelerator.process_index
     measured: dict[int, float] = {}
@@ -376,7 +378,7 @@ def all_reduce_bandwidth(
         seconds = seconds_per_call(accelerator, call)
         measured[size] = bus_bandwidth(size, len(ranks), seconds)
     torch.distributed.destroy_process_group(group)
-    problems = [text for text in gather_object([problem]) if text]
+    problems = [text for text in gather_on_main(accelerator, problem) if text]
     return measured, problems[0] if problems else ""
 
 
@@ -397,14 +399,16 @@ def pair_bandwidth(
 ) -> dict[tuple[int, int], float]:
     """Measure each pair of nodes exchanging a tensor, in bytes per second and direction.
 
+    Called by every rank; {} on other ranks than 0.
+
     Args:
         accelerator: of this process.
         firsts: the first rank of each node, which sends and receives.
         size: of the tensor, in bytes.
     """
-    measured: dict[tuple[int, int], float] = {}
     rank = accelerator.process_index
     device = accelerator.device
+    own: list[float] = []  # seconds, by round
     sent, received = (torch.zeros(size // 4, device=device) for _ in range(2))
     for pairs in rounds(len(firsts)):
         partner = None
@@ -425,10 +429,16 @@ def pair_bandwidth(
                 if device.type == "cuda":
                     torch.cuda.synchronize()
             seconds = time.perf_counter() - started
-        all_seconds = gather_object([seconds])
-        for a, b in pairs:
-            measured[a, b] = size / max(all_seconds[firsts[a]], all_seconds[firsts[b]])
-    return measured
+        own.append(seconds)
+    # once, not in each round: their number grows with that of the nodes
+    everywhere = gather_on_main(accelerator, own)
+    if not everywhere:
+        return {}
+    return {
+        (a, b): size / max(everywhere[firsts[a]][i], everywhere[firsts[b]][i])
+        for i, pairs in enumerate(rounds(len(firsts)))
+        for a, b in pairs
+    }
 
 
 def slow_pairs(measured: dict[tuple[int, int], float], hosts: list[str]) -> list[str]:
@@ -464,6 +474,41 @@ def main(config: Config) -> int:
         return check(accelerator, config, started)
 
 
+def nodes_of(by_rank: list[dict[str, Any]]) -> tuple[list[int], list[list[int]], list[str]]:
+    """Return the first rank of each node, all of its ranks, and its host."""
+    firsts = [one["rank"] for one in by_rank if one["local_rank"] == 0]
+    nodes = [
+        [one["rank"] for one in by_rank[first:after]]
+        for first, after in zip(firsts, [*firsts[1:], len(by_rank)], strict=True)
+    ]
+    return firsts, nodes, [by_rank[first]["host"] for first in firsts]
+
+
+def compare_nodes(by_rank: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Return what is wrong with the nodes, or differs between them; problems and warnings."""
+    problems = disagreements(by_rank)
+    warnings: list[str] = []
+    firsts, nodes, hosts = nodes_of(by_rank)
+    for first, ranks in zip(firsts, nodes, strict=True):
+        node_errors, node_warnings = shortages(by_rank[first], len(ranks))
+        problems += node_errors
+        warnings += node_warnings
+        if len(ranks) != len(nodes[0]):
+            problems.append(
+                f"{by_rank[first]['host']} runs {len(ranks)} processes, {hosts[0]}"
+                f" {len(nodes[0])}: give every node the same number."
+            )
+    clocks = [by_rank[first]["clock"] for first in firsts]
+    skew = max(clocks) - min(clocks)
+    if skew > MAX_CLOCK_SKEW_SECONDS:
+        late = hosts[clocks.index(min(clocks))]
+        problems.append(
+            f"the clocks differ by {skew:.1f} s, that of {late} is behind; the limit is"
+            f" {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every node."
+        )
+    return problems, warnings
+
+
 def check(accelerator: Accelerator, config: Config, started: float) -> int:
     """Run the checks that need a process group; return the exit code."""
     rank = accelerator.process_index
@@ -474,35 +519,14 @@ def check(accelerator: Accelerator, config: Config, started: float) -> int:
         own = node_properties(config, device)
         accelerator.wait_for_everyone()
         own["clock"] = time.time()
-        by_rank: list[dict[str, Any]] = gather_object([own])
-        problems += disagreements(by_rank)
-        firsts = [one["rank"] for one in by_rank if one["local_rank"] == 0]
-        nodes = [  # the ranks of each
-            [one["rank"] for one in by_rank[first:after]]
-            for first, after in zip(firsts, [*firsts[1:], len(by_rank)], strict=True)
-        ]
-        hosts = [by_rank[first]["host"] for first in firsts]
-        for first, ranks in zip(firsts, nodes, strict=True):
-            node_errors, node_warnings = shortages(by_rank[first], len(ranks))
-            problems += node_errors
-            warnings += node_warnings
-            if len(ranks) != len(nodes[0]):
-                problems.append(
-                    f"{by_rank[first]['host']} runs {len(ranks)} processes, {hosts[0]}"
-                    f" {len(nodes[0])}: give every node the same number."
-                )
-        clocks = [by_rank[first]["clock"] for first in firsts]
-        skew = max(clocks) - min(clocks)
-        if skew > MAX_CLOCK_SKEW_SECONDS:
-            late = hosts[clocks.index(min(clocks))]
-            problems.append(
-                f"the clocks differ by {skew:.1f} s, that of {late} is behind; the limit is"
-                f" {MAX_CLOCK_SKEW_SECONDS:g} s. Start a time service (chrony) on every node."
-            )
+        by_rank = gather_on_main(accelerator, own)
+        if rank == 0:
+            problems, warnings = compare_nodes(by_rank)
+        firsts, nodes, hosts = on_main_then_broadcast(accelerator, lambda: nodes_of(by_rank))
     with checking("the run folder"):
         folder_problems, speed = check_folder(accelerator, config, own["host"])
         problems += folder_problems
-        speeds = gather_object([speed])
+        speeds = gather_on_main(accelerator, speed)
     in_node: dict[int, float] = {}
     over_nodes: dict[int, float] = {}
     pairs: dict[tuple[int, int], float] = {}

@@ -247,7 +247,7 @@ def _smaller_micro_batch(evidence: Evidence) -> tuple[str, ...]:
     part = _int(evidence.setting("batches.global_batch_size")) // evidence.world_size
     now = _int(evidence.setting("batches.micro_batch_size")) or part
     fitting = [size for size in range(1, min(now, 10_000) // 2 + 1) if part % size == 0]
-    remedy = "then --precision bf16, checkpoint_activations of the recipe, FSDP2"
+    remedy = "then --precision bf16, --distributed.activation_checkpointing true, FSDP2"
     if not fitting:
         return (f"the micro-batch has {now or '?'} samples already; {remedy}",)
     size = f"--batches.micro_batch_size {fitting[-1]} (now {now})"

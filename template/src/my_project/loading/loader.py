@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, Subset, default_collate, get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
 from ..config import BatchesConfig, ConfigError
 from .seeding import SampleSeeds, SeedSamples, fork_rng
@@ -49,10 +50,13 @@ class Fetch:
         self.restore_rng = restore_rng
         # A whole micro-batch at once, as long as nothing is drawn.
         self.at_once = seed_samples is not True and reads_at_once(data)
+        self.is_of_tensors = collate is None and is_of_tensors(data)  # which draw nothing
         self.is_first = True
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        if not self.seeds.is_on:
+        if self.is_of_tensors:
+            batch = read_rows(self.data, [index for _, index in keys])
+        elif not self.seeds.is_on:
             batch = self._read(keys)
         elif self.restore_rng and get_worker_info() is None:
             with fork_rng():
@@ -96,6 +100,22 @@ def reads_at_once(data: Any) -> bool:
     while isinstance(data, Subset) and type(data).__getitems__ is Subset.__getitems__:
         data = data.dataset
     return callable(getattr(data, "__getitems__", None))
+
+
+def is_of_tensors(data: Any) -> bool:
+    """Return whether a dataset is a TensorDataset, or a Subset of one; subclasses may draw."""
+    while type(data) is Subset:
+        data = data.dataset
+    return type(data) is TensorDataset and all(t.layout is torch.strided for t in data.tensors)
+
+
+def read_rows(data: Any, indices: Sequence[int]) -> list[Tensor]:
+    """Read and collate samples of a dataset of tensors, each tensor by one indexing."""
+    while type(data) is Subset:
+        indices = [data.indices[index] for index in indices]
+        data = data.dataset
+    rows = torch.tensor(indices)
+    return [tensor[rows] for tensor in data.tensors]
 
 
 def identity(batch: Any) -> Any:

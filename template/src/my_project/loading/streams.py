@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, recursively_apply
+from accelerate.utils import recursively_apply
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from .. import contract
+from ..collectives import gather_on_main
 from ..config import Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout, lanes_of
@@ -199,9 +200,12 @@ class StreamBatches:
             self.epoch_end = step + 2
 
     def position(self) -> Position:
-        """Return the position after the last step that was trained. Called by every rank."""
+        """Return the position after the last step that was trained. Called by every rank.
+
+        The states of the lanes are those of all ranks on rank 0, which saves them; [] elsewhere.
+        """
         states: dict[int, str] = {}
-        for of_rank in gather_object([self.states]):
+        for of_rank in gather_on_main(self.accelerator, self.states):
             states |= of_rank
         parsed = [json.loads(states.get(i, "null")) for i in range(self.data.lanes)]
         return self.epoch, self.epoch_start, parsed if states else []

@@ -87,10 +87,9 @@ def exposed_communication(model: Any) -> float | None:
     DDP measures it in the first ten steps and then in every hundredth, and averages over these.
     None without DDP, and before the first such step.
     """
-    ddp = getattr(model, "_orig_mod", model)  # torch.compile wraps what DDP has wrapped
-    if not isinstance(ddp, DistributedDataParallel):
+    if not isinstance(model, DistributedDataParallel):
         return None
-    measured = ddp._get_ddp_logging_data()
+    measured = model._get_ddp_logging_data()
     total = measured.get("avg_backward_comm_time", 0)
     hidden = measured.get("avg_backward_compute_comm_overlap_time", 0)
     return max(0, total - hidden) / 1e9 if total else None

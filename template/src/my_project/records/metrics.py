@@ -29,6 +29,7 @@ and, by kind (a field whose value is not known is left out):
                                      loss that gathers, and for buffers such as BatchNorm's it does)
                 data_seconds_min, _median, _max    over the ranks, per step: data wait
                 slowest_rank, slowest_host         the one with the largest rank_seconds
+                compilations         by torch.compile, of rank 0; 0 after the first steps
                 peak_memory_bytes    the largest of all ranks
                 allocator_retries, gpu_utilization (percent, mean over the ranks), gpu_temperature
                 (degrees Celsius, the largest), gpu_power_watts (mean)             GPUs only
@@ -54,6 +55,7 @@ from typing import Any, NamedTuple
 from accelerate import Accelerator
 from torch.profiler import record_function
 
+from ..blocks import Compilations
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
 from ..process import collect_garbage
@@ -90,6 +92,7 @@ class Ended(NamedTuple):
     pauses: tuple[float, ...]  # seconds of each of PAUSES up to then
     epoch: int  # of a stream
     phases: Any  # see Anatomy.read
+    compilations: int  # by torch.compile in this process
 
 
 class MetricsWriter:
@@ -124,6 +127,7 @@ class MetricsWriter:
         self.progress = Progress(run)
         self.gpu = GpuMonitor(self.device)
         self.throughput = Throughput(accelerator, run.config, layout, model)
+        self.compilations = Compilations(model, state.step)
         self.anatomy = make_anatomy(self.device)
         self.stragglers = Stragglers()
         self.spikes = Spikes()
@@ -229,7 +233,8 @@ class MetricsWriter:
         self.profiler.step_ended(step + 1)
 
     def _now(self, epoch: int, phases: Any) -> Ended:
-        return Ended(time.perf_counter(), tuple(self.pauses.values()), epoch, phases)
+        pauses, compilations = tuple(self.pauses.values()), self.compilations.count()
+        return Ended(time.perf_counter(), pauses, epoch, phases, compilations)
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
@@ -302,6 +307,10 @@ class MetricsWriter:
             "gradient_norm": report.grad_norm,
             **rounded(rates | shares),
         }
+        if self.is_main:
+            compiled = ended.compilations - self.recorded.compilations
+            done = report.step + 1
+            record |= self.compilations.field(done - steps + 1, done, compiled)
         utilization, temperature, power = self.gpu.read()
         mine = RankReport(
             rank_seconds=(phases[DATA] + phases[FORWARD]) / steps,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Subset
 
@@ -125,7 +125,10 @@ def attempt(run: Run, what: str, function: Callable[[], Any]) -> Any:
 
 def on_every_rank(accelerator: Accelerator, is_true: bool) -> bool:
     """Return whether all ranks are: one alone would wait in the forward of a sharded model."""
-    return all(gather_object([is_true])) if accelerator.num_processes > 1 else is_true
+    everywhere = torch.tensor(int(is_true), device=accelerator.device)
+    if accelerator.num_processes > 1:
+        torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 def choose(config: Config, validation_sets: dict[str, Any], wanted: int, device: Any) -> Any:

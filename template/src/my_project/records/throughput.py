@@ -4,7 +4,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from .. import cost
+from .. import blocks, cost
 from ..config import Config
 from ..loading.layout import BatchLayout
 from ..recipe import optional
@@ -40,8 +40,9 @@ class Throughput:
         if per_sample := optional(config.recipe, "per_sample"):
             wrapped = next(m for m in model.modules() if isinstance(m, RecipeModule))
             self.per_sample = dict(per_sample(wrapped.model))
-        is_compiled = hasattr(model, "_orig_mod")  # its kernels are no operators that are counted
-        self.is_counted = not self.peak_tflops or "flops" in self.per_sample or is_compiled
+        # compiled kernels are no operators that are counted, and recomputed ones would count twice
+        cannot_count = blocks.is_compiled(model) or blocks.are_recomputed(model)
+        self.is_counted = not self.peak_tflops or "flops" in self.per_sample or cannot_count
         self.counter: Any = None
 
     def begin_counting(self) -> None:

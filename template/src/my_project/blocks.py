@@ -1,0 +1,155 @@
+"""The blocks of a model: their activations recomputed in the backward pass, and torch.compile.
+
+Both change how a module is called and replace none, so that the names of the parameters and the
+keys of exports and checkpoints stay those of the plain model. Which modules are blocks, see
+sharding.blocks.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+logger = logging.getLogger(__name__)
+FIRST_STEPS = 20  # of a process, in which compilations are expected
+# `step` in the frame that torch.compile sees: RecipeModule.forward, or what autocast wraps it in.
+STEP_SOURCES = ("L['arguments'][1]", "L['args'][3]")
+
+
+# ---- activation checkpointing --------------------------------------------------------------------
+def recompute_activations(block: nn.Module) -> None:
+    """Keep a block's inputs only; its forward pass is computed again in the backward pass.
+
+    The random state is restored for that, so dropout draws the same masks.
+    """
+    # a bound method: a deep copy of the block gets one of its own
+    block.forward = MethodType(_recomputed_forward, block)
+
+
+def _recomputed_forward(block: nn.Module, *arguments: Any, **named: Any) -> Any:
+    def forward(*arguments: Any, **named: Any) -> Any:
+        return type(block).forward(block, *arguments, **named)
+
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    if torch.compiler.is_compiling() or not any(isinstance(m, _BatchNorm) for m in block.modules()):
+        return checkpoint(forward, *arguments, use_reentrant=False, **named)
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        return nullcontext(), _kept_statistics(block)
+
+    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+
+
+@contextmanager
+def _kept_statistics(block: nn.Module) -> Iterator[None]:
+    """Undo a second update of BatchNorm's running statistics."""
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+def are_recomputed(model: nn.Module) -> bool:
+    """Return whether the activations of any block are recomputed."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(getattr(found, "__func__", None) is _recomputed_forward for found in forwards)
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+def compile_in_place(accelerator: Accelerator, wrapper: nn.Module, blocks: list[nn.Module]) -> None:
+    """Compile as the keys of accelerate's dynamo_config say.
+
+    In place of accelerate, which would put each block into another module, compile DDP's own code
+    with the model, and pass on dynamic=False: `accelerate launch` cannot say that the key is not
+    set, and a batch of another length would then compile everything again.
+
+    Args:
+        accelerator: this process's Accelerator, which compiles nothing afterwards.
+        wrapper: sharding.RecipeModule: compiled as a whole, the recipe's loss included.
+        blocks: compiled in its place, if there are any, with dynamo_use_regional_compilation and
+            under FSDP, which gathers the weights of a block between the compiled parts.
+    """
+    plugin = getattr(accelerator.state, "dynamo_plugin", None)
+    if plugin is None or plugin.backend == DynamoBackend.NO:
+        return
+    options = plugin.to_kwargs()
+    options["dynamic"] = options.get("dynamic") or None  # None: what changes becomes dynamic
+    plugin.backend = DynamoBackend.NO
+    is_sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
+    if blocks and (plugin.use_regional_compilation or is_sharded):
+        for block in blocks:
+            block.compile(**options)
+    else:
+        # else a loss that uses `step` would be compiled again for the second step
+        known = filter(None, torch.compiler.config.dynamic_sources.split(","))
+        torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys([*known, *STEP_SOURCES]))
+        wrapper.compile(**options)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile compiles a model or a part of it."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def not_compiled(model: nn.Module) -> AbstractContextManager:
+    """Run a compiled model without torch.compile, such as for the ragged batches of evaluation."""
+    # imports torch._dynamo
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+
+
+class Compilations:
+    """How often torch.compile has compiled in this process."""
+
+    def __init__(self, model: nn.Module, first_step: int) -> None:
+        self.is_compiled = is_compiled(model)
+        self.first_step = first_step
+        self.is_reported = False
+
+    def count(self) -> int:
+        """Return the number of compilations so far."""
+        if not self.is_compiled:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return counters["frames"]["total"]
+
+    def field(self, first: int, last: int, found: int) -> dict[str, int]:
+        """Return the field of an interval's record; warn once where compilations go on.
+
+        Args:
+            first: the interval's first step, counted from 1.
+            last: its last step.
+            found: the compilations in it.
+        """
+        if not self.is_compiled:
+            return {}
+        if found and first > self.first_step + FIRST_STEPS and not self.is_reported:
+            self.is_reported = True
+            logger.warning(
+                "torch.compile has compiled again in step %d%s, and training waited for it: %s;"
+                " TORCH_LOGS=recompiles shows every reason",
+                first,
+                f" to {last}" if last > first else "",
+                _last_reason() or "reason unknown",
+            )
+        return {"compilations": found}
+
+
+def _last_reason() -> str:
+    from torch._dynamo.utils import get_compilation_metrics
+
+    reasons = [metrics.recompile_reason for metrics in get_compilation_metrics()]
+    return next((reason.splitlines()[0] for reason in reversed(reasons) if reason), "")

@@ -1,0 +1,42 @@
+"""Collectives of Python objects, in which only rank 0 receives from all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from .config import ConfigError
+
+
+def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
+    """Call a function on rank 0 only, and return its result on every rank.
+
+    Raises:
+        ConfigError: on every rank, what the function raised on rank 0, of the same type.
+    """
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome = [function(), None]
+        except ConfigError as error:
+            outcome = [None, error]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def gather_on_main(accelerator: Accelerator, value: Any) -> list[Any]:
+    """Return the values of all ranks on rank 0, by rank; [] on the others.
+
+    In place of accelerate's gather_object where only rank 0 needs them: that one sends every value
+    to every rank, so all ranks together would receive and unpickle N^2 of them.
+    """
+    if accelerator.num_processes == 1:
+        return [value]
+    values = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object(value, values)
+    return values or []

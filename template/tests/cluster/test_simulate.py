@@ -1,0 +1,303 @@
+"""The simulated step against the planner's formulas, arithmetic by hand, and real processes."""
+
+import json
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documents import PROJECT, blocks, text_of
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+from world import run_world
+
+from my_project import cost
+from my_project.cluster import planner
+from my_project.cluster.simulate import SHARDED_SINCE, Simulation, simulate
+from my_project.command_line import parse
+from my_project.config import ConfigError
+
+
+class Layer(nn.Module):
+    """A layer that is large enough to be gathered alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    width: int = 512
+    depth: int = 6
+    places: int = 128
+    reads_value: bool = False
+
+    def prepare_data(self) -> dict[str, Any]:
+        return {}
+
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return [torch.zeros(self.places, self.width) for _ in range(64)], {}
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        layers = (Layer(self.width) for _ in range(self.depth))
+        return nn.Sequential(nn.Linear(self.width, self.width), *layers)
+
+    def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        total = model(batch).float().square().sum()
+        if self.reads_value and total.item() < 0:
+            raise AssertionError
+        return total, torch.tensor(len(batch))
+
+
+def arguments(folder: Path, *settings: str) -> list[str]:
+    path = folder / "layers.yaml"
+    path.write_text(
+        "recipe: {class_path: test_simulate.Layers}\nsteps: 1\n"
+        "batches: {global_batch_size: 4096, micro_batch_size: 8}\n"
+        f"runs_folder: {folder}\n"
+    )
+    return ["--config", str(path), *settings]
+
+
+@pytest.fixture(autouse=True)
+def in_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PROJECT)
+
+
+OLD_TORCH = TorchVersion(torch.__version__) < SHARDED_SINCE
+
+
+def simulated(folder: Path, where: str, nodes: int, gpus: int, *settings: str) -> Simulation:
+    if OLD_TORCH and where.endswith(("fsdp2", "hsdp")):
+        pytest.skip(f"needs torch {SHARDED_SINCE}")
+    words = arguments(folder, *settings)
+    return simulate(parse(words), words, where, nodes, gpus)
+
+
+ONE_SAMPLE = ["--batches.micro_batch_size", "1", "--batches.global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("where", "nodes", "gpus", "settings"),
+    [
+        ("gpu", 1, 1, ["--batches.global_batch_size", "8"]),
+        pytest.param(
+            "gpu",
+            1,
+            1,
+            ["--batches.global_batch_size", "16", "--optim.ema_decay", "0.9"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "multi_gpu_fp16", 1, 8, ["--batches.global_batch_size", "64"], marks=pytest.mark.slow
+        ),
+        ("multi_node", 64, 8, []),
+        ("multi_node", 64, 8, ["--batches.micro_batch_size", "4"]),
+        ("fsdp2", 1, 8, ["--batches.global_batch_size", "64", "--optim.ema_decay", "0.9"]),
+        pytest.param(
+            "multi_node_fsdp2", 8, 8, ["--batches.micro_batch_size", "16"], marks=pytest.mark.slow
+        ),
+        # the peak is in the last block of the backward pass, and in its second
+        ("fsdp2", 1, 2, [*ONE_SAMPLE, "2", "--recipe.depth", "4"]),
+        ("multi_node_fsdp2", 8, 8, [*ONE_SAMPLE, "64"]),
+        ("multi_node_hsdp", 64, 8, []),
+        pytest.param("multi_node_hsdp", 64, 8, ["--precision", "no"], marks=pytest.mark.slow),
+        ("multi_node_hsdp", 64, 8, ["--batches.micro_batch_size", "4"]),
+        ("multi_node_hsdp", 64, 8, ["--distributed.activation_checkpointing", "true"]),
+        pytest.param(
+            "multi_node",
+            64,
+            8,
+            ["--distributed.activation_checkpointing", "true"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_planners_formulas_agree_within_5_percent(tmp_path, where, nodes, gpus, settings):
+    config = parse(arguments(tmp_path, *settings))
+    found = simulated(tmp_path, where, nodes, gpus, *settings)
+    model = cost.inspect_recipe(config, found.precision)
+    assert model.parameters == found.parameters
+    cluster = planner.Cluster(
+        nodes=nodes, gpus_per_node=gpus, gpu_bytes=80e9, reserved_bytes=0, in_node=1,
+        over_nodes=1, latency_seconds=0, samples_per_second=1,
+    )  # fmt: skip
+    kind = "HSDP" if "hsdp" in where else "FSDP2" if "fsdp2" in where else "DDP"
+    predicted = planner.memory_bytes(kind, model, cluster, found.micro_batch, found.accumulation)
+    assert predicted == pytest.approx(found.peak_bytes, rel=0.05)
+    sent = planner.sent_bytes(kind, model, cluster, found.accumulation)
+    if kind != "HSDP":  # one ring over all GPUs
+        sent = {"in node": 0.0, "network": sent["network"]} if nodes > 1 else sent
+    assert found.sent_bytes() == pytest.approx(sent, rel=0.05)
+
+
+def test_every_collective_of_a_step_of_512_ranks_by_hand(tmp_path):
+    found = simulated(tmp_path, "multi_node_hsdp", 64, 8, "--batches.micro_batch_size", "4")
+    assert (found.micro_batch, found.accumulation) == (4, 2)
+    w = 512
+    layer = 8 * w * w + 4 * w + w + 2 * w
+    root = w * w + w
+    assert found.parameters == 6 * layer + root
+    seen = {(c.operation, c.group): (c.number, c.size_bytes) for c in found.collectives}
+    assert seen == {
+        # each micro-batch gathers a layer in forward and in backward, the root once, in bf16;
+        # gradients are summed in float32
+        ("all-gather", "8 of a node"): (2 * (2 * 6 + 1), 2 * 2 * (2 * 6 * layer + root)),
+        ("reduce-scatter", "8 of a node"): (7, 4 * found.parameters),
+        ("all-reduce", "64, one per node"): (7, 4 * found.parameters // 8),
+        ("all-reduce", "8 of a node"): (1, 4 * (6 * 6 + 2)),  # norms of the gradients
+        ("all-reduce", "all 512"): (1, 4 * 8),  # the step's sums
+    }
+    assert found.memory_bytes["state"] == pytest.approx(12 * found.parameters / 8, rel=1e-3)
+    assert found.memory_bytes["gradients"] == 4 * found.parameters, "accumulated, not sharded"
+
+
+def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):
+    settings = ["--batches.global_batch_size", "1024"]
+    plain = simulated(tmp_path, "multi_node", 4, 8, *settings)
+    assert plain.accumulation == 4
+    (reduced,) = plain.collectives
+    assert reduced.group == "all 32"
+    assert reduced.size_bytes == pytest.approx(4 * plain.parameters, rel=1e-4)
+    assert reduced.number == 1 + 3, "the step's sums; buckets of 1 MB, 25 MB, and the rest"
+    assert plain.memory_bytes["gradients"] >= 4 * plain.parameters, "the buckets"
+    hook = ["--distributed.ddp", "{comm_hook: bf16}"]
+    half = simulated(tmp_path, "multi_node", 4, 8, *settings, *hook)
+    assert half.collectives[0].size_bytes == pytest.approx(2 * plain.parameters, rel=1e-4)
+    with pytest.raises(ConfigError, match="comm_hook power_sgd cannot be simulated; choose one"):
+        simulated(tmp_path, "multi_node", 4, 8, "--distributed.ddp", "{comm_hook: power_sgd}")
+
+
+def collectives_of_a_real_step(folder: str) -> tuple[int, dict[str, int]]:
+    """Take a step with fully_shard on real processes; return the gathers and peak of memory."""
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from my_project.optim import build_optimizer, gradients, normalize_and_clip_
+    from my_project.sharding import RecipeModule
+
+    init_process_group("gloo")
+    config = parse(arguments(Path(folder)))
+    model = config.recipe.build_model({})
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model[1:]:
+        fully_shard(layer, mesh=mesh)
+    wrapped: Any = fully_shard(RecipeModule(model), mesh=mesh)
+    optimizer = build_optimizer(config.optim, config.recipe, model)
+    batch = torch.zeros(8, 128, 512)
+    for step in range(2):
+        tracker = FSDPMemTracker(wrapped, optimizer)
+        counted = CommDebugMode()
+        with tracker, counted:
+            wrapped(config.recipe.loss, batch, step)[0].backward()
+            normalize_and_clip_(gradients(dict(model.named_parameters())), 1.0, None)
+            optimizer.step()
+            optimizer.zero_grad()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    counts = {str(name): number for name, number in counted.get_comm_counts().items()}
+    destroy_process_group()
+    return peak, counts
+
+
+@pytest.mark.slow
+def test_the_simulated_step_is_that_of_real_processes(tmp_path):
+    """The same units on two real ranks: the same collectives, and the same peak of memory."""
+    peak, counts = run_world(2, collectives_of_a_real_step, str(tmp_path))[0]
+    settings = ["--batches.global_batch_size", "16", "--precision", "no"]
+    found = simulated(tmp_path, "fsdp2", 1, 2, *settings)
+    numbers = {c.operation: c.number for c in found.collectives}
+
+    def real(name: str) -> int:
+        return sum(number for key, number in counts.items() if name in key)
+
+    assert numbers["all-gather"] == real("allgather")
+    assert numbers["reduce-scatter"] == real("reduce_scatter")
+    assert found.peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("where", "nodes", "gpus", "settings", "message"),
+    [
+        ("multi_node", 3, 8, [], "4096 does not split over 24 processes"),
+        ("cpu", 1, 2, [], "starts one process"),
+        ("nowhere", 1, 2, [], "there is no accelerate_configs/nowhere.yaml"),
+        ("multi_node", 2, 8, ["--distributed.ddp", "{static_graph: true}"], "static_graph"),
+        ("multi_node", 2, 8, ["--distributed.ddp", "{stattic: true}"], "no option stattic"),
+        ("multi_node", 2, 8, ["--distributed.ddp", "{find_unused_parameters: true}"], "cannot be"),
+        ("cpu", 1, 1, ["--precision", "fp16"], "fp16 needs a GPU"),
+        ("fsdp1", 1, 8, [], "FSDP 1, which this loop does not support"),
+    ],
+)
+def test_a_launch_that_would_not_start_is_refused(tmp_path, where, nodes, gpus, settings, message):
+    if where == "fsdp1":
+        text = (PROJECT / "accelerate_configs/fsdp2.yaml").read_text()
+        assert "fsdp_version: 2" in text
+        where = str(tmp_path / "fsdp1.yaml")
+        Path(where).write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
+    before, is_available = dict(os.environ), torch.accelerator.is_available
+    with pytest.raises(ConfigError, match=message):
+        simulated(tmp_path, where, nodes, gpus, *settings)
+    assert dict(os.environ) == before
+    assert torch.accelerator.is_available is is_available
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("where", "nodes"), [("multi_node", 2), ("multi_node_hsdp", 2)])
+def test_a_recipe_that_reads_values_gets_a_sentence(tmp_path, where, nodes):
+    with pytest.raises(ConfigError) as told:
+        simulated(tmp_path, where, nodes, 8, "--recipe.reads_value", "true")
+    sentence = str(told.value)
+    assert "needs the value of a tensor" in sentence
+    assert "test_simulate.py, line" in sentence
+    assert "if self.reads_value and total.item() < 0" in sentence
+    assert "\n" not in sentence
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_torch_that_counts_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.10.0")
+    words = arguments(tmp_path)
+    with pytest.raises(ConfigError, match=r"simulated by torch 2\.15 or later; this is 2\.10\.0"):
+        simulate(parse(words), words, "multi_node_hsdp", 64, 8)
+
+
+@pytest.mark.skipif(OLD_TORCH, reason=f"needs torch {SHARDED_SINCE}")
+def test_the_command_prints_memory_and_collectives(tmp_path, capsys):
+    words = arguments(tmp_path, "--nodes", "64", "--where", "multi_node_hsdp", "--simulate")
+    planner.main(*planner.parser().parse_known_args([*words, "--json"]))
+    told = json.loads(capsys.readouterr().out)
+    assert told["peak_bytes"] == sum(told["memory_bytes"].values())
+    assert {c["operation"] for c in told["collectives"]} == {
+        "all-gather", "reduce-scatter", "all-reduce",
+    }  # fmt: skip
+    planner.main(*planner.parser().parse_known_args([*words, "--gpu-memory-gb", "2.01"]))
+    shown = capsys.readouterr().out
+    assert "global 4096 = micro-batch 8 x processes 512 x accumulation 1" in shown
+    assert "2 GB reserved this does not fit into 2.01 GB" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (PROJECT / "configs/causal_lm.yaml").exists(), reason="another recipe")
+def test_the_example_of_the_readme_prints_what_stands_there(capsys):
+    (example,) = (text for text in blocks(text_of("README.md"), "text") if "--simulate" in text)
+    found = re.fullmatch(r"\$ (.*?[^\\])\n(.*)", example, re.DOTALL)
+    assert found
+    words = shlex.split(found[1].replace("\\\n", ""))
+    assert words[:4] == ["python", "-m", "my_project", "planner"]
+    planner.main(*planner.parser().parse_known_args(words[4:]))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == found[2].splitlines()

@@ -1,0 +1,292 @@
+"""Activation checkpointing and torch.compile of a model's blocks: the same curve, plain keys."""
+
+import copy
+import logging
+import os
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ragged import Norm, Ragged
+from runs import change, make_config, records, train, weights
+from test_fsdp_on_cpu import ask_for_fsdp
+from torch import Tensor, nn
+from world import run_world
+
+from my_project import blocks, sharding
+from my_project.config import Config, ConfigError
+
+headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+can_build = shutil.which(os.environ.get("CXX", "g++")) and headers.is_file()
+needs_compiler = pytest.mark.skipif(not can_build, reason="inductor needs g++ and Python.h")
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float, has_norm: bool) -> None:
+        super().__init__()
+        self.norm = Norm(8) if has_norm else nn.LayerNorm(8)
+        self.up = nn.Linear(8, 32)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        """(B, T, 8) -> (B, T, 8)."""
+        return x + scale * self.down(self.dropout(torch.tanh(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    def __init__(
+        self, features: int, dropout: float = 0.0, has_norm: bool = False, blocks: int = 2
+    ) -> None:
+        super().__init__()
+        self.first = nn.Linear(features, 8)
+        self.blocks = nn.ModuleList(Block(dropout, has_norm) for _ in range(blocks))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, features) -> (B, T, 1)."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.last(x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked(Ragged):
+    """Micro-batches of many lengths, and a loss that uses the step."""
+
+    jumps: tuple[int, ...] = ()  # steps from which on the loss runs other code
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        return Stack(data_info["features"], self.dropout, self.batch_norm)
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Cut to the longest sample, as padding does."""
+        batch = torch.utils.data.default_collate(samples)
+        longest = int(batch["counts"].sum(-1).max())
+        return {k: v[:, :longest].contiguous() if v.ndim > 1 else v for k, v in batch.items()}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
+        error = (model(batch["x"])[..., 0] - batch["y"]) ** 2 * batch["counts"]
+        for jump in self.jumps:
+            if jump <= step:
+                error = error * 0.5
+        return error.sum() * (1 + 1 / (1 + step)), batch["counts"].sum()
+
+
+# ---- activation checkpointing --------------------------------------------------------------------
+def gradients_and_kept(recompute: bool, dtype: torch.dtype) -> tuple[list[Any], int]:
+    """Return all that a step leaves in a model, and the bytes that forward keeps for backward."""
+    torch.manual_seed(0)
+    model = Stack(6, dropout=0.5, has_norm=True)
+    if recompute:
+        for block in model.blocks:
+            blocks.recompute_activations(block)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = model(torch.randn(16, 9, 6)).square().sum()
+    loss.backward()
+    left = {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
+    return [*left.items()], sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputed_activations_give_equal_gradients_and_need_less_memory(dtype):
+    """Also with dropout, autocast, and BatchNorm, whose statistics must move only once."""
+    stored, much = gradients_and_kept(False, dtype)
+    recomputed, little = gradients_and_kept(True, dtype)
+    for (name, ours), (other, theirs) in zip(recomputed, stored, strict=True):
+        assert name == other
+        assert torch.equal(ours, theirs), name
+    assert little < 0.5 * much
+
+
+def test_a_recomputed_block_is_copied_and_saved_as_a_plain_one():
+    model = Stack(6)
+    names = [*model.state_dict()]
+    assert not blocks.are_recomputed(model)
+    for block in model.blocks:
+        blocks.recompute_activations(block)
+    assert blocks.are_recomputed(model)
+    assert [*model.state_dict()] == names
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    x = torch.randn(2, 3, 6)
+    assert torch.equal(copied(x), torch.zeros(2, 3, 1)), "it calls its own weights"
+    assert model(x).abs().max() > 0
+
+
+def test_blocks_are_the_layers_of_one_class_in_a_list(tmp_path):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = Stack(6)
+    assert sharding.blocks(accelerator, model) == [*model.blocks]
+    # a list of Linear holds no layers; of layers in layers the outer ones count, if not too large
+    inner = nn.Sequential(Block(0, False), Block(0, False))
+    outer = nn.ModuleList([nn.ModuleDict({"inner": inner}), nn.Linear(8, 8)])
+    assert sharding.blocks(accelerator, outer) == [*inner]
+    stacks = nn.Sequential(Stack(6), Stack(6))
+    assert sharding.blocks(accelerator, stacks) == [*stacks]
+    stages = nn.Sequential(Stack(6), Stack(6, blocks=4))  # one is most of the model
+    assert sharding.blocks(accelerator, stages) == [*stages[0].blocks, *stages[1].blocks]
+    config = make_config(tmp_path, distributed__activation_checkpointing=True)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert sharding.blocks(accelerator, plain) == []
+    with pytest.raises(ConfigError, match="activation_checkpointing: Sequential has no blocks"):
+        sharding.checkpoint_activations(accelerator, config, plain)
+
+
+def is_recomputed_at_all(config: Config) -> int:
+    """Train; return how often a block's forward has run."""
+    calls, forward = [], Block.forward
+    Block.forward = lambda *a, **k: calls.append(1) or forward(*a, **k)  # type: ignore
+    try:
+        assert train(config) == 0
+    finally:
+        Block.forward = forward
+    return len(calls)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_recomputes_gives_the_same_curve(tmp_path, processes):
+    settings = {"validation_samples": 0, "dropout": 0.3}
+    calls, curves = [], []
+    for recompute in (False, True):
+        config = make_config(
+            tmp_path, Stacked(**settings), run_name=str(recompute), steps=4,
+            distributed__activation_checkpointing=recompute,
+        )  # fmt: skip
+        calls += run_world(processes, is_recomputed_at_all, config)
+        curves.append([r["loss"] for r in records(config)])
+        assert weights(config.folder / "export").keys() == Stack(6).state_dict().keys()
+    assert curves[0] == curves[1]
+    assert calls[processes:] == [2 * count for count in calls[:processes]]
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+def ask_for_compile(regional: bool, backend: str = "INDUCTOR") -> None:
+    """Set what `accelerate launch` sets for an accelerate config with dynamo_config."""
+    os.environ |= {
+        "ACCELERATE_DYNAMO_BACKEND": backend,
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(regional),
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",  # which it says for a key that is not set
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # starts no processes
+    }
+
+
+def compiled(config: Config, regional: bool, backend: str = "INDUCTOR") -> dict[str, Any]:
+    """Train through torch.compile, and go on from the end."""
+    from torch._dynamo.utils import counters
+
+    if backend != "no":
+        ask_for_compile(regional, backend)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore
+    logging.getLogger("my_project.blocks").addHandler(handler)
+    assert train(change(config, steps=config.steps // 2)) == 0
+    first = counters["frames"]["total"]
+    assert train(config) == 0
+    return {"first": first, "all": counters["frames"]["total"], "messages": messages}
+
+
+def test_compilations_that_go_on_are_counted_and_reported_once(tmp_path):
+    recipe = Stacked(jumps=(30, 35), validation_samples=0)
+    config = make_config(tmp_path, recipe, steps=80)
+    (found,) = run_world(1, compiled, config, False, "EAGER")
+    first = {r["step"]: r["compilations"] for r in records(config) if 20 < r["step"] <= 40}
+    assert {step for step, count in first.items() if count} == {31, 36}
+    (message,) = found["messages"]
+    assert message.startswith("torch.compile has compiled again in step 31, and training waited")
+    assert "TORCH_LOGS=recompiles" in message
+    assert sum(r["compilations"] for r in records(config)) == found["all"]
+
+
+def curve_of(config: Config) -> list[float]:
+    """Return losses and results of evaluations."""
+    lines = records(config, "loss") + records(config, "validation/auroc")
+    names = ("loss", "validation/auroc", "validation/accuracy")
+    return [record[name] for record in lines for name in names if name in record]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    """Return a folder in which inductor keeps what the C++ compiler has made."""
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "processes", "regional", "precision", "recompute"),
+    [
+        ("AOT_EAGER", 1, False, "no", False),
+        ("AOT_EAGER", 2, False, "bf16", True),
+        pytest.param("INDUCTOR", 1, True, "bf16", True, marks=needs_compiler),
+        pytest.param("INDUCTOR", 2, True, "no", True, marks=needs_compiler),
+    ],
+)
+def test_compiled_runs_give_the_same_curve_and_compile_in_the_first_steps_only(
+    tmp_path, monkeypatch, cache, backend, processes, regional, precision, recompute
+):
+    """With accumulation, evaluation and resume; lengths and `step` change from step to step.
+
+    Inductor compiles blocks only: for the whole model the C++ compiler takes a minute or two.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+    config = make_config(
+        tmp_path, Stacked(samples=96), steps=8, precision=precision, evaluation__every_steps=2,
+        optim__schedule="constant", distributed__activation_checkpointing=recompute,
+    )  # fmt: skip
+    plain = change(config, run_name="plain", distributed__activation_checkpointing=False)
+    run_world(processes, compiled, plain, False, "no")
+    results = run_world(processes, compiled, config, regional, backend)
+    for found in results:  # once for the first length, once for any
+        assert found == {"first": 2, "all": 2, "messages": []}
+    tolerance = 1e-4 if precision == "no" else 0.03
+    assert curve_of(config) == pytest.approx(curve_of(plain), rel=tolerance)
+    ours, theirs = weights(config.folder / "export"), weights(plain.folder / "export")
+    assert ours.keys() == theirs.keys() == Stack(6).state_dict().keys()
+    assert sum(r["compilations"] for r in records(config)) == results[0]["all"]
+
+
+def compiled_and_sharded(config: Config) -> int:
+    """Train through torch.compile and FSDP2; return the number of compilations."""
+    from torch._dynamo.utils import counters
+
+    ask_for_fsdp()
+    ask_for_compile(regional=True)
+    assert train(config) == 0
+    return counters["frames"]["total"]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_fsdp_follows_the_curve_of_ddp_and_compiles_in_the_first_steps_only(tmp_path):
+    """With accumulation, evaluation, and a resume in new processes; lengths change as above."""
+    config = make_config(
+        tmp_path, Stacked(samples=96), steps=10, evaluation__every_steps=2,
+        optim__schedule="constant",
+    )  # fmt: skip
+    plain = change(config, run_name="plain")
+    run_world(2, train, plain)
+    found = run_world(2, compiled_and_sharded, change(config, steps=4))[0]
+    found += run_world(2, compiled_and_sharded, config)[0]
+    assert curve_of(config) == pytest.approx(curve_of(plain), rel=1e-4)
+    ours, theirs = weights(config.folder / "export"), weights(plain.folder / "export")
+    assert ours.keys() == theirs.keys() == Stack(6).state_dict().keys()
+    by_step = [r["compilations"] for r in records(config)]
+    assert by_step[0] > 0 < by_step[4], "new processes compile in their first step"
+    assert sum(by_step) == sum(by_step[:2] + by_step[4:6]) == found

@@ -1,0 +1,129 @@
+"""fp16 and SyncBatchNorm, as far as a CPU can show them; the rest is in test_gpu.py."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ragged import Ragged
+from runs import change, make_config, records, train, weights
+from test_fsdp_on_cpu import ask_for_fsdp
+from world import run_world
+
+from my_project import contract, devices, sharding
+from my_project.checkpoint import exporting
+from my_project.config import Config
+from my_project.run_folder import Run
+
+SCALE = 2.0**10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflowing(Ragged):
+    """In one step, the gradient overflows in fp16, on one rank only."""
+
+    overflow_at: int = 3
+    overflow_on_rank: int = 1
+    overflow_in_one_shard: bool = False  # that of rank 0: the one number of a bias
+
+    def loss(self, model: Any, batch: dict[str, torch.Tensor], step: int) -> Any:
+        loss_sum, num_items = super().loss(model, batch, step)
+        assert model[0](batch["x"]).dtype == torch.float16
+        if step == self.overflow_at and devices.world()[1] == self.overflow_on_rank:
+            if self.overflow_in_one_shard:
+                bias: torch.Tensor = model[-1].bias
+                return loss_sum + 1e38 * (bias - bias.detach()).sum(), num_items
+            loss_sum = loss_sum * 1e4
+        return loss_sum, num_items
+
+
+def train_fp16(config: Config, sharded: bool) -> list[float]:
+    """Train with autocast to fp16 and a GradScaler, which accelerate makes on GPUs only.
+
+    Args:
+        config: of the run.
+        sharded: with FSDP2.
+
+    Returns:
+        The scale after each step.
+    """
+    real, scales = devices.start, []
+    if sharded:
+        ask_for_fsdp()
+
+    class Scaler(torch.amp.GradScaler):
+        def update(self, new_scale: Any = None) -> None:
+            super().update(new_scale)
+            scales.append(self.get_scale())
+
+    @contextmanager
+    def start(config: Config) -> Iterator[Any]:
+        with real(config) as accelerator:
+            accelerator.state._mixed_precision = "fp16"
+            accelerator.native_amp = True
+            if sharded:
+                accelerator.state.fsdp_plugin.set_mixed_precision("fp16")
+            accelerator.scaler = Scaler("cpu", init_scale=SCALE, growth_interval=4)
+            yield accelerator
+
+    devices.start = start
+    try:
+        assert train(config) == 0
+    finally:
+        devices.start = real
+    return scales
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_is_saved_and_resumed(
+    tmp_path, sharded
+):
+    recipe = Overflowing(overflow_in_one_shard=sharded)
+    whole = make_config(tmp_path, recipe, run_name="whole", steps=9, optim__schedule="constant")
+    parts = change(whole, run_name="parts", steps=5)
+    found = run_world(2, train_fp16, whole, sharded)
+    # halved by the overflow of the fourth step; doubled by four good steps: 0 to 3 are not
+    assert found[0] == [SCALE] * 3 + [SCALE / 2] * 4 + [SCALE] * 2
+    assert found[1] == found[0], "every rank has the same scale"
+    skipped = [record["skipped_steps"] for record in records(whole)]
+    assert skipped == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    first = run_world(2, train_fp16, parts, sharded)
+    state = json.loads((parts.folder / "checkpoints/step_00000005/state.json").read_text())
+    assert state["scaler"]["scale"] == SCALE / 2
+    assert state["scaler"]["_growth_tracker"] == 1
+    rest = run_world(2, train_fp16, change(parts, steps=9), sharded)
+    assert [a + b for a, b in zip(first, rest, strict=True)] == found
+    ours, theirs = weights(parts.folder / "export"), weights(whole.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert all(value.isfinite().all() for value in theirs.values())
+
+
+def test_a_model_with_sync_batch_norm_is_exported_as_the_plain_one(tmp_path, monkeypatch):
+    """Its forward pass in training needs a GPU; conversion, keys and evaluation do not."""
+    from accelerate import Accelerator
+
+    config = make_config(tmp_path, Ragged(batch_norm=True), distributed__sync_batchnorm=True)
+    plain = contract.build_model(config, {"features": 6})
+    with torch.no_grad():
+        plain[1].running_mean.add_(0.5)
+        plain[1].weight.mul_(2)
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    x = torch.randn(2, 9, 6)
+    expected = plain.eval()(x)
+    with monkeypatch.context() as patched:
+        patched.setattr(contract, "build_model", lambda *_: plain)
+        converted, _ = sharding.build_model(Accelerator(cpu=True), config, {})
+    assert any(isinstance(module, torch.nn.SyncBatchNorm) for module in converted.modules())
+    assert converted.state_dict().keys() == state.keys()
+    run = Run(config, 0)
+    run.folder.mkdir(parents=True)
+    exporting.export(run, {"features": 6}, converted)
+    found = weights(config.folder / "export")
+    assert found.keys() == state.keys()
+    again = contract.build_model(config, {"features": 6})
+    again.load_state_dict(found)
+    assert not any(isinstance(module, torch.nn.SyncBatchNorm) for module in again.modules())
+    torch.testing.assert_close(again.eval()(x), expected)

@@ -1,0 +1,452 @@
+"""FSDP2 and HSDP through the real loop on CPU processes, and what a sharded start holds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+import weakref
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from documents import PROJECT
+from ragged import Deep, Tower
+from runs import change, make_config, records, status, train, weights
+from test_stopping import wait_for_records
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from world import World, free_port, run_world
+
+from my_project import contract, devices, optim, sharded_start, sharding
+from my_project.config import Config
+
+LEAST = 20  # parameters of a block
+
+
+def ask_for_fsdp(replicas: int = 1, precision: str = "no") -> None:
+    """Set what `accelerate launch` sets for an accelerate config with fsdp_config."""
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
+        FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP", FSDP_MIN_NUM_PARAMS=str(LEAST),
+        FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT", ACCELERATE_MIXED_PRECISION=precision,
+    )  # fmt: skip
+    if replicas > 1:
+        os.environ.update(
+            ACCELERATE_USE_PARALLELISM_CONFIG="true",
+            PARALLELISM_CONFIG_DP_REPLICATE_SIZE=str(replicas),
+            PARALLELISM_CONFIG_DP_SHARD_SIZE=str(int(os.environ["WORLD_SIZE"]) // replicas),
+        )
+
+
+def train_sharded(config: Config, replicas: int = 1, precision: str = "no") -> int:
+    """Train; a warning of a library is an error, since nobody could act on it."""
+    ask_for_fsdp(replicas, precision)
+    with warnings.catch_warnings():
+        for kind in (UserWarning, FutureWarning, RuntimeWarning):  # others are not shown
+            warnings.simplefilter("error", kind)
+        return train(config)
+
+
+def train_in_bf16(config: Config) -> int:
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    return train(config)
+
+
+def deep(folder: Path, **settings: Any) -> Config:
+    """Ragged batches, accumulation, clipping that binds, EMA, evaluations and best/."""
+    return make_config(
+        folder,
+        Deep(dtype="float64", draws=True),
+        **{
+            "batches__micro_batch_size": 2,
+            "optim__ema_decay": 0.9,
+            "optim__schedule": "constant",
+            "optim__clip_norm": 8.0,
+            "evaluation__every_steps": 5,
+            "evaluation__best_metric": "validation/auroc",
+        }
+        | settings,
+    )
+
+
+def assert_same_run(ours: Config, theirs: Config) -> None:
+    for name in ("loss", "gradient_norm"):
+        curves = [
+            torch.tensor([r[name] for r in records(c)], dtype=torch.float64) for c in (ours, theirs)
+        ]
+        torch.testing.assert_close(*curves, rtol=1e-9, atol=1e-9)
+    found = [records(config, "validation/auroc")[-1] for config in (ours, theirs)]
+    for name in ("validation/auroc", "validation/accuracy"):
+        assert found[0][name] == pytest.approx(found[1][name], abs=1e-6)
+    for part in ("export", "best"):
+        mine, others = weights(ours.folder / part), weights(theirs.folder / part)
+        assert mine.keys() == others.keys()
+        for name, value in mine.items():
+            torch.testing.assert_close(value, others[name], rtol=1e-9, atol=1e-9)
+
+
+def shards_of(config: Config, step: int) -> int:
+    folder = config.folder / f"checkpoints/step_{step:08d}"
+    return len(list(folder.glob("model.rank_*.safetensors")))
+
+
+@pytest.mark.slow
+def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
+    ddp = deep(tmp_path, run_name="ddp")
+    run_world(4, train, ddp)
+    norms = [record["gradient_norm"] for record in records(ddp)]
+    assert min(norms) < 8.0 < max(norms), "clipping must bind in some steps and not in others"
+    for name, replicas, first, then in (
+        ("fsdp", 1, 4, (2, train_sharded)),
+        ("hsdp", 2, 4, (2, train)),
+        ("back", 1, 2, (4, train_sharded)),
+    ):
+        ours = change(ddp, run_name=name, steps=5)
+        run_world(first, train_sharded, ours, replicas)
+        assert shards_of(ours, 5) == first // replicas
+        saved = json.loads((ours.folder / "checkpoints/step_00000005/state.json").read_text())
+        assert saved["numerics"]["sharding"] == ("HSDP" if replicas > 1 else "FSDP2")
+        processes, resume = then
+        run_world(processes, resume, change(ours, steps=10))
+        assert_same_run(ours, ddp)
+
+
+@pytest.mark.slow
+def test_preempted_then_killed_then_resumed_under_ddp(tmp_path):
+    ddp = deep(tmp_path, run_name="ddp", steps=60, evaluation__every_steps=30)
+    run_world(2, train, ddp)
+    ours = change(ddp, run_name="ours", checkpoints__every_steps=5)
+    ours = change(ours, recipe__seconds=0.05)
+    with closing(World(2, train_sharded, ours)) as world:
+        wait_for_records(ours, 3)
+        os.kill(world.workers[1].pid, signal.SIGTERM)
+        assert world.results(60) == [75, 75]
+    left = status(ours)
+    assert left["outcome"] == "preempted"
+    assert shards_of(ours, left["step"]) == 2
+    with closing(World(2, train_sharded, ours)):
+        wait_for_records(ours, left["step"] + 12)
+    killed = records(ours)[-1]["step"]
+    assert killed < 60
+    assert run_world(2, train, ours) == [0, 0]
+    assert_same_run(ours, ddp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(Deep):
+    """A mean loss of 3, from numbers that bf16 cannot hold."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
+        assert batch["y"].dtype == torch.float32
+        loss_sum, _ = super().loss(model, batch, step)
+        assert loss_sum.dtype == torch.float32
+        return loss_sum * 0 + 771.0, torch.tensor(257.0)
+
+
+@pytest.mark.slow
+def test_bf16_follows_the_curve_of_ddp_and_rounds_no_sum(tmp_path):
+    ddp = make_config(tmp_path, Deep(), run_name="ddp")
+    run_world(2, train_in_bf16, ddp)
+    fsdp = change(ddp, run_name="fsdp")
+    run_world(2, train_sharded, fsdp, 1, "bf16")
+    ours, theirs = records(fsdp), records(ddp)
+    assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=0.03)
+    assert [r["loss"] for r in ours] != [r["loss"] for r in theirs], "weights are in bf16"
+    exact = make_config(tmp_path, Exact(), run_name="exact", steps=2)
+    run_world(2, train_sharded, exact, 1, "bf16")
+    assert [r["loss"] for r in records(exact)] == [3.0, 3.0]
+
+
+# ---- the accelerate configs, through accelerate launch -------------------------------------------
+CONFIG = """
+run_name: tiny
+recipe: {class_path: ragged.Deep, init_args: {dtype: float64}}
+batches: {global_batch_size: 16, micro_batch_size: 2, workers: 0}
+steps: 6
+optim: {lr: 0.05, ema_decay: 0.9, clip_norm: 8.0}
+evaluation: {every_steps: 3, best_metric: validation/auroc}
+telemetry: {every_steps: 1, trackers: []}
+"""
+ON_CPU = ("--num_processes", "4", "--mixed_precision", "no", "--fsdp_min_num_params", str(LEAST))
+
+
+def launch(folder: Path, where: str, *flags: str, on: str = "-1,-1,-1,-1") -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch",
+         "--config_file", str(PROJECT / f"accelerate_configs/{where}.yaml"), *ON_CPU,
+         f"--gpu_ids={on}", *flags, "-m", "my_project.train", "--config", "tiny.yaml",
+         "--run_name", where],
+        cwd=folder, env={k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_config_with_fsdp_trains_like_ddp_through_accelerate_launch(tmp_path):
+    """On one machine, and with two launchers as on two; of a shipped file, the counts change."""
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    names = sorted(p.stem for p in (PROJECT / "accelerate_configs").glob("*fsdp*.yaml"))
+    names += sorted(p.stem for p in (PROJECT / "accelerate_configs").glob("*hsdp.yaml"))
+    assert len(names) == 5
+    reference = launch(tmp_path, "cpu_2_processes")
+    shown = [reference.communicate(timeout=200)[0]]
+    assert reference.returncode == 0, shown
+    for name in names:
+        sizes = ()
+        if "hsdp" in name:
+            sizes = ("--parallelism_config_dp_replicate_size", "2",
+                     "--parallelism_config_dp_shard_size", "2")  # fmt: skip
+        if "multi_node" in name:
+            port = str(free_port())
+            nodes = ("--num_machines", "2", "--main_process_port", port)
+            launchers = [
+                launch(tmp_path, name, *nodes, *sizes, "--machine_rank", rank, on="-1,-1")
+                for rank in ("0", "1")
+            ]
+        else:
+            launchers = [launch(tmp_path, name, *sizes)]
+        shown = [launcher.communicate(timeout=200)[0] for launcher in launchers]
+        assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), shown
+        assert "Warning" not in "".join(shown), "of Python, which nobody could act on"
+        ours, theirs = (
+            make_config(tmp_path / "runs", run_name=n) for n in (name, "cpu_2_processes")
+        )
+        assert shards_of(ours, 6) == (2 if "hsdp" in name else 4)
+        assert_same_run(ours, theirs)
+
+
+# ---- the start -----------------------------------------------------------------------------------
+class Bytes(TorchDispatchMode):
+    """Count the bytes of the tensors that live outside of the meta device, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self.note, result)
+        return result
+
+    def note(self, tensor: Tensor) -> None:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        key = storage._cdata
+        if storage.device.type != "meta" and key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            weakref.finalize(storage, self.sizes.pop, key, None)
+            self.peak = max(self.peak, sum(self.sizes.values()))
+
+
+CALLS: Counter[str] = Counter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Deep):
+    """Counts the calls of build_model."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        CALLS["build_model"] += 1
+        return super().build_model(data_info)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(Counted):
+    """With LoRA by peft."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+
+        plain = super().build_model(data_info)
+        return get_peft_model(plain, LoraConfig(r=2, target_modules=["inner"]))  # type: ignore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained(Counted):
+    """Reads a model with tied weights by transformers."""
+
+    folder: str = ""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        from transformers import AutoModelForMaskedLM
+
+        CALLS["build_model"] += 1
+        return AutoModelForMaskedLM.from_pretrained(self.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Counted):
+    """Has a class that pickle cannot find."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        class Inside(Tower):
+            pass
+
+        CALLS["build_model"] += 1
+        return Inside(data_info["features"], self.width, self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Valued(Local):
+    """Computes with the values of weights."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        model = super().build_model(data_info)
+        with torch.no_grad():
+            model.get_parameter("input.weight").div_(model.get_parameter("input.bias").sum().item())
+        return model
+
+
+def start_each(configs: list[Config], is_resumed: bool, replicas: int) -> list[dict[str, Any]]:
+    """Build, shard and fill the model of each config; return what there is then, by config."""
+    ask_for_fsdp(replicas)
+    with devices.start(configs[0]) as accelerator:
+        return [start_one(accelerator, config, is_resumed) for config in configs]
+
+
+def start_one(accelerator: Any, config: Config, is_resumed: bool) -> dict[str, Any]:
+    CALLS.clear()
+    devices.set_numerics(config)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    resume_from = Path("checkpoint") if is_resumed else None
+    with Bytes() as counted:
+        model, of_rank_0 = sharding.build_model(accelerator, config, INFO, resume_from)
+        optimizer = optim.build_optimizer(config.optim, config.recipe, model)
+        fused = optimizer.defaults["fused"]
+        call, _ = sharding.prepare(accelerator, model, optimizer, of_rank_0)
+        peak = counted.peak
+    names = {id(p): name for name, p in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {
+        "peak": peak,
+        "fused": fused,
+        "calls": CALLS["build_model"],
+        "left": len(of_rank_0 or ()),
+        "held": sorted(names.get(id(p), "a stranger") for p in parameters),
+        "sharded": {type(p) for p in model.parameters()} == {DTensor},
+        "weights": {
+            name: p.full_tensor().detach().clone().numpy()  # type: ignore[attr-defined]
+            for name, p in model.named_parameters(remove_duplicate=False)
+        },
+        "buffers": {name: b.clone().numpy() for name, b in model.named_buffers()},
+    }
+    if not is_resumed and isinstance(config.recipe, Pretrained):
+        tokens = torch.arange(6)[None]
+        loss = call(lambda model: model(input_ids=tokens, labels=tokens).loss)
+        loss.backward()
+        found["loss"] = loss.item()
+    return found
+
+
+INFO = {"features": 6}
+WIDE = 64
+START: dict[str, Any] = {
+    "deep": Counted(width=WIDE, blocks=8),
+    "local": Local(width=WIDE, blocks=8),
+    "valued": Valued(width=WIDE, blocks=8),
+    "draws": Counted(width=WIDE, blocks=8, draws=True),
+}
+if find_spec("peft"):  # a project has the libraries of its recipe only
+    START["adapted"] = Adapted(width=WIDE, blocks=8)
+
+
+def bert(folder: Path) -> dict[str, Any]:
+    if not find_spec("transformers"):
+        return {}
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    torch.manual_seed(1)
+    config = BertConfig(vocab_size=11, num_hidden_layers=2, **sizes)
+    BertForMaskedLM(config).save_pretrained(folder)
+    return {"pretrained": Pretrained(folder=str(folder))}
+
+
+@pytest.mark.parametrize(
+    ("processes", "replicas"), [(4, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
+    tmp_path, processes, replicas
+):
+    recipes = START | bert(tmp_path / "bert")
+    configs = [make_config(tmp_path, recipe, run_name=name) for name, recipe in recipes.items()]
+    by_rank = run_world(processes, start_each, configs, False, replicas)
+    for i, config in enumerate(configs):
+        devices.set_numerics(config)
+        plain = contract.build_model(config, INFO)
+        named = dict(plain.named_parameters(remove_duplicate=False))
+        trained = sorted(name for name, p in plain.named_parameters() if p.requires_grad)
+        whole_bytes = sum(p.nbytes for p in plain.parameters())
+        shards = processes // replicas
+        for rank, found in enumerate(result[i] for result in by_rank):
+            name = config.run_name
+            assert found["held"] == trained, "each trained parameter once"
+            assert found["sharded"]
+            assert found["fused"]
+            assert found["left"] == 0, "rank 0 keeps no weights"
+            assert found["weights"].keys() == named.keys()
+            for key, value in found["weights"].items():
+                assert torch.equal(torch.as_tensor(value), named[key].detach()), (name, key)
+            buffers = dict(plain.named_buffers())
+            assert found["buffers"].keys() == buffers.keys()
+            for key, value in found["buffers"].items():
+                assert torch.equal(torch.as_tensor(value), buffers[key]), (name, key)
+            is_local = name in ("local", "valued")
+            assert found["calls"] == (1 if rank == 0 else {"local": 1, "valued": 2}.get(name, 0))
+            if rank > 0 and not is_local and name != "pretrained":
+                block = whole_bytes / 8
+                assert found["peak"] <= whole_bytes / shards + block, found["peak"] / whole_bytes
+        if isinstance(config.recipe, Pretrained):
+            tokens = torch.arange(6)[None]
+            loss = plain.eval()(input_ids=tokens, labels=tokens).loss.item()
+            assert by_rank[0][i]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_resumed_run_builds_no_whole_weights(tmp_path):
+    """Recipes that need them do, on rank 0; what they draw is what a new run draws."""
+    recipes = START | bert(tmp_path / "bert")
+    configs = [make_config(tmp_path, recipe, run_name=name) for name, recipe in recipes.items()]
+    by_rank = run_world(4, start_each, configs, True, 1)
+    for i, config in enumerate(configs):
+        devices.set_numerics(config)
+        plain = contract.build_model(config, INFO)
+        whole_bytes = sum(p.nbytes for p in plain.parameters())
+        for rank, found in enumerate(result[i] for result in by_rank):
+            assert found["sharded"]
+            assert found["held"] == sorted(
+                name for name, p in plain.named_parameters() if p.requires_grad
+            )
+            if rank == 0:
+                assert found["calls"] == 1 + (config.run_name in ("valued", "draws"))
+            for key, value in plain.named_buffers():
+                assert torch.equal(torch.as_tensor(found["buffers"][key]), value), key
+            if config.run_name in ("deep", "adapted", "local"):
+                assert found["peak"] <= whole_bytes * (1 / 4 + 1 / 8), rank
+
+
+def test_weights_are_taken_from_tied_and_recurrent_modules_and_attributes_stay():
+    model = Tower(6, 8, 1)
+    model.input.weight.group = "first"  # type: ignore[attr-defined]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parameters = [*model.parameters()]
+    taken = sharded_start.take_weights(model)
+    assert taken.keys() == before.keys()
+    assert all(torch.equal(taken[name], before[name]) for name in before)
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert all(p.is_meta for p in model.parameters())
+    assert model.output.weight is model.input.weight
+    assert model.input.weight.group == "first"  # type: ignore[attr-defined]
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert not sharded_start.take_weights(nn.LSTM(2, 2).to("meta"))
+    assert len(sharded_start.take_weights(nn.LSTM(2, 2))) == 4

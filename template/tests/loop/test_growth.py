@@ -1,0 +1,268 @@
+"""What a start, a save, an evaluation and a failure cost on more processes: counted, not timed.
+
+Each count is of two numbers of processes, so that what grows with their square is seen.
+"""
+
+import errno
+import fcntl
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ragged import Ragged
+from rank_counts import check_received, counted, objects_counted
+from runs import make_config, status
+from test_sharded import checkpoints_of, in_group, train_steps
+from world import run_world
+
+from my_project import devices, files, optim, run_folder, sharding, stopping
+from my_project.checkpoint import resuming, shards, verification
+from my_project.config import Config, OptimConfig
+from my_project.failures import record_of
+from my_project.files import wait_until
+from my_project.loading.streams import StreamBatches
+from my_project.run_folder import Run
+from my_project.state import TrainState
+
+KINDS = ("ema", "model", "optimizer")
+STATE = TrainState(step=3, items_per_micro_batch=1.0)
+
+
+# ---- a start that resumes from shards ------------------------------------------------------------
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Build a sharded model whose first dimensions any number of processes here divides."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+    fully_shard(model)
+    return model, optim.build_optimizer(OptimConfig(lr=0.01), None, model)
+
+
+def save(rank: int, world: int, config: Config) -> list[str]:
+    """Save; return the names of the files that this rank asks for one by one."""
+    model, optimizer = build()
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    train_steps(model, optimizer, range(3))
+    asked: list[str] = []
+    with counted(Path, "exists", lambda path, *_: asked.append(path.name)):
+        checkpoints.save(STATE)
+        checkpoints.wait()
+    return asked
+
+
+def start(rank: int, world: int, config: Config) -> dict[str, Any]:
+    """Open the run and resume; return what this rank opens and hashes, and objects received."""
+    from accelerate import Accelerator
+
+    model, optimizer = build()
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    opened: list[str] = []
+    hashed: list[str] = []
+    with (
+        counted(shards.SafetensorsFile, "__init__", lambda _, path: opened.append(path.name)),
+        counted(files, "fingerprint", lambda path: hashed.append(path.name)),
+        objects_counted() as objects,
+    ):
+        accelerator = Accelerator(cpu=True)
+        devices.open_run(accelerator, checkpoints.run, {"config": config}, {"train": 3})
+        folder = verification.choose(accelerator, checkpoints.run)
+        assert folder
+        _, state = checkpoints.resume(accelerator, folder)
+    assert state["step"] == 3
+    evaluated: list[str] = []  # hashed by `evaluate`
+    with counted(files, "fingerprint", lambda path: evaluated.append(path.name)):
+        verification.on_main_with_hashes(accelerator, partial(resuming.check, folder))
+    found = {"opened": opened, "hashed": hashed, "evaluated": evaluated}
+    return found | {"objects": objects["received"]}
+
+
+def test_a_start_on_more_processes_costs_each_of_them_the_same(tmp_path):
+    """Four and eight processes; the only checkpoint, which is hashed before it is loaded."""
+    found = {}
+    for world in (4, 8):
+        config = make_config(tmp_path / str(world))
+        asked = run_world(world, in_group, save, config)
+        assert not any("rank_" in name for name in asked[0]), "one listing for all ranks"
+        found[world] = run_world(world, in_group, start, config)
+        wanted = {f"{kind}.rank_{rank:05d}.safetensors" for kind in KINDS for rank in range(world)}
+        for kind in ("hashed", "evaluated"):
+            hashed = Counter(name for of_rank in found[world] for name in of_rank[kind])
+            del hashed["state.json"]
+            assert hashed == Counter(wanted), "each file by one rank"
+            for of_rank in found[world]:
+                assert len(set(of_rank[kind]) - {"state.json"}) == 3, "no rank hashes more"
+        for rank, of_rank in enumerate(found[world]):
+            own = [f"{kind}.rank_{one:05d}.safetensors" for kind in KINDS for one in {0, rank}]
+            assert sorted(of_rank["opened"]) == sorted(own), "names and shapes are in rank 0's"
+    received = {world: [of_rank["objects"] for of_rank in found[world]] for world in found}
+    check_received(received, each=7)
+    # on half of the processes each reads the shards of two
+    for rank, of_rank in enumerate(run_world(4, in_group, start, config)):
+        ranks = {0, 2 * rank, 2 * rank + 1}
+        own = [f"{kind}.rank_{one:05d}.safetensors" for kind in KINDS for one in ranks]
+        assert sorted(of_rank["opened"]) == sorted(own)
+        assert len(set(of_rank["hashed"]) - {"state.json"}) == 6
+
+
+# ---- the states of a stream's lanes --------------------------------------------------------------
+def position(rank: int, world: int) -> tuple[Any, int]:
+    """Return the position of a stream of 8 lanes at a save, and the number of objects received."""
+    from accelerate import Accelerator
+
+    own = {lane: json.dumps({"read": lane}) for lane in range(rank, 8, world)}
+    feed = SimpleNamespace(
+        accelerator=Accelerator(cpu=True),
+        states=own,
+        data=SimpleNamespace(lanes=8),
+        epoch=2,
+        epoch_start=30,
+    )
+    with objects_counted() as objects:
+        found = StreamBatches.position(feed)  # type: ignore[arg-type]
+    return found, objects["received"]
+
+
+def test_the_states_of_lanes_go_to_rank_0_alone(tmp_path):
+    found = {world: run_world(world, in_group, position) for world in (2, 4)}
+    for of_rank in found.values():
+        assert of_rank[0][0] == (2, 30, [{"read": lane} for lane in range(8)])
+        assert all(one[0] == (2, 30, []) for one in of_rank[1:])
+    received = {world: [count for _, count in found[world]] for world in found}
+    check_received(received, each=1)
+
+
+# ---- an evaluation -------------------------------------------------------------------------------
+CLASSES = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix(Ragged):
+    """A metric with a large sum, and one with a list of all samples."""
+
+    def build_metrics(self) -> dict[str, Any]:
+        from torchmetrics.classification import BinaryAUROC, MulticlassJaccardIndex
+
+        return {"overlap": MulticlassJaccardIndex(CLASSES), "auroc": BinaryAUROC()}
+
+    def update_metrics(self, model: Any, batch: Any, metrics: Any) -> None:
+        super().update_metrics(model, batch, {"auroc": metrics["auroc"]})
+        metrics["overlap"].update(batch["index"] % CLASSES, batch["index"] // 2 % CLASSES)
+
+
+def evaluate(config: Config) -> Counter[str]:
+    """Evaluate; return what this rank sends, receives and reduces."""
+    from my_project.evaluate import evaluate
+
+    reduced: list[int] = []
+    with devices.start(config) as accelerator:
+        model = config.recipe.build_model({"features": 6})
+        call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
+        _, sets = config.recipe.build_datasets({"features": 6})
+        with (
+            objects_counted() as found,
+            counted(torch.distributed, "reduce", lambda values, *_: reduced.append(len(values))),
+        ):
+            evaluate(accelerator, config, call, sets)
+    found["reductions"], found["reduced"] = len(reduced), sum(reduced)
+    return found
+
+
+def test_an_evaluation_on_more_processes_sends_each_of_them_the_same(tmp_path):
+    """A sum is reduced; it is not gathered, not even on rank 0. Values go to rank 0 alone."""
+    config = make_config(tmp_path, Matrix(), batches__global_batch_size=8)
+    found = {world: run_world(world, evaluate, config) for world in (2, 4)}
+    for of_rank in found.values():
+        for one in of_rank:
+            assert one["reductions"] == 1
+            assert one["reduced"] == CLASSES**2
+            assert one["gathered everywhere"] == 0
+            assert one["bytes sent"] < 8 * CLASSES**2 / 10
+    received = {world: [one["received"] for one in found[world]] for world in found}
+    check_received(received, each=1)
+
+
+# ---- a failure -----------------------------------------------------------------------------------
+def no_locks(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def fail(config: Config, token: str, has_locks: bool) -> dict[str, int]:
+    """Fail as all ranks do when the network fails; return how often which error file is read.
+
+    The last rank reports when each of the others looks, or waits for one that does. Four ranks are
+    a node.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["LOCAL_RANK"] = str(rank % 4)
+    if not has_locks:
+        fcntl.lockf = no_locks
+    run = Run(config, rank)
+    run.token, run.hosts = token, ["here"] * world
+    folder = run.folder / "waiting"
+    read: Counter[str] = Counter()
+
+    def note(path: Path) -> None:
+        read[path.name] += path.parent.name == "errors"
+
+    def waits(*_: Any) -> None:
+        (folder / str(rank)).touch()
+
+    if rank == world - 1:
+        wait_until(lambda: len(list(folder.iterdir())) == world - 1, 60)
+    run.record_error(record_of(RuntimeError("Connection closed by peer")))
+    with counted(run_folder, "read_json", note), counted(stopping, "wait_until", waits):
+        stopping.fail_with_cause(run, "lost contact", 60)
+    return dict(+read)
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_failure_on_more_processes_is_looked_into_by_one_of_them(tmp_path, has_locks):
+    """By one of each node, on a file system without locks."""
+    for world in (4, 8):
+        config = make_config(tmp_path / str(world))
+        run = Run(config, 0)
+        run.begin()
+        assert run.lock
+        run.lock.close()  # the rank 0 of the processes takes it
+        (run.folder / "waiting").mkdir()
+        found = run_world(world, fail, config, run.token, has_locks)
+        assert all(count == 1 for of_rank in found for count in of_rank.values()), "read once"
+        looked = [rank for rank, of_rank in enumerate(found) if of_rank]
+        if has_locks:
+            # one of those that wait, and the last rank, if it comes when that one has looked
+            assert len(set(looked) - {world - 1}) == 1
+        else:
+            assert looked == list(range(0, world, 4))
+        assert all(len(found[rank]) == world for rank in looked)
+        assert "Every rank has reported" in status(config)["reason"]
+
+
+def test_a_rank_that_reports_while_another_looks_is_not_called_silent(tmp_path, monkeypatch):
+    """It found the lock taken, so the rank that looks looks again."""
+    config = make_config(tmp_path)
+    first = Run(config, 0)
+    first.begin()
+    second = Run(config, 1)
+    second.token, first.hosts = first.token, ["here"] * 3
+    real, causes = stopping.likely_cause, []
+
+    def likely_cause(run: Run, reports: dict[int, Any]) -> str:
+        cause = real(run, reports)
+        if not causes:
+            second.record_error(record_of(RuntimeError("Connection closed by peer")))
+        causes.append(cause)
+        return cause
+
+    monkeypatch.setattr(stopping, "likely_cause", likely_cause)
+    first.record_error(record_of(RuntimeError("Connection closed by peer")))
+    stopping.fail_with_cause(first, "lost contact", 0)
+    assert [cause.count("on here") for cause in causes] == [2, 1]
+    assert status(config)["reason"].endswith(causes[1])
