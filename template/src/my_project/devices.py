@@ -43,7 +43,6 @@ LAUNCHERS = {
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
 USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-ENDED_GROUPS: list[Any] = []  # the process group of a run that has ended, kept until the next one
 
 
 def check_launch(config: Config, accumulation: int = 1) -> None:
@@ -212,7 +211,6 @@ def start(config: Config) -> Iterator[Accelerator]:
     shards_on_cpu = wants_sharding() and use_cpu()
     # on a CPU, accelerate's constructor refuses sizes of a mesh
     uses_mesh = os.environ.pop(USES_MESH, None) if shards_on_cpu else None
-    ENDED_GROUPS.clear()  # with its store, whose port the next one may use
     accelerator = Accelerator(
         cpu=use_cpu(),
         mixed_precision=config.precision,
@@ -239,13 +237,22 @@ def start(config: Config) -> Iterator[Accelerator]:
     finally:
         # NCCL's teardown would wait for collectives that no rank answers; the exit ends them.
         if torch.distributed.is_initialized() and (finished or accelerator.device.type == "cpu"):
-            # With torch 2.10 DDP's destructor would be the last to let go of it, and wait with the
-            # GIL for gloo's threads, of which one may need the GIL: a hang, not seen with 2.15.
-            if TorchVersion(torch.__version__) < "2.15":
-                ENDED_GROUPS.append(torch.distributed.group.WORLD)
+            release_reducers(accelerator)
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+
+
+def release_reducers(accelerator: Accelerator) -> None:
+    """Let DDP's C++ objects go, which hold the process group, before the group is destroyed.
+
+    The model lives longer. If its reducer were the last to hold the group, it would wait for gloo's
+    threads with the GIL, which one of them may need: with torch 2.10 half of the runs hung.
+    Python's own reference waits without the GIL.
+    """
+    for model in accelerator._models:
+        for name in ("logger", "reducer"):
+            vars(model).pop(name, None)
 
 
 def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:

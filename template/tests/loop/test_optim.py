@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from world import run_world
 
+from my_project import devices, sharding
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.optim import build_optimizer, learning_rate
 
@@ -277,6 +278,21 @@ def test_accumulated_gradients_lie_in_ddps_buckets_from_the_first_micro_batch_on
         seen = [json.loads(line) for line in (tmp_path / str(rank)).read_text().splitlines()]
         assert [step for step, _ in seen] == [step for step in range(4) for _ in range(4)]
         assert all(len(held) == 1 and held[0][1] == size for _, held in seen), "in one bucket"
+
+
+def ddp_of_a_start_that_has_ended(config: Config) -> dict[str, bool]:
+    """Return which of DDP's C++ objects there are, in the start and after it."""
+    with devices.start(config) as accelerator:
+        model = config.recipe.build_model(config.recipe.prepare_data())
+        optimizer = build_optimizer(config.optim, config.recipe, model)
+        ddp, _ = sharding.prepare(accelerator, model, optimizer)
+        held = {"during": hasattr(ddp, "reducer")}
+    return held | {"after": hasattr(ddp, "reducer") or hasattr(ddp, "logger")}
+
+
+def test_a_model_that_outlives_its_process_group_does_not_hold_it(tmp_path):
+    held = run_world(2, ddp_of_a_start_that_has_ended, make_config(tmp_path))
+    assert held == [{"during": True, "after": False}] * 2
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 2])
