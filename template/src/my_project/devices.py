@@ -1,5 +1,6 @@
 """The Accelerator: refuse a wrong launch, start it, agree between ranks, set numerics."""
 
+import atexit
 import inspect
 import os
 import socket
@@ -32,7 +33,7 @@ from .config import Config, ConfigError
 from .files import writing
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
-from .process import no_garbage_collection, world
+from .process import collect_all_garbage, no_garbage_collection, world
 from .run_folder import Run, not_shared
 from .stopping import turn_on_flight_recorder
 
@@ -237,22 +238,29 @@ def start(config: Config) -> Iterator[Accelerator]:
     finally:
         # NCCL's teardown would wait for collectives that no rank answers; the exit ends them.
         if torch.distributed.is_initialized() and (finished or accelerator.device.type == "cpu"):
-            release_reducers(accelerator)
+            release_groups(accelerator)
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
 
 
-def release_reducers(accelerator: Accelerator) -> None:
-    """Let DDP's C++ objects go, which hold the process group, before the group is destroyed.
+def release_groups(accelerator: Accelerator) -> None:
+    """Take the process groups from what outlives them, so that they end with Python's last name.
 
-    The model lives longer. If its reducer were the last to hold the group, it would wait for gloo's
-    threads with the GIL, which one of them may need: with torch 2.10 half of the runs hung.
-    Python's own reference waits without the GIL.
+    DDP's reducer holds its group in C++. If it were the last, it would wait for gloo's threads with
+    the GIL, which one of them may need to let go of a tensor: with torch 2.10 half of the runs
+    hung. Python's own reference waits without the GIL.
+
+    FSDP's modules, in cycles, and its mesh, in torch's caches (2.15), would hold theirs while the
+    interpreter ends. A thread of gloo that then asks for the GIL aborts the process, with
+    "terminate called without an active exception".
     """
     for model in accelerator._models:
         for name in ("logger", "reducer"):
             vars(model).pop(name, None)
+    if mesh := getattr(accelerator.state, "device_mesh", None):
+        vars(mesh).get("_pg_registry", {}).clear()
+        atexit.register(collect_all_garbage)
 
 
 def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:

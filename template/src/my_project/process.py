@@ -87,6 +87,12 @@ def garbage_collected_at_records() -> Iterator[None]:
             gc.unfreeze()
 
 
+def collect_all_garbage() -> None:
+    """Collect also what was frozen."""
+    gc.unfreeze()
+    gc.collect()
+
+
 def collect_garbage(record: int) -> None:
     """Collect what became garbage since the last record, and older garbage now and then.
 

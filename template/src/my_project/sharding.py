@@ -120,7 +120,7 @@ def prepare(
         wrapper = RecipeModule(model)
         compile_in_place(accelerator, wrapper, blocks(accelerator, model))
         prepared, _ = accelerator.prepare(wrapper, optimizer)
-        accelerator._models[-1] = prepared  # the DDP, for devices.release_reducers
+        accelerator._models[-1] = prepared  # the DDP, for devices.release_groups
     if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
             "the accelerate config asks for FSDP, but accelerate has sharded no parameter; check"

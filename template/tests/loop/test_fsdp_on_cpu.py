@@ -1,5 +1,6 @@
 """FSDP2 and HSDP through the real loop on CPU processes, and what a sharded start holds."""
 
+import atexit
 import json
 import os
 import signal
@@ -55,6 +56,30 @@ def train_sharded(config: Config, replicas: int = 1, precision: str = "no") -> i
         for kind in (UserWarning, FutureWarning, RuntimeWarning):  # others are not shown
             warnings.simplefilter("error", kind)
         return train(config)
+
+
+def references_to_groups_at_the_exit(config: Config, replicas: int) -> list[int]:
+    """Train, call what runs at the exit, and count who still holds each process group."""
+    groups, destroy = [], torch.distributed.destroy_process_group
+
+    def note_and_destroy() -> None:
+        groups.extend(torch.distributed.distributed_c10d._world.pg_map)
+        destroy()
+
+    torch.distributed.destroy_process_group = note_and_destroy
+    train_sharded(config, replicas)
+    atexit._run_exitfuncs()
+    by_list_name_and_call = 3
+    return [sys.getrefcount(group) - by_list_name_and_call for group in groups]
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_nothing_holds_a_process_group_when_the_interpreter_ends(tmp_path, replicas):
+    """A thread of gloo that then asks for the GIL would abort the process."""
+    config = make_config(tmp_path, Deep(), steps=2)
+    for left in run_world(2 * replicas, references_to_groups_at_the_exit, config, replicas):
+        assert left
+        assert set(left) == {0}
 
 
 def train_in_bf16(config: Config) -> int:
