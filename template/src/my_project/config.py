@@ -143,8 +143,9 @@ class DistributedConfig:
     """Compute BatchNorm statistics over the micro-batches of all ranks. GPUs only."""
     activation_checkpointing: bool = may_change(False)
     """Keep only the inputs of each block of layers, and recompute the rest in the backward pass:
-    less memory, about a third more computation. The blocks are those that FSDP shards; with DDP,
-    layers of one class in a list (sharding.blocks)."""
+    less memory, about a third more computation. The blocks are the modules that FSDP shards;
+    without FSDP the layers of one class in a ModuleList or Sequential or, if there are none, the
+    modules that FSDP would shard (sharding.blocks)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Measure memory and FLOPs of one step of a recipe, on fake tensors and without a GPU."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 from .config import Config
 
+logger = logging.getLogger(__name__)
 MICRO_BATCHES = (4, 8)  # of the two steps whose difference is the share of a sample
 
 
@@ -139,6 +141,9 @@ def _inspect(
     from .sharding import MIN_BLOCK_PARAMETERS, sharded_blocks
 
     model = config.recipe.build_model(data_info)
+    for module in model.modules():  # weights that were read from a file are not fake yet
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, make(parameter))
     classes, blocks, root = sharded_blocks(model, MIN_BLOCK_PARAMETERS)
     if device != "cpu":
         model = model.to(device)
@@ -160,16 +165,17 @@ def _inspect(
                 held[micro_batch], _ = _held_bytes(config, model, batch)
     activations = sharded_activations = _activations(held)
     inside = [Activations(), Activations()]
-    with (
-        suppress(Exception),  # an operation that wants one type fails with FSDP2, too
-        _recomputed(config, model, is_sharded=True),
-        autocast,
-    ):
-        if dtype:
-            _cast_as_fsdp2(model, classes, dtype)
-        units = [module for module in model.modules() if type(module).__name__ in classes]
-        at = [units[-2:][0], units[0]] if units else []
-        found = {size: _held_bytes(config, model, batch, at) for size, batch in batches.items()}
+    units = [module for module in model.modules() if type(module).__name__ in classes]
+    at = [units[-2:][0], units[0]] if units else []
+    try:
+        with _recomputed(config, model, is_sharded=True), autocast:
+            if dtype:
+                _cast_as_fsdp2(model, classes, dtype)
+            found = {size: _held_bytes(config, model, batch, at) for size, batch in batches.items()}
+    except Exception as error:  # an operation that wants one type fails with FSDP2, too
+        reason = str(error).split("\n")[0]
+        logger.warning("with FSDP the step failed, so DDP's activations are taken: %s", reason)
+    else:
         sharded_activations = _activations({size: held for size, (held, _) in found.items()})
         for index in range(len(at)):
             inside[index] = _activations({size: part[index] for size, (_, part) in found.items()})

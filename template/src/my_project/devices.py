@@ -75,7 +75,7 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
             " parameters have other gradients and checkpoints): set fsdp_version: 2 in its"
             " fsdp_config."
         )
-    if os.environ.get(USES_MESH, "false").lower() == "true":
+    if uses_mesh():
         check_mesh()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ConfigError(
@@ -97,6 +97,11 @@ def check_gpus(needed: int) -> None:
             else f"the accelerate config asks for {needed} GPUs, but torch finds {found}"
             f" (CUDA_VISIBLE_DEVICES={visible}); set --num_processes {found}."
         )
+
+
+def uses_mesh() -> bool:
+    """Return whether the accelerate config gives the sizes of a device mesh."""
+    return os.environ.get(USES_MESH, "false").lower() == "true"
 
 
 def check_mesh() -> None:
@@ -211,7 +216,7 @@ def start(config: Config) -> Iterator[Accelerator]:
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
     shards_on_cpu = wants_sharding() and use_cpu()
     # on a CPU, accelerate's constructor refuses sizes of a mesh
-    uses_mesh = os.environ.pop(USES_MESH, None) if shards_on_cpu else None
+    mesh_variable = os.environ.pop(USES_MESH, None) if shards_on_cpu else None
     accelerator = Accelerator(
         cpu=use_cpu(),
         mixed_precision=config.precision,
@@ -226,13 +231,13 @@ def start(config: Config) -> Iterator[Accelerator]:
             InitProcessGroupKwargs(timeout=timedelta(seconds=60 + longest)),
         ],
     )
-    if uses_mesh:
-        os.environ[USES_MESH] = uses_mesh
+    if mesh_variable:
+        os.environ[USES_MESH] = mesh_variable
     finished = False
     try:
         check_world(accelerator)
         if shards_on_cpu and accelerator.num_processes > 1:
-            shard_on_cpu(accelerator, is_hsdp=bool(uses_mesh))
+            shard_on_cpu(accelerator, is_hsdp=uses_mesh())
         yield accelerator
         finished = True
     finally:
@@ -245,11 +250,11 @@ def start(config: Config) -> Iterator[Accelerator]:
 
 
 def release_groups(accelerator: Accelerator) -> None:
-    """Take the process groups from what outlives them, so that they end with Python's last name.
+    """Drop the references to process groups that would outlive destroy_process_group.
 
     DDP's reducer holds its group in C++. If it were the last, it would wait for gloo's threads with
-    the GIL, which one of them may need to let go of a tensor: with torch 2.10 half of the runs
-    hung. Python's own reference waits without the GIL.
+    the GIL, which one of them may need to release a tensor: with torch 2.10 up to half of the runs
+    of some tests hung. A reference of Python waits without the GIL.
 
     FSDP's modules, in cycles, and its mesh, in torch's caches (2.15), would hold theirs while the
     interpreter ends. A thread of gloo that then asks for the GIL aborts the process, with

@@ -1,4 +1,6 @@
-"""Start a model sharded: no rank but rank 0 holds more of it than its shard, and no device does.
+"""Start a model sharded: only rank 0 holds all of it, in host memory.
+
+No device holds more than its shards and one weight.
 
 Rank 0 builds the model in host memory and sends the others its modules and buffers, with parameters
 on the meta device, which take no memory. FSDP2 shards those, and rank 0 then scatters the weights,

@@ -263,7 +263,7 @@ def shard(
 
 
 def precision_policy(chosen: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Gather weights and cast the inputs of blocks in the chosen type; sum gradients in float32.
+    """Return a policy: weights and inputs of blocks in the chosen type, gradients in float32.
 
     Accelerate's policy also casts outputs: of what a loss returns, bf16 keeps 3 digits.
     """

@@ -264,7 +264,7 @@ def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
     """Record a failure that another rank may have caused, and name that rank as far as is known.
 
     Some ranks notice only when others exit, so later reports are more complete. One rank at a time
-    reads the error files: if each read all of them, N ranks would read N^2 files at every look. The
+    reads the error files: if each read all of them, N ranks would read N^2 files at every poll. The
     others wait for what it writes.
     """
     reason = mask(reason)

@@ -14,6 +14,7 @@ import torch
 from documents import PROJECT, blocks, text_of
 from runs import change, make_config, train
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from world import run_world
 
 from my_project import cost
@@ -211,6 +212,36 @@ def test_activations_are_less_in_bf16_and_only_autocast_keeps_cast_weights(tmp_p
     assert half.activations.fixed_bytes >= 2 * 0.9 * half.parameters, "their copies in bf16"
     assert half.sharded_activations.fixed_bytes < 1.1 * gradient
     assert (full.weight_bytes, half.weight_bytes) == (4, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read(Blocks):
+    """Has real weights, as those that are read from a file, where others are fake."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        with unset_fake_temporarily():
+            return super().build_model(data_info)
+
+
+def test_weights_that_are_read_need_the_same_memory_with_fsdp(tmp_path, caplog):
+    fake, real = (
+        cost.inspect_recipe(make_config(tmp_path, recipe), "bf16") for recipe in (Blocks(), Read())
+    )
+    assert not caplog.records
+    assert real.sharded_activations == fake.sharded_activations
+
+
+def test_a_step_that_fails_with_fsdp_is_said_and_takes_the_activations_of_ddp(
+    tmp_path, monkeypatch, caplog
+):
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("expected one dtype\nand more")
+
+    monkeypatch.setattr(cost, "_cast_as_fsdp2", refuse)
+    model = cost.inspect_recipe(make_config(tmp_path, Blocks()), "bf16")
+    assert model.sharded_activations == model.activations
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.endswith("DDP's activations are taken: expected one dtype")
 
 
 def test_flops_are_six_per_parameter_and_position(tmp_path):

@@ -335,7 +335,7 @@ def test_files_equal_those_of_safetensors(tmp_path, monkeypatch, chunk_bytes):
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk_bytes)
     tensors = tensors_of_every_kind()
     paths = tmp_path / "ours", tmp_path / "theirs"
-    named = shards.whole(tensors)
+    named = {name: shards.own_shard(tensor, 0) for name, tensor in tensors.items()}
     named["part"] = shards.Shard(torch.ones(2, 3), (4, 0), (9, 3))
     listed = saving.save_shards(named, paths[0])
     assert listed == files.fingerprint(paths[0])
@@ -357,8 +357,9 @@ def test_files_equal_those_of_safetensors(tmp_path, monkeypatch, chunk_bytes):
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
 def test_a_dtype_that_the_format_lacks_is_refused(tmp_path, dtype):
+    tensor = shards.own_shard(torch.empty(2, dtype=dtype), 0)
     with pytest.raises(ValueError, match=f"cannot hold tensors of {dtype}"):
-        saving.save_shards(shards.whole({"": torch.empty(2, dtype=dtype)}), tmp_path / "file")
+        saving.save_shards({"": tensor}, tmp_path / "file")
     assert not list(tmp_path.iterdir())
 
 

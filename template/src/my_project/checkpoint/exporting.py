@@ -28,7 +28,7 @@ from ..run_folder import Run
 from .saving import Checkpoints
 from .shards import gather, in_file_order, model_tensors, save_tensors
 
-MAX_FILE_BYTES = 5 * 10**9  # of the tensors in one file, as of transformers' save_pretrained
+MAX_FILE_BYTES = 5 * 10**9  # of the tensors in one file; transformers' default is 50 GB
 
 Files = dict[str, dict[str, Tensor]]  # the tensors of each file, by their names
 

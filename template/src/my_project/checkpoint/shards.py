@@ -85,11 +85,6 @@ def _whole(tensor: Tensor) -> Shard:
     return Shard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, Shard]:
-    """Return whole tensors as shards."""
-    return {name: _whole(tensor) for name, tensor in tensors.items()}
-
-
 def save_shards(shards: dict[str, Shard], path: Path) -> dict[str, Any]:
     """Write shards in safetensors format, and hash the bytes as they are written.
 

@@ -284,6 +284,8 @@ class _Step:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.torch_version import TorchVersion
 
+        from ..devices import uses_mesh
+
         accelerator: Any = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=None),
             mixed_precision=self.precision,
@@ -301,7 +303,7 @@ class _Step:
         if self.dtype:
             plugin.set_mixed_precision(self.precision)
         sizes = {"dp_replicate": 1, "dp_shard": self.world_size}
-        if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        if uses_mesh():
             for name in sizes:
                 sizes[name] = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
