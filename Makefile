@@ -43,6 +43,9 @@ lint: .venv/installed ## Check formatting, lint, types and shell scripts
 bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1: and other libraries
 	$(BIN)/python benchmarks/loop.py $(if $(PEERS),--peers)
 
+golden: .venv/installed ## Compare what the loop computes, bit by bit, with what it computed at a9ab39b
+	$(BIN)/python tests/golden.py
+
 clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build
 
@@ -65,4 +68,4 @@ $(PROJECT): | .venv/bin/cookiecutter
 	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(PROJECT)
 	touch $@
 
-.PHONY: help train test test-all test-cpus test-gpu lint bench clean
+.PHONY: help train test test-all test-cpus test-gpu lint bench golden clean

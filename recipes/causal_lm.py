@@ -67,8 +67,8 @@ class CausalLM:
 
     data: str = "python"
     """python, files, or the name or path of a Hugging Face dataset."""
-    data_path: str = field(default="data", metadata=MAY_CHANGE | {"staged": True})
-    """files: the folder with the files; stage_to copies it."""
+    data_path: str = field(default="data", metadata=MAY_CHANGE)
+    """files: the folder with the files."""
     pattern: str = "**/*.txt"
     """files: which files below data_path are read."""
     subset: str = ""
@@ -455,7 +455,7 @@ def _tokenizer_of(text: str) -> Any:
 
 
 def _file_stats(folder: Path, files: list[Path]) -> list[Any]:
-    """Return name, size and modification time of files; a staged copy of the folder has the same.
+    """Return name, size and modification time of files; a copy by rsync -a has the same.
 
     Args:
         folder: the names are relative to it.

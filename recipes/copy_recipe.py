@@ -8,8 +8,8 @@ and the accelerate configs to accelerate_configs/ of the repository, and replace
 package name with yours. It overwrites none of your files. In a git repository that does not ignore
 runs/ yet, it adds the line /runs/ to .gitignore. Run again, it updates the files that you have not
 changed, by the hashes in <package>/training/.copied.json. A project generated from the template
-has the loop already, and gets the recipe and its config (and .copied.json in its package). What
-only several nodes need (<package>/training/cluster) is copied with --cluster.
+has the loop already, and gets the recipe and its config (and .copied.json in its package). Readers
+of run folders and of clusters to come (<package>/training/tools) are copied with --tools.
 """
 
 import argparse
@@ -32,7 +32,8 @@ HERE = Path(__file__).resolve().parent.parent
 LOOP = HERE / "template/src/my_project"
 MODULES = sorted(path.relative_to(LOOP) for path in LOOP.rglob("*.py"))
 MODULES = [module for module in MODULES if module.parts[0] != "recipes"]
-CLUSTER = Path("cluster")  # the subpackage that the rest of the loop does without
+TOOLS = Path("tools")  # the subpackage that the rest of the loop does without
+TOOLS_BEFORE = ("doctor", "report", "cluster")  # where they were in earlier versions
 RECIPES = {path.stem: path for path in sorted((HERE / "recipes").glob("*.py"))}
 del RECIPES["copy_recipe"]
 MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # in the root of a repository
@@ -70,10 +71,10 @@ class Package:
         return self.folder if self.is_project else self.folder / "training"
 
     @property
-    def has_cluster(self) -> bool:
-        """Whether the loop there has what a cluster needs."""
-        modules = (module for module in MODULES if CLUSTER in module.parents)
-        return any((self.loop / module).is_file() for module in modules if module.stem[0] != "_")
+    def has_tools(self) -> bool:
+        """Whether the loop there has tools."""
+        folders = (self.loop / name for name in (TOOLS, *TOOLS_BEFORE))
+        return any(path.stem[0] != "_" for folder in folders for path in folder.rglob("*.py"))
 
     @property
     def record(self) -> Path:
@@ -223,7 +224,7 @@ def named_for(package: Package, text: str, recipe: str) -> str:
 
 
 def plan(
-    name: str, first: str, package: Package, with_cluster: bool
+    name: str, first: str, package: Package, with_tools: bool
 ) -> Iterator[tuple[Path, bytes, set[str]]]:
     """Yield the files to copy into the repository.
 
@@ -231,7 +232,7 @@ def plan(
         name: the recipe to copy.
         first: the recipe that was copied first; the loop and the accelerate configs mention it.
         package: the destination.
-        with_cluster: whether to copy what only several nodes need.
+        with_tools: whether to copy tools/.
 
     Yields:
         A path, its content, and the hashes it has if it was copied by hand: with the names
@@ -245,7 +246,7 @@ def plan(
 
     if not package.is_project:
         for module in MODULES:
-            if with_cluster or CLUSTER not in module.parents:
+            if with_tools or TOOLS not in module.parents:
                 yield package.loop / module, *from_source(LOOP / module, first)
         for source in sorted((HERE / "accelerate_configs").glob("*.yaml")):
             place = package.repository / "accelerate_configs" / source.name
@@ -331,23 +332,23 @@ def check_writable(paths: Iterable[Path]) -> None:
             raise Refused(f"{path} cannot be written: you may not write to {there}.")
 
 
-def copy(name: str, package: Package, keep: bool = False, cluster: bool = False) -> Changes:
+def copy(name: str, package: Package, keep: bool = False, tools: bool = False) -> Changes:
     """Copy missing files, and update files that the user has not changed.
 
     Args:
         name: of the recipe.
         package: where to.
         keep: leave modules of the loop that have changed on both sides.
-        cluster: copy what only a cluster needs too; it is brought up to date where it is there.
+        tools: copy tools/ too; it is brought up to date where it is there.
 
     Raises:
         Refused: files exist and differ, or cannot be written; nothing has been written then.
     """
     if name not in RECIPES:
         raise Refused(f"there is no recipe {name}; there are {', '.join(RECIPES)}.")
-    if cluster and package.is_project:
+    if tools and package.is_project:
         raise Refused(
-            f"{package.folder} has a loop of its own, which is not copied: leave out --cluster."
+            f"{package.folder} has a loop of its own, which is not copied: leave out --tools."
         )
     files, first = {}, name
     if package.record.is_file():
@@ -361,7 +362,7 @@ def copy(name: str, package: Package, keep: bool = False, cluster: bool = False)
             ) from None
     wanted = {
         path: (text, by_hand)
-        for path, text, by_hand in plan(name, first, package, cluster or package.has_cluster)
+        for path, text, by_hand in plan(name, first, package, tools or package.has_tools)
     }
     changes = compare(package, wanted, files, keep)
     if changes.differ:
@@ -480,7 +481,7 @@ def main(arguments: list[str]) -> None:
         "--keep", action="store_true", help="keep files of the loop that you have changed"
     )
     parser.add_argument(
-        "--cluster", action="store_true", help="copy what only runs on several nodes need too"
+        "--tools", action="store_true", help="copy report, doctor, runs, planner and preflight too"
     )
     given = parser.parse_args(arguments)
     if given.list:
@@ -491,7 +492,7 @@ def main(arguments: list[str]) -> None:
     if given.recipe is None or given.package is None:
         raise Refused("give a recipe and the folder of your package, or --list.")
     package = find_package(given.package)
-    changes = copy(given.recipe, package, given.keep, given.cluster)
+    changes = copy(given.recipe, package, given.keep, given.tools)
     report(given.recipe, package, changes, list(ignore_outputs(package.repository)))
 
 

@@ -51,8 +51,8 @@ class Embedding:
 
     data: str = "python"
     """python or pairs."""
-    data_path: str = field(default="data", metadata={"changes_curve": False, "staged": True})
-    """pairs: the folder with the .jsonl files; stage_to copies it."""
+    data_path: str = field(default="data", metadata={"changes_curve": False})
+    """pairs: the folder with the .jsonl files."""
     max_characters: int = 2000
     """Only the first so many characters of a text are used."""
     buckets: int = 65_536

@@ -78,8 +78,8 @@ class Finetune:
     """python, files, or the name of a Hugging Face dataset."""
     subset: str = ""
     """Hugging Face dataset: its configuration, such as mrpc of nyu-mll/glue."""
-    data_path: str = field(default="data", metadata=MAY_CHANGE | {"staged": True})
-    """files: a file or a folder of files; stage_to copies it."""
+    data_path: str = field(default="data", metadata=MAY_CHANGE)
+    """files: a file or a folder of files."""
     text_column: str = "text"
     """The column of the text to classify, or to learn to generate."""
     second_text_column: str = ""

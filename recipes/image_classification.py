@@ -41,8 +41,8 @@ class ImageClassification:
     """mini_resnet, or any name of torchvision.models.list_models()."""
     data: str = "digits"
     """digits, cifar10, folder, parquet, or the name or path of a Hugging Face dataset."""
-    data_path: str = field(default="data", metadata={"changes_curve": False, "staged": True})
-    """folder, parquet: the data's folder; cifar10: the download folder. stage_to copies it."""
+    data_path: str = field(default="data", metadata={"changes_curve": False})
+    """folder, parquet: the data's folder; cifar10: the download folder."""
     train_split: str = "train"
     """folder, parquet, Hugging Face dataset: subfolder, file prefix or split to train on."""
     validation_split: str = "validation"

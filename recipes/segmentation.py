@@ -57,8 +57,8 @@ class Segmentation:
     """mini_unet, or the name of a torchvision segmentation model."""
     data: str = "digits"
     """digits or folder."""
-    data_path: str = field(default="data", metadata={"changes_curve": False, "staged": True})
-    """folder: the folder with the data; stage_to copies it."""
+    data_path: str = field(default="data", metadata={"changes_curve": False})
+    """folder: the folder with the data."""
     classes: tuple[str, ...] = ()
     """folder: the names of classes 0, 1, ...; not used by digits."""
     digits: int = 10

@@ -1,17 +1,18 @@
-"""Record what the training package computes, bit by bit, and compare a later state of the code.
+"""Compare what the training package computes, bit by bit, with what it computed at a9ab39b.
 
-    python tests/golden.py record FOLDER     # on the old commit
-    python tests/golden.py compare FOLDER    # after each move; exits 1 and names what differs
+    python tests/golden.py              # make golden: record the old commit, compare this tree
+    python tests/golden.py --only NAME  # some cases
 
 For a refactor that must change nothing: the tests allow rounding, this does not. Each case is a
-short run of `my_project.train.main` from the template beside this file, on CPU processes. Recorded
-are the tensors of its exports and checkpoints, metrics.jsonl, the values in state.json, config.yaml
-and data_info.json, and the keys and names of everything else in the run folder. Of a run in several
-parts, FOLDER/half keeps what the last part began with: a comparison also continues this copy of the
-old code's, by the new code ("/half").
+short run of `my_project.train.main` on CPU processes, with the recipes, configs and processes of
+golden_harness.py. Recorded are the tensors of its exports and checkpoints, metrics.jsonl, the
+values in state.json, config.yaml and data_info.json, and the keys and names of everything else in
+the run folder. Of a run in several parts, FOLDER/half keeps what the last part began with: a
+comparison also continues this copy of the old code's, by the new code ("/half").
 
-The bits depend on the machine and the installed versions, so a record is compared where it was
-made, and never committed. What is renamed on purpose goes into RENAMED.
+The bits depend on the machine and the installed versions, so the old commit is recorded where it is
+compared, from a worktree of it in FOLDER, once; a record is never committed. What is renamed on
+purpose goes into RENAMED, what is removed into REMOVED.
 """
 
 import argparse
@@ -24,27 +25,33 @@ import platform
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+BASE = "a9ab39b"
 # Old name: new name, of a key, a file or a folder, such as "average": "ema". Applied to whole words
 # of what is recorded, except to the values of tensors.
 RENAMED: dict[str, str] = {}
+# Patterns of facts, or of names of files, that only one of the two states has: "* stage_to".
+REMOVED: tuple[str, ...] = (
+    *("* straggler *", "* spike *"),  # notices that followed from the clock
+    *("* stage_to", "*/run.json format"),
+)
 
-TEMPLATE = Path(__file__).resolve().parents[1] / "template"
-TESTS = TEMPLATE / "tests"
-PATHS = [TEMPLATE / "src", TESTS, *{path.parent for path in TESTS.glob("**/*.py")} - {TESTS}]
-for folder in reversed(PATHS):
-    sys.path.insert(0, str(folder))
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Times, speeds, memory, identities and sentences: only that they are there is compared.
-VOLATILE = re.compile(r"second|memory|utili[sz]ation|reason|launch|sha256|mfu|^(run|host|pid)$")
+VOLATILE = re.compile(
+    r"second|memory|utili[sz]ation|reason|launch|sha256|mfu|_share$|^(run|host|pid|time|slowest_rank)$"
+)
 KEYS_ONLY = {"run.json", "manifest.json"}
 SECONDS = 240  # for one part of a case; the machine may be busy
 
@@ -59,6 +66,7 @@ class Part:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     stop: tuple[int, int] | None = None  # SIGTERM in this step on this rank
     kill: tuple[int, int] | None = None  # SIGKILL
+    fsdp: int = 0  # replicas of the shards; 0: DDP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,10 +102,11 @@ def from_card(name: str, accumulation: int, processes: int, **settings: Any) -> 
     """Return what makes a recipe's config from its file, shortened to 6 steps."""
 
     def make() -> Any:
+        from golden_harness import change
         from my_project.command_line import parse
-        from runs import change
 
-        config = parse(["--config", str(TEMPLATE / f"configs/{name}.yaml")])
+        template = Path(os.environ["GOLDEN_TEMPLATE"])
+        config = parse(["--config", str(template / f"configs/{name}.yaml")])
         short = RECIPES[name] | {
             "steps": 6, "epochs": None, "optim__warmup_steps": 2, "batches__global_batch_size": 16,
             "batches__micro_batch_size": 16 // processes // accumulation,
@@ -113,12 +122,10 @@ def ragged(recipe: dict[str, Any], **settings: Any) -> Callable[[], Any]:
     """Return what makes a config of the recipe for tests: 10 steps of 16 samples."""
 
     def make() -> Any:
-        from ragged import Ragged, Streamed
-        from runs import change, make_config
+        from golden_harness import Ragged, Streamed, make_config
 
         kind = Streamed if "book" in recipe else Ragged
-        config = make_config(Path("runs"), kind(**recipe), run_name="run")
-        return change(config, **settings)
+        return make_config(kind(**recipe), **settings)
 
     return make
 
@@ -220,60 +227,38 @@ def all_cases() -> dict[str, Case]:
         add_on(f"processes_{before}_then_{after}", parts, recipe, optim__ema_decay=0.8)
         recipe = {"book": "book", "noise": 0.1}
         add_on(f"stream_processes_{before}_then_{after}", parts, recipe)
+    for name, parts in {
+        "fsdp_stopped_2": [Part(processes=2, fsdp=1, stop=(4, 1)), Part(processes=2, fsdp=1)],
+        "fsdp_2_then_1": [Part(processes=2, fsdp=1, stop=(4, 0)), Part(processes=1)],
+        "fsdp_2_then_4": [Part(processes=2, fsdp=1, stop=(4, 0)), Part(processes=4, fsdp=1)],
+        "hsdp_4_then_ddp_2": [Part(processes=4, fsdp=2, stop=(4, 3)), Part(processes=2)],
+    }.items():
+        cases[name] = Case(make=sharded, parts=parts)
     return cases
 
 
-def write_inputs(folder: Path) -> None:
-    """Write the data of the recipes' cases, and a tiny encoder."""
-    from test_finetune import make_model, write_data
+def sharded() -> Any:
+    """Make a config with accumulation, clipping that binds, EMA, evaluations and best/."""
+    from golden_harness import Deep, make_config
 
-    make_model(folder / "encoder", decoder=False)
-    for name in ("texts", "pairs", "finetune"):
-        (folder / name).mkdir()
-    write_data(folder / "finetune/train.jsonl")
-    write_data(folder / "finetune/validation.jsonl", copies=1)
-    for i in range(24):
-        text = f"Document {i}: " + "the quick brown fox. " * (2 + i % 5)
-        (folder / f"texts/{i:02}.txt").write_text(text)
-    words = ("red", "green", "blue", "round", "square", "small", "large", "wooden", "iron", "glass")
-    words += ("open", "closed")
-    pairs = [(a, b) for i, a in enumerate(words) for b in words[:i]]
-    rows = [{"query": f"{a} {b}", "document": f"{b} with a {a}"} for a, b in pairs]
-    for name, part in {"train": rows[:48], "validation": rows[48:]}.items():
-        text = "".join(json.dumps(row) + "\n" for row in part)
-        (folder / f"pairs/{name}.jsonl").write_text(text)
+    return make_config(
+        Deep(dtype="float64"), batches__micro_batch_size=2, optim__ema_decay=0.9,
+        optim__schedule="constant", optim__clip_norm=8.0, evaluation__every_steps=5,
+        evaluation__best_metric="validation/auroc",
+    )  # fmt: skip
 
 
 # ---- running a case ------------------------------------------------------------------------------
-def start(work: str, config: Any, stop: tuple[int, int] | None, number: int) -> int:
-    """Run main on this process; it gets a signal in the step and on the rank that stop says."""
-    os.chdir(work)
-    import torch
-    from runs import train
-
-    torch.set_num_threads(1)
-    loss = type(config.recipe).loss
-
-    def interrupted(self: Any, model: Any, batch: Any, step: int) -> Any:
-        if (step, int(os.environ.get("RANK", "0"))) == stop and model.training:
-            os.kill(os.getpid(), number)
-        return loss(self, model, batch, step)
-
-    if stop:
-        type(config.recipe).loss = interrupted
-    return train(config)
-
-
 def run_part(case: Case, part: Part, work: Path) -> str:
     """Run one part in the working folder; return the exit codes, or how it failed."""
-    from runs import change
-    from world import run_world
+    from golden_harness import change, run_processes, start
 
     config = change(case.make(), runs_folder="runs", **part.settings)
     number = signal.SIGKILL if part.kill else signal.SIGTERM
     stop = part.stop or part.kill
     try:
-        codes = run_world(part.processes, start, str(work), config, stop, number, seconds=SECONDS)
+        arguments = (start, str(work), config, stop, number, part.fsdp)
+        codes = run_processes(part.processes, *arguments, seconds=SECONDS)
     except (RuntimeError, TimeoutError) as failure:
         if part.kill:
             return "killed"
@@ -308,36 +293,6 @@ def run_case(name: str, case: Case, inputs: Path, work: Path, half: Path, new: b
     return facts | facts_of(work / "runs") | books(work / "book")
 
 
-# ---- sharded state, by the parts that test_sharded.py puts together ------------------------------
-def run_sharded(work: Path, half: Path, new: bool) -> Facts:
-    """Save shards by 2 processes and go on with 4, 2 and 1."""
-    from runs import make_config
-    from test_sharded import in_group, load_and_train, train_and_save
-    from world import run_world
-
-    facts: Facts = {}
-    config = make_config(work / "runs")
-    if new:
-        whole = run_world(2, in_group, train_and_save, config, seconds=SECONDS)
-        facts["trained"] = [digests(result) for result in whole]
-        shutil.rmtree(half, ignore_errors=True)
-        shutil.copytree(work, half)
-    else:
-        shutil.copytree(half, work)
-    (folder,) = (config.folder / "checkpoints").glob("step_*")
-    for processes in (4, 2, 1):
-        results = run_world(processes, in_group, load_and_train, config, folder, seconds=SECONDS)
-        facts[f"read by {processes}"] = [digests(result) for result in results]
-    return facts | facts_of(work / "runs")
-
-
-def digests(arrays: dict[str, Any]) -> dict[str, str]:
-    return {
-        name: f"{a.dtype} {list(a.shape)} {hashlib.sha256(a.tobytes()).hexdigest()[:20]}"
-        for name, a in sorted(arrays.items())
-    }
-
-
 # ---- facts ---------------------------------------------------------------------------------------
 def facts_of(runs: Path) -> Facts:
     """Gather what is compared from all run folders."""
@@ -352,12 +307,18 @@ def facts_of(runs: Path) -> Facts:
             if path.parent.name == "export":
                 facts[f"{name} bytes"] = hashlib.sha256(path.read_bytes()).hexdigest()
         elif path.suffix == ".jsonl":
-            for i, line in enumerate(path.read_text().splitlines()):
-                facts |= flat(f"{name} {i}", json.loads(line))
+            seen: Counter[str] = Counter()  # a record that goes must not move those after it
+            for content in map(json.loads, path.read_text().splitlines()):
+                place = f"{name} {content.get('kind', 'line')} {content.get('step', '')}"
+                seen[place] += 1
+                facts |= flat(f"{place} {seen[place]}", content)
         elif path.suffix == ".json" and path.stat().st_size < 100_000:
             content = json.loads(path.read_text())
             if path.name == "run.json":
                 content.pop("environment", None)  # the variables that are set here
+            if path.parent.name == "errors":  # paths and lines of the code
+                content.pop("frames")
+                content.pop("details")
             if path.name == "adapter_config.json":  # peft writes a set, in any order, and a path
                 content["target_modules"] = sorted(content["target_modules"])
                 content["base_model_name_or_path"] = "..."
@@ -419,17 +380,24 @@ def renamed(value: Any) -> Any:
     return value
 
 
+def kept(facts: Facts) -> Facts:
+    """Leave out what REMOVED names."""
+
+    def is_removed(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name.rstrip("/"), pattern) for pattern in REMOVED)
+
+    facts = {name: fact for name, fact in facts.items() if not is_removed(name)}
+    if "files" in facts:
+        facts["files"] = [name for name in facts["files"] if not is_removed(name)]
+    return facts
+
+
 # ---- record and compare --------------------------------------------------------------------------
-def gather(folder: Path, only: list[str], new_halves: bool) -> tuple[dict[str, Facts], list[str]]:
-    """Run the cases; return the facts by case, and what was chosen."""
-    cases = all_cases()
-    chosen = [
-        name
-        for name in [*cases, "shards_of_2_read_by_others"]
-        if not only or any(fnmatch.fnmatch(name, f"*{pattern}*") for pattern in only)
-    ]
-    if not chosen:
-        raise SystemExit(f"no case is called {', '.join(only)}; there are {', '.join(cases)}")
+def gather(folder: Path, only: list[str], new_halves: bool) -> dict[str, Facts]:
+    """Run the cases; return the facts by case."""
+    cases = {name: case for name, case in all_cases().items() if is_chosen(name, only)}
+    if not cases:
+        raise SystemExit(f"no case is called {', '.join(only)}; there are {', '.join(all_cases())}")
     results: dict[str, Facts] = {}
     with tempfile.TemporaryDirectory(prefix="golden-") as temporary:
 
@@ -443,39 +411,39 @@ def gather(folder: Path, only: list[str], new_halves: bool) -> tuple[dict[str, F
             print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
 
         def run_both(name: str) -> None:
-            kept = folder / "half" / name
-            made = kept if new_halves else Path(temporary, "half", name)
-            work = Path(temporary, name)
-            if name not in cases:
-                results[name] = run_sharded(work / "new", made, new=True)
-                results[f"{name}/half"] = run_sharded(work / "half", kept, new=False)
-            else:
-                case = cases[name]
-                results[name] = run_case(
-                    name, case, folder / "inputs", work / "new", made, new=True
+            recorded = folder / "half" / name
+            half = recorded if new_halves else Path(temporary, "half", name)
+            work, case, inputs = Path(temporary, name), cases[name], folder / "inputs"
+            results[name] = run_case(name, case, inputs, work / "new", half, new=True)
+            if len(case.parts) > 1 and recorded.is_dir():
+                results[f"{name}/half"] = run_case(
+                    name, case, inputs, work / "half", recorded, new=False
                 )
-                if len(case.parts) > 1 and kept.is_dir():
-                    results[f"{name}/half"] = run_case(
-                        name, case, folder / "inputs", work / "half", kept, new=False
-                    )
             shutil.rmtree(work, ignore_errors=True)
 
         with ThreadPoolExecutor(int(os.environ.get("GOLDEN_JOBS", "2"))) as pool:
-            for _ in pool.map(run, chosen):
+            for _ in pool.map(run, cases):
                 pass
-    return results, chosen
+    return results
+
+
+def is_chosen(name: str, only: list[str]) -> bool:
+    return not only or any(fnmatch.fnmatch(name, f"*{pattern}*") for pattern in only)
 
 
 def record(folder: Path, only: list[str]) -> int:
+    """Record the cases that FOLDER/record.json lacks."""
+    from golden_harness import write_inputs
+
     path = folder / "record.json"
     if not (folder / "inputs").exists():
-        folder.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder))
         write_inputs(temporary)
         temporary.chmod(0o755)
         temporary.rename(folder / "inputs")
-    results, _ = gather(folder, only, new_halves=True)
-    before = json.loads(path.read_text())["cases"] if only and path.exists() else {}
+    before = json.loads(path.read_text())["cases"] if path.exists() else {}
+    missing = [name for name in all_cases() if is_chosen(name, only) and name not in before]
+    results = gather(folder, missing, new_halves=True) if missing else {}
     content = {"made with": made_with(), "cases": before | results}
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     for name, facts in results.items():
@@ -489,19 +457,19 @@ def record(folder: Path, only: list[str]) -> int:
 
 
 def compare(folder: Path, only: list[str]) -> int:
+    """Run the cases; return 1 and name what differs from the record."""
     recorded = json.loads((folder / "record.json").read_text())
-    if recorded["made with"] != made_with():
-        print(f"made with {recorded['made with']}, compared with {made_with()}")
-    results, chosen = gather(folder, only, new_halves=False)
+    print(f"made with {recorded['made with']}, compared with {made_with()}")
+    results = gather(folder, only, new_halves=False)
     wanted = {
-        name: renamed(facts)
+        name: kept(renamed(facts))
         for name, facts in recorded["cases"].items()
-        if not only or name.removesuffix("/half") in chosen
+        if is_chosen(name.removesuffix("/half"), only)
     }
     different = 0
     for name in sorted(wanted.keys() | results.keys()):
         theirs = wanted.get(name)
-        ours = results.get(name)
+        ours = kept(results[name]) if name in results else None
         if ours and name.endswith("/half"):  # the checkpoints it began with have the old names
             ours = renamed(ours)
         if ours == {"failed": "True"}:
@@ -517,7 +485,7 @@ def compare(folder: Path, only: list[str]) -> int:
         ]
         different += bool(keys)
         for key in keys[:12]:
-            print(f"{name}: {key}: {told(theirs.get(key), ours.get(key))}")
+            print(f"{name}: {key}: {difference(theirs.get(key), ours.get(key))}")
         if len(keys) > 12:
             print(f"{name}: ... and {len(keys) - 12} more")
     if different:
@@ -527,7 +495,7 @@ def compare(folder: Path, only: list[str]) -> int:
     return 0
 
 
-def told(theirs: Any, ours: Any) -> str:
+def difference(theirs: Any, ours: Any) -> str:
     if isinstance(theirs, list) and isinstance(ours, list):
         gone = [part for part in theirs if part not in ours]
         new = [part for part in ours if part not in theirs]
@@ -541,23 +509,45 @@ def made_with() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": version("torch"), "on": platform.node()}
 
 
+def of_template(template: Path, command: str, folder: Path, only: list[str]) -> int:
+    """Run record or compare in a process that imports the package of this template."""
+    paths = [template / "src", Path(__file__).parent]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "GOLDEN_TEMPLATE": str(template),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    arguments = [sys.executable, __file__, "--folder", str(folder), "--step", command]
+    return subprocess.run([*arguments, "--only", *only], env=environment, check=False).returncode
+
+
 def main() -> int:
+    """Record the old commit where that is not done, and compare the working tree."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("record", "compare"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names")
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "build/golden")
+    parser.add_argument("--base", default=BASE, help="the commit that is recorded")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="parts of names")
+    parser.add_argument("--step", choices=("record", "compare"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    # before the fork server starts, from which all processes come
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    run = {"record": record, "compare": compare}[arguments.command]
-    return run(arguments.folder.absolute(), arguments.only)
+    folder = arguments.folder.absolute()
+    if arguments.step:
+        return {"record": record, "compare": compare}[arguments.step](folder, arguments.only)
+    worktree = folder / "base"
+    if not worktree.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        add = ["git", "worktree", "add", "--quiet", "--detach", str(worktree), arguments.base]
+        subprocess.run(add, cwd=REPOSITORY, check=True)
+    if code := of_template(worktree / "template", "record", folder, arguments.only):
+        return code
+    return of_template(REPOSITORY / "template", "compare", folder, arguments.only)
 
 
 if __name__ == "__main__":

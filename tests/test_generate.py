@@ -195,15 +195,6 @@ def test_default_answers_give_the_template_byte_for_byte(template: Path, desk: D
     assert tree(desk.generate(template)) == default_tree(template)
 
 
-def test_a_relative_path_gives_the_same_project(template: Path, desk: Desk):
-    project = desk.generate(os.path.relpath(template, desk.folder))
-    assert tree(project) == default_tree(template)
-
-
-def test_a_git_url_gives_the_same_project(template: Path, repository: Path, desk: Desk):
-    assert tree(desk.generate(f"git+file://{repository}")) == default_tree(template)
-
-
 def test_a_zip_archive_gives_the_same_project(template: Path, repository: Path, desk: Desk):
     archive = repository.parent / "main.zip"
     desk.succeed(
@@ -232,13 +223,6 @@ def test_links_of_folders_alone_do_not_hide_flattened_files(template: Path, tmp_
     copied = shutil.copytree(flat, tmp_path / "copied")  # as cookiecutter copies: links followed
     subprocess.run([sys.executable, copied / "hooks/pre_prompt.py"], cwd=copied, check=True)
     assert tree(copied / "{{cookiecutter.project_slug}}") == tree(template / "template")
-
-
-def test_pre_prompt_changes_nothing_where_all_is_well(template: Path, tmp_path: Path):
-    copied = shutil.copytree(template, tmp_path / "copied")
-    before = {path: path.lstat().st_mtime_ns for path in copied.rglob("*")}
-    subprocess.run([sys.executable, copied / "hooks/pre_prompt.py"], cwd=copied, check=True)
-    assert {path: path.lstat().st_mtime_ns for path in copied.rglob("*")} == before
 
 
 def test_what_git_ignores_in_a_used_clone_does_not_get_into_the_project(
@@ -273,17 +257,6 @@ def test_replay_gives_the_same_project_again(template: Path, desk: Desk):
     desk.succeed(sys.executable, "-m", "cookiecutter", "--replay", template)
     assert tree(project) == first
 
-    # Answers that were given before the checks came.
-    (replay,) = (desk.home / ".cookiecutter_replay").iterdir()
-    given = json.loads(replay.read_text())
-    for key in [key for key in given["cookiecutter"] if key.startswith("_")]:
-        if key != "_copy_without_render":
-            del given["cookiecutter"][key]
-    replay.write_text(json.dumps(given))
-    shutil.rmtree(project)
-    desk.succeed(sys.executable, "-m", "cookiecutter", "--replay", template)
-    assert tree(project) == first
-
 
 def test_cruft_gives_the_same_project(template: Path, repository: Path, desk: Desk):
     desk.succeed("cruft", "create", "--no-input", repository)
@@ -292,40 +265,49 @@ def test_cruft_gives_the_same_project(template: Path, repository: Path, desk: De
     assert tree(project) == default_tree(template)
 
 
+MOVED = {  # since the commit below
+    "src/leafscan/recipes/image_classification.py": "src/leafscan/recipes/image_classification.py",
+    "src/leafscan/doctor/causes.py": "src/leafscan/tools/doctor/causes.py",
+    "src/leafscan/cluster/rendezvous.py": "src/leafscan/rendezvous.py",
+}
+BEFORE = "a9ab39b"  # the last commit before the moves
+
+
 @pytest.mark.slow
-def test_cruft_update_keeps_the_edited_recipe_and_brings_the_new_loop(repository: Path, desk: Desk):
+@pytest.mark.parametrize("edited", [(), tuple(MOVED)], ids=["untouched", "edited"])
+def test_cruft_update_brings_the_new_loop_and_edits_follow_the_moves(
+    template: Path, tmp_path: Path, desk: Desk, edited: tuple[str, ...]
+):
+    upstream = tmp_path / "upstream"
+    desk.succeed("git", "clone", "--quiet", REPOSITORY, upstream)
+    if desk.run("git", "checkout", "--quiet", "-B", "main", BEFORE, cwd=upstream).returncode:
+        pytest.skip("needs the history of the repository")
     desk.succeed(
-        "cruft", "create", "--no-input", repository, "--extra-context", json.dumps(RENAMED)
+        "cruft", "create", "--no-input", upstream, f"--extra-context={json.dumps(RENAMED)}"
     )
     project = desk.folder / RENAMED["project_slug"]
     desk.commit(project)
     assert desk.succeed("cruft", "diff", "--exit-code", cwd=project) == ""
+    for file in edited:
+        (project / file).write_text((project / file).read_text() + "\nLEAVES = 7\n")
+    if edited:
+        desk.commit(project)
 
-    recipe = project / "src/leafscan/recipes/image_classification.py"
-    edited = recipe.read_text() + "\nLEAVES = 7\n"
-    recipe.write_text(edited)
-    config = project / "configs/image_classification.yaml"
-    config.write_text(config.read_text().replace("epochs: 15", "epochs: 16"))
-    desk.commit(project)
-    # Of a project that differs, cruft diff prints a patch and nothing else.
-    assert desk.succeed("cruft", "diff", cwd=project).startswith("diff --git")
-
-    loop = repository / "template/src/my_project/train.py"
-    loop.write_text(loop.read_text() + "\n# my_project.train has learnt something.\n")
-    desk.commit(repository)
-    assert desk.run("cruft", "check", cwd=project).returncode == 1
-
+    desk.succeed("git", "rm", "-r", "--quiet", ".", cwd=upstream)
+    shutil.copytree(template, upstream, symlinks=True, dirs_exist_ok=True)
+    desk.commit(upstream)
     desk.succeed("cruft", "update", "--skip-apply-ask", cwd=project)
-    assert (
-        (project / "src/leafscan/train.py")
-        .read_text()
-        .endswith("\n# leafscan.train has learnt something.\n")
-    )
-    assert recipe.read_text() == edited
-    assert "epochs: 16" in config.read_text()
-    assert not list(project.rglob("*.rej"))
-    assert not (project / "src/my_project").exists()
     desk.succeed("cruft", "check", cwd=project)
+    found = tree(project)  # of a patch that does not apply, files named .rej
+    for file in edited:
+        content, executable = found[MOVED[file]]
+        assert content.endswith(b"\nLEAVES = 7\n"), file
+        found[MOVED[file]] = content.removesuffix(b"\nLEAVES = 7\n"), executable
+    desk.folder = tmp_path / "fresh"
+    desk.folder.mkdir()
+    fresh = tree(desk.generate(template, **RENAMED))
+    found.pop(".cruft.json")
+    assert found == fresh
 
 
 # The answers
@@ -357,35 +339,21 @@ AWKWARD = {
 }
 
 
-def awkward_project_is_exact(project: Path) -> None:
-    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
-    assert metadata["description"] == AWKWARD["description"]
-    assert metadata["authors"] == [{"name": AWKWARD["author"]}]
-    assert metadata["name"] == "bobs-net"
-    assert f"Copyright (c) {AWKWARD['author']}\n" in (project / "LICENSE").read_text()
-
-
 def test_quotes_backslashes_and_letters_of_all_kinds_come_through_exactly(
     template: Path, desk: Desk
 ):
     names = {"project_slug": "bobs-net", "package_name": "bobs_net"}
     project = desk.generate(template, **AWKWARD, **names)
-    awkward_project_is_exact(project)
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    assert metadata["description"] == AWKWARD["description"]
+    assert metadata["authors"] == [{"name": AWKWARD["author"]}]
+    assert metadata["name"] == "bobs-net"
+    assert f"Copyright (c) {AWKWARD['author']}\n" in (project / "LICENSE").read_text()
     # What stands in code is the names alone.
     plain = desk.generate(template, "--output-dir=plain", **names).parent / "plain/bobs-net"
     free_text = {"README.md", "AGENTS.md", "LICENSE", "pyproject.toml"}
     for file, content in tree(plain).items():
         assert file in free_text or tree(project)[file] == content, file
-
-
-def test_typed_answers_come_through_exactly(template: Path, desk: Desk):
-    typed = [*(AWKWARD[key] for key in ("project_name",)), "bobs-net", "bobs_net"]
-    typed += [AWKWARD["description"], AWKWARD["author"], "BSD-3-Clause", "segmentation"]
-    desk.succeed(sys.executable, "-m", "cookiecutter", template, typed="\n".join(typed) + "\n")
-    project = desk.folder / "bobs-net"
-    awkward_project_is_exact(project)
-    assert (project / "LICENSE").read_text().startswith("BSD 3-Clause")
-    assert [path.name for path in (project / "configs").iterdir()] == ["segmentation.yaml"]
 
 
 @pytest.mark.parametrize("package", ["my_project_two", "not_my_project"])
@@ -400,18 +368,8 @@ def test_a_package_name_may_contain_the_templates(template: Path, desk: Desk, pa
 
 def test_words_are_replaced_whole_and_once():
     words = {"my_project": "my_project_2", "my-project": "The Author", "The Author": "my-project"}
-    for text in (
-        "{}.train",
-        "src/{}/train.py",
-        "_build/{}",
-        "'{}'",
-        "`{}`,",
-        "({})",
-        "{}",
-        "{}-seed=1",
-    ):
-        replaced = POST_GEN.replace(text.format("my_project"), words)
-        assert replaced == text.format("my_project_2")
+    for text in ("{}.train", "src/{}/train.py", "'{}'", "{}-seed=1"):
+        assert POST_GEN.replace(text.format("my_project"), words) == text.format("my_project_2")
     for other in ("my_project2", "my_projects", "not_my_project", "my-project-x", "x-my-project"):
         assert POST_GEN.replace(other, words) == other
     assert POST_GEN.replace("my-project: The Author.", words) == "The Author: my-project."
@@ -420,7 +378,7 @@ def test_words_are_replaced_whole_and_once():
 def test_free_text_gets_into_no_code():
     names = {"my-project": "leaf-scanner", "my_project": "leafscan"}
     answers = {**DEFAULTS, **RENAMED}
-    for file in ("src/leafscan/train.py", "launch/ssh.sh", "configs/image_classification.yaml"):
+    for file in ("src/leafscan/train.py", "launch/ssh.sh"):
         assert POST_GEN.replacements(file, answers) == names
 
 
@@ -442,43 +400,12 @@ def test_without_a_license_none_is_claimed(template: Path, desk: Desk):
     assert "license" not in tomllib.loads((project / "pyproject.toml").read_text())["project"]
 
 
-@pytest.fixture
-def two_recipes(template: Path, tmp_path: Path) -> Path:
-    """The template with a second recipe, `ferns`, made as a new one would be."""
-    folder = shutil.copytree(template, tmp_path / "two-recipes", symlinks=True)
-    added = {
-        "configs/ferns.yaml": "class_path: my_project.recipes.ferns.Ferns\n",
-        "src/my_project/recipes/ferns.py": '"""Ferns."""\n',
-        "tests/recipes/test_image_classification.py": '"""Of the first recipe alone."""\n',
-        "tests/recipes/test_ferns.py": '"""Of the second recipe alone."""\n',
-    }
-    for file, content in added.items():
-        (folder / "template" / file).write_text(content)
-    readme = folder / "template/README.md"
-    readme.write_text(readme.read_text() + "configs/image_classification.yaml\n")
-    post_gen, pre_gen = folder / "hooks/post_gen_project.py", folder / "hooks/pre_gen_project.py"
-    one = f"RECIPES = {POST_GEN.RECIPES}".replace("'", '"')
-    two = 'RECIPES = ("image_classification", "ferns")'
-    others = {file for name in POST_GEN.RECIPES[1:] for file in POST_GEN.recipe_files(name)}
-    files = tuple(sorted({*POST_GEN.TEMPLATE_FILES, *added} - others))
-    post_gen.write_text(
-        re.sub(
-            r"(?ms)^TEMPLATE_FILES = \(.*?^\)$", f"TEMPLATE_FILES = {files}", post_gen.read_text()
-        )
-    )
-    for file in others:
-        (folder / "template" / file).unlink()
-    for file in (post_gen, pre_gen):
-        assert file.read_text().count(one) == 1
-        file.write_text(file.read_text().replace(one, two))
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("chosen", "other"), [("ferns", "image_classification"), ("image_classification", "ferns")]
+    ("chosen", "other"),
+    [("segmentation", "image_classification"), ("image_classification", "segmentation")],
 )
-def test_the_chosen_recipe_is_the_only_one(two_recipes: Path, desk: Desk, chosen: str, other: str):
-    project = desk.generate(two_recipes, **RENAMED, recipe=chosen)
+def test_the_chosen_recipe_is_the_only_one(template: Path, desk: Desk, chosen: str, other: str):
+    project = desk.generate(template, **RENAMED, recipe=chosen)
     files = {"configs/{}.yaml", "src/leafscan/recipes/{}.py", "tests/recipes/test_{}.py"}
     generated = set(tree(project))
     assert {file.format(chosen) for file in files} <= generated
@@ -490,15 +417,13 @@ def test_the_chosen_recipe_is_the_only_one(two_recipes: Path, desk: Desk, chosen
         assert other.replace("_", "-") not in text
 
 
-def test_all_keeps_every_recipe(two_recipes: Path, desk: Desk):
-    project = desk.generate(two_recipes, recipe="all")
-    expected = default_tree(two_recipes)
-    expected["pyproject.toml"] = tree(two_recipes / "template")["pyproject.toml"]
-    for file in ("README.md", "Makefile", "Dockerfile"):  # they install what both need
+def test_all_keeps_every_recipe(template: Path, desk: Desk):
+    project = desk.generate(template, recipe="all")
+    expected = default_tree(template, *POST_GEN.RECIPES[1:])
+    extras = ",".join(POST_GEN.RECIPES).replace("_", "-").encode()
+    for file in ("README.md", "Makefile", "Dockerfile"):  # they install what all need
         content, executable = expected[file]
-        assert content.count(b"image-classification") == (2 if file == "README.md" else 1)
-        content = content.replace(b"image-classification", b"image-classification,ferns")
-        expected[file] = (content, executable)
+        expected[file] = (content.replace(b"image-classification", extras), executable)
     assert tree(project) == expected
 
 
@@ -522,25 +447,11 @@ def test_the_end_says_what_was_made_where_and_how_to_go_on(template: Path, desk:
     screen, code = desk.in_a_terminal(template, typed="Leaf Scanner\n\nleafscan\n\n\n\ncausal_lm\n")
     assert code == 0
     project = desk.folder / "leaf-scanner"
-    assert screen[-13:-1] == [
-        "Leaf Scanner (recipe causal_lm, license MIT) is in",
-        str(project),
-        "",
-        "To install it with uv and train:",
-        "",
-        "cd leaf-scanner",
-        "uv venv --seed && source .venv/bin/activate",
-        'uv pip install -e ".[causal-lm,dev]"',
-        "make train",
-        "",
-        "Without uv, in place of its two lines:",
-        "",
-    ]
+    assert {str(project), "cd leaf-scanner", "make train"} <= set(screen)
     readme = (project / "README.md").read_text().split("\n## Install\n")[1]
     with_uv, with_pip = re.findall(r"(?ms)^```bash\n(.*?)\n```$", readme)[:2]
     assert screen[-7:-5] == with_uv.splitlines()
     assert screen[-1] == with_pip.replace("\n", " && ")
-    assert [path.name for path in (project / "configs").iterdir()] == ["causal_lm.yaml"]
     # Each recipe and license is listed, with what it is.
     listed = [line.split()[0] for line in screen if re.match(r" {6}\S+  +\S", line)]
     assert listed == [*LICENSES, "none", *POST_GEN.RECIPES, "all"]
@@ -550,7 +461,7 @@ def test_the_commands_at_the_end_can_be_pasted_as_they_are(template: Path, desk:
     answers = {"license": "none", "recipe": "all"}
     shown = desk.cookiecutter(template, "--output-dir=else where's", **answers).stderr.splitlines()
     project = desk.folder / "else where's/my-project"
-    assert shown[1:3] == ["My Project (all recipes, no license) is in", str(project)]
+    assert shown[2] == str(project)
     commands = [*shown[6:10], shown[-1]]
     for command in commands:  # in the order of a shell that has them pasted
         desk.succeed("bash", "-n", "-c", command)
@@ -570,46 +481,19 @@ def test_the_readmes_first_commands_are_those_at_the_end(template: Path, desk: D
     assert with_pip[1] == f"generator/bin/cookiecutter --no-input {address}"
     assert with_pip[2:] == [shown[6], shown[-1]]
     assert clone[:2] == [f"git clone {address}", f"cd {Path(address).name}"]
-    typed = "\n".join(blocks)
-    assert "#" not in typed  # no comment to an interactive zsh
-    assert "<" not in typed
 
 
 # Refusals
-
-BAD_SLUGS = ["", ".", "..", "a/b", "../a", "/tmp/a", "a\\b", "a b", ".a", "-a", "a.", "a-", "a..b"]
-BAD_SLUGS += ["{{a}}", "né", "a\n", "torch", "Scikit_Learn", "pytest-timeout"]
-BAD_SLUGS += ["torchrun", "python", "Python3.11", "pip3", "accelerate-launch", "py.test", "make"]
-BAD_PACKAGES = {
-    "is not a valid name of a Python package": [
-        "",
-        "9lives",
-        "a-b",
-        "a.b",
-        "a b",
-        "_a",
-        "né",
-        "a/b",
-        "a\n",
-    ],
-    "is a Python keyword": ["class", "None", "async"],
-    "would hide Python's own module": ["json", "JSON", "Random", "this", "types"],
-    "would hide the library": ["torch", "Torch", "TORCHVISION", "yaml", "PIL", "sklearn"],
-    "is a folder or a test module of the project": ["tests", "configs", "Data", "runs", "launch"],
-}
 
 
 def refusals(folder: Path, **answers: str) -> list[str]:
     return list(PRE_GEN.problems({**DEFAULTS, **answers}, folder))
 
 
-def test_the_default_answers_are_not_refused(tmp_path: Path):
-    assert refusals(tmp_path) == []
-    assert refusals(tmp_path, **RENAMED, license="none", recipe="all") == []
-    assert refusals(tmp_path, **AWKWARD) == []
-
-
-@pytest.mark.parametrize("slug", BAD_SLUGS)
+@pytest.mark.parametrize(
+    "slug",
+    ["", "../a", "/tmp/a", "a b", "-a", "a.", "a\n", "{{a}}", "né", "Scikit_Learn", "Python3.11"],
+)
 def test_a_bad_slug_is_refused(tmp_path: Path, slug: str):
     (problem,) = refusals(tmp_path, project_slug=slug)
     assert problem.startswith(f"project_slug {slug!r} is ")
@@ -621,7 +505,14 @@ def test_a_good_slug_is_accepted(tmp_path: Path, slug: str):
 
 
 @pytest.mark.parametrize(
-    ("package", "reason"), [(name, why) for why, names in BAD_PACKAGES.items() for name in names]
+    ("package", "reason"),
+    [
+        *((name, "is not a valid name of a Python package") for name in ("", "9a", "a-b", "a/b")),
+        *((name, "is a Python keyword") for name in ("class", "None")),
+        *((name, "would hide Python's own module") for name in ("json", "Random")),
+        *((name, "would hide the library") for name in ("torch", "TORCHVISION", "sklearn")),
+        *((name, "is a folder or a test module") for name in ("tests", "Data", "launch")),
+    ],
 )
 def test_a_bad_package_name_is_refused(tmp_path: Path, package: str, reason: str):
     (problem,) = refusals(tmp_path, package_name=package)
@@ -638,11 +529,8 @@ def test_text_that_no_file_can_hold_is_refused(tmp_path: Path, question: str, an
 @pytest.mark.parametrize(
     ("question", "answer", "meant"),
     [
-        ("license", "gpl", ""),
         ("license", "bsd 3-clause", "BSD-3-Clause"),
-        ("license", "apache", "Apache-2.0"),
         ("recipe", "causal", "causal_lm"),
-        ("recipe", "Image-Classification", "image_classification"),
         ("recipe", "2", ""),
     ],
 )
@@ -650,21 +538,15 @@ def test_a_choice_that_is_none_is_refused(tmp_path: Path, question: str, answer:
     (problem,) = refusals(tmp_path, **{question: answer})
     meant = f" (did you mean {meant}?)" if meant else ""
     assert problem.startswith(f"{question} {answer!r} is not known{meant}: choose ")
-    last = {"license": "BSD-3-Clause or none.", "recipe": "segmentation or all."}
-    assert problem.endswith(last[question])
 
 
 @pytest.mark.parametrize(
     "answers",
     [
-        {"package_name": "torch"},
         {"package_name": "a'b\"c\\"},
-        {"project_slug": "my project"},
         {"project_slug": "../outside", "package_name": "outside"},
-        {"description": "two\nlines"},
         {"author": "\x1b[31mred"},
         {"license": "GPL"},
-        {"recipe": "causal"},
     ],
 )
 def test_a_refusal_is_one_sentence_and_leaves_nothing(
@@ -681,25 +563,18 @@ def test_a_refusal_is_one_sentence_and_leaves_nothing(
     assert sorted(desk.folder.parent.iterdir()) == around
 
 
-@pytest.mark.parametrize("author", ["{{ me }}", "{% me", "{# me"])
-def test_jinja_on_the_command_line_is_refused_in_one_sentence(
-    template: Path, desk: Desk, author: str
-):
+@pytest.mark.parametrize("author", ["{{ me }}", "{% me"])
+def test_jinja_on_the_command_line_is_refused(template: Path, desk: Desk, author: str):
     (sentence,), code = desk.in_a_terminal("--no-input", template, f"author={author}")
     assert code == 1
-    assert sentence == (
-        f"The answer {author!r} contains {author[:2]!r}, which is Jinja syntax: insert a space."
-    )
+    assert sentence.startswith(f"The answer {author!r} contains")
 
 
 def test_a_bad_answer_ends_it_before_the_next_question(template: Path, desk: Desk):
     screen, code = desk.in_a_terminal(template, typed="Torch\n\n")
     assert code == 1
     assert "Which name does its Python package have?" not in "\n".join(screen)
-    assert screen[-1].endswith(
-        ": project_slug 'torch' is the name of a library that projects depend on: choose another, "
-        "such as 'torch-project'."
-    )
+    assert "choose another, such as 'torch-project'." in screen[-1]
     assert list(desk.folder.iterdir()) == []
 
 
@@ -707,20 +582,8 @@ def test_a_folder_that_exists_is_refused_in_one_sentence(template: Path, desk: D
     (desk.folder / "here/my-project").mkdir(parents=True)
     (sentence,), code = desk.in_a_terminal("--no-input", "--output-dir=here", template)
     assert code == 1
-    assert sentence == (
-        f"project_slug 'my-project' names a folder that exists, {desk.folder}/here/my-project: "
-        "choose another name, move the folder away, or add -f to overwrite the template's files in "
-        "it."
-    )
-
-
-def test_cruft_refuses_too_though_with_a_traceback_of_its_own(repository: Path, desk: Desk):
-    done = desk.run(
-        "cruft", "create", "--no-input", repository, "--extra-context", '{"recipe": "causal"}'
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("recipe 'causal' is not known (did you mean causal_lm?): choose ")
-    assert list(desk.folder.iterdir()) == []
+    assert sentence.startswith("project_slug 'my-project' names a folder that exists")
+    assert "-f to overwrite" in sentence
 
 
 def requirements() -> list[str]:
@@ -828,19 +691,18 @@ def test_f_leaves_the_bytecode_of_a_package_that_was_renamed(template: Path, des
         ("src/my_project/data.json", {"package_name": "leafscan"}),
         ("LICENSE.MIT", {}),
         ("LICENSE.Apache-2.0", {"license": "none"}),
-        ("configs/ferns.yaml", {}),
-        ("src/my_project/recipes/ferns.py", {}),
-        ("tests/recipes/test_image_classification.py", {"recipe": "ferns"}),
+        ("configs/causal_lm.yaml", {}),
+        ("tests/recipes/test_image_classification.py", {"recipe": "causal_lm"}),
     ],
 )
 def test_f_is_refused_where_a_file_of_the_users_would_be_lost(
-    two_recipes: Path, desk: Desk, file: str, answers: dict[str, str]
+    template: Path, desk: Desk, file: str, answers: dict[str, str]
 ):
     project = desk.folder / "my-project"
     (project / file).parent.mkdir(parents=True)
     (project / file).write_text("mine")
     before = tree(project)
-    done = desk.cookiecutter(two_recipes, "-f", **answers)
+    done = desk.cookiecutter(template, "-f", **answers)
     assert done.returncode != 0
     named = "src/my_project" if "package_name" in answers else file
     assert done.stderr.startswith(f"{named} exists in {project} and ")

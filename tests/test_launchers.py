@@ -1,5 +1,6 @@
 """The launchers of a generated project, on two hosts: ssh over real sshd, and what pods run."""
 
+import getpass
 import os
 import re
 import shutil
@@ -205,7 +206,7 @@ def test_slurm_ends_a_job_of_which_a_process_fails(hosts, slurm):
 
 # ---- Slurm: all that can be uncommented or typed ------------------------------------------------
 SBATCH = (PROJECT / "launch/slurm.sbatch").read_text()
-OPTIONAL = re.compile(r"(?m)^# (#SBATCH|module|eval|source|container|set --|values)(.*)$")
+OPTIONAL = re.compile(r"(?m)^# (#SBATCH|module|eval|source|container|set --|values|disk|srun)(.*)$")
 # The launcher: notes its arguments; the last task of an array is preempted when it first runs.
 LAUNCHER = """
 echo "launched ${SLURM_ARRAY_TASK_ID:-} $*" >> "$NOTES"
@@ -213,6 +214,7 @@ echo "launched ${SLURM_ARRAY_TASK_ID:-} $*" >> "$NOTES"
 """
 STANDS_FOR = {
     "python": LAUNCHER,
+    "rsync": 'echo "rsync $*" >> "$NOTES"',
     "module": 'echo "module $*" >> "$NOTES"',
     "conda": """echo 'conda() { echo "conda $* $NEVER_SET" >> "$NOTES"; }'""",
     # pyxis adds options to srun; what it does with them is not tried
@@ -228,7 +230,7 @@ exec /usr/bin/srun "$@"
 
 @pytest.fixture
 def noting(hosts):
-    """A cluster on which stubs in place of python, module, conda and pyxis note what they get."""
+    """A cluster on which stubs in place of python, rsync, modules and pyxis note what they get."""
     if not slurm_cluster.available():
         pytest.skip("needs Slurm and munge (Debian: slurm-wlm munge)")
     stubs = hosts.folder / "stubs"
@@ -254,7 +256,7 @@ def run_to_its_end(slurm, *arguments: str) -> tuple[str, list[str]]:
 def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_alone(
     noting, monkeypatch
 ):
-    assert len(OPTIONAL.findall(SBATCH)) == 12
+    assert len(OPTIONAL.findall(SBATCH)) == 14
     folder = noting.hosts.folder
     (folder / "tiny.yaml").write_text(CONFIG.replace("run_name: tiny", ""))
     script = folder / "launch/slurm.sbatch"
@@ -267,18 +269,22 @@ def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_al
 
     launched = [line.split() for line in notes if line.startswith("launched")]
     tasks = [line[1] for line in launched]
+    disk = f"/tmp/data-{getpass.getuser()}"
+    assert notes.count(f"rsync -a --delete data/ {disk}/") == len(launched), "one on each node"
     assert sorted(tasks) == ["0"] * 2 + ["1"] * 2 + ["2"] * 4, "two nodes; the last is tried again"
     for line in launched:
         assert line[line.index("--num_processes") + 1] == "16"
         assert "accelerate_configs/multi_node.yaml" in line
         added = ("--seed", line[1], "--optim.lr", ("1e-3", "3e-3", "1e-2")[int(line[1])])
-        assert tuple(line[-6:]) == ("--config", "tiny.yaml", *added)
+        added += ("--recipe.data_path", disk)
+        assert tuple(line[-8:]) == ("--config", "tiny.yaml", *added)
     monkeypatch.chdir(folder)
     for path in (PROJECT / "src", PROJECT / "tests"):
         monkeypatch.syspath_prepend(path)
     from my_project.command_line import check
 
-    names = {check(line[line.index("my_project.train") + 1 :]).run_name for line in launched}
+    # the recipe of the tests has no data_path
+    names = {check(line[line.index("my_project.train") + 1 : -2]).run_name for line in launched}
     assert names == {"tiny-lr=0.001", "tiny-lr=0.003-seed=1", "tiny-seed=2"}
     ports = {(line[1], line[line.index("--main_process_port") + 1]) for line in launched}
     assert len({port for _, port in ports}) == len(ports) == 3
@@ -358,9 +364,7 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts, name):
 
 
 # ---- preflight, and what the nodes find when they meet -------------------------------------------
-def check(
-    hosts: TwoHosts, host: int, *flags: str, module: str = "cluster.preflight", **more
-) -> None:
+def check(hosts: TwoHosts, host: int, *flags: str, module: str = "tools.preflight", **more) -> None:
     disk = more.pop("disk", None)
     hosts.start(
         host, sys.executable, "-m", "my_project.launch",

@@ -1,14 +1,12 @@
 """The README's commands, code and pictures, and what keeps the repository in one piece."""
 
 import html
-import json
 import os
 import re
 import shlex
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,11 +44,8 @@ def make(target: str) -> str:
 
 
 @pytest.mark.parametrize("readme", ["README.md", "recipes/README.md", "CONTRIBUTING.md"])
-def test_code_fits_the_width_of_a_page_and_links_lead_to_files(readme: str):
-    """As template/tests/test_documents.py asks of the documents of a project."""
+def test_links_lead_to_files(readme: str):
     text = (REPOSITORY / readme).read_text()
-    for block in re.findall(r"(?ms)^```.*?^```$", text):
-        assert max(map(len, block.splitlines())) <= 100, block
     for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
         is_there = ((REPOSITORY / readme).parent / target).exists()
         assert is_there or target.startswith("https://"), target
@@ -126,7 +121,6 @@ def test_the_lines_that_the_readme_counts_are_that_many():
 
 # ---- the pictures of the README ------------------------------------------------------------------
 PICTURES = REPOSITORY / "docs/pictures"
-AGAIN = "run docs/pictures/make.py again"
 
 
 def picture(name: str) -> list[str]:
@@ -155,93 +149,6 @@ def test_the_pictures_are_small_load_nothing_and_name_no_machine():
             assert loaded not in text, (name, loaded)
         shown = "\n".join(picture(Path(name).stem))
         assert not re.search(r"(?<![\w.])/\w", shown), shown
-
-
-@pytest.mark.parametrize("name", ["finished", "failed", "stopped"])
-def test_the_block_in_a_picture_is_what_the_code_prints(name: str, tmp_path, monkeypatch, capsys):
-    """With the values in the picture, the code prints the block again."""
-    lines = picture(name)
-    shown = "\n".join(lines[next(i for i, line in enumerate(lines) if line[:4] == "--- ") :])
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.delenv("LAUNCH_LOGS", raising=False)
-    monkeypatch.syspath_prepend(REPOSITORY / "template/src")
-    monkeypatch.chdir(tmp_path)
-    from my_project import files
-    from my_project.records.outcome import Outcome
-
-    def find(pattern: str) -> list[str]:
-        match = re.search(pattern, shown, re.MULTILINE)
-        assert match, f"{pattern} is not in the picture:\n{shown}\n{AGAIN}"
-        return list(match.groups())
-
-    folder = Path("runs/image_classification")
-    given: dict[str, Any] = {"failures": [], "stop_signal": "", "code": 1}
-    status: dict[str, Any] = {"outcome": {"stopped": "preempted"}.get(name, name), "reason": ""}
-    saved, state = 0, {}
-    if name == "finished":
-        status["step"], status["steps"] = map(int, find(r"^  steps    (\d+) of (\d+)$"))
-        status["seconds"] = float(*find(r"^  time     (\d+) s in the last start$"))
-        best, best_step = find(r"^  best     validation/accuracy ([\d.]+) at step (\d+)$")
-        saved, state = status["step"], {"best": float(best), "best_step": int(best_step)}
-        results = [pair.rsplit(" ", 1) for pair in find(r"^  result   (.*)$")[0].split(", ")]
-        status["result"] = {metric: float(value) for metric, value in results}
-        (speed,) = find(r"^  speed    ([\d.]+) samples per second$")
-        status["result"]["samples per second"] = float(speed)
-        given["code"] = 0
-    elif name == "stopped":
-        step, steps = map(int, find(r"^--- stopped: saved at step (\d+) of (\d+) -+$"))
-        saved, given["stop_signal"] = step, "SIGINT"
-        status |= {"step": step, "steps": steps, "reason": "SIGINT"}
-    else:
-        title = r"^--- failed after step (\d+) of (\d+), rank (\d) on (\S+) -+$"
-        step, steps, rank, host = find(title)
-        (reason,) = find(r"^  error    (.*\n {11}.*)$")
-        failure = {"rank": int(rank), "host": host, "step": int(step), "cause": "exception"}
-        failure |= {"reason": " ".join(reason.split()), "exit_code": 1, "frames": frames(shown)}
-        given["failures"] = [failure, failure | {"rank": 1 - int(rank)}]
-        status["steps"] = int(steps)
-        saved = int(*find(r"continues from step (\d+):$"))
-    checkpoint = folder / f"checkpoints/step_{saved:08}"
-    checkpoint.mkdir(parents=True)
-    (folder / "config.yaml").write_text("evaluation: {best_metric: validation/accuracy}")
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    (checkpoint / "manifest.json").write_text(
-        files.manifest_text({"format": files.FORMAT, "step": saved, "files": {}})
-    )
-    Outcome(
-        folder=folder,
-        logs=folder / "logs",
-        status=status,
-        is_new=True,
-        is_first_node=True,
-        was_killed=False,
-        command=lines[0].removeprefix("$ "),
-        **given,
-    ).print()
-    assert "".join(capsys.readouterr()).strip("\n") == shown, AGAIN
-
-
-def frames(shown: str) -> list[dict[str, Any]]:
-    """Return the frames of a short traceback, with as many of a library as it has folded."""
-    found: list[dict[str, Any]] = []
-    for file, line, function, code, number, library in re.findall(
-        r"(?m)^  (?:(\S+), line (\d+), in (\w+)\n    (.*)|\.\.\. (\d+) frames? in (\w+))$", shown
-    ):
-        one = {"file": file, "line": int(line or 0), "function": function, "code": code}
-        found += [one | {"library": library or None}] * int(number or 1)
-    return found
-
-
-def test_what_else_is_in_the_pictures_stands_in_the_code():
-    code = "".join(path.read_text() for path in (REPOSITORY / "template/src").rglob("*.py"))
-    for name, sentences in {
-        "finished": ("checking the settings of ", ", which imports torch ...", "starting at step "),
-        "stopped": ("a run saves after its step; again in 5 s to end it at once",),
-    }.items():
-        shown = "\n".join(picture(name))
-        for sentence in sentences:
-            assert sentence in shown, AGAIN
-            assert sentence in code, AGAIN
 
 
 def test_root_folders_are_linked_file_by_file():
@@ -291,7 +198,6 @@ def test_every_recipe_has_a_paragraph_on_your_own_data_which_a_test_runs():
 def test_the_comment_at_the_head_of_a_config_launches_that_config(path: Path):
     head = re.match(r"(#.*\n)+", path.read_text())
     assert head, "a config opens with a card"
-    assert max(map(len, head[0].splitlines())) <= 100
     card = re.sub(r"(?m)^# ?", "", head[0])
     commands = re.findall(r"(?m)^  ((?:.*\\\n)*.*)$", card)
     launch, *predict = (shlex.split(command.replace("\\\n", " ")) for command in commands)
@@ -302,6 +208,3 @@ def test_the_comment_at_the_head_of_a_config_launches_that_config(path: Path):
     words = ["python", "-m", "my_project", "predict", f"runs/{path.stem}"]
     file = predict[-1][-1]
     assert predict == [words, [*words, "--sample", file], [*words, file]]
-    for label in ("Hardware and time: ", "Expected: "):
-        assert f"\n{label}" in card
-    assert re.search(r"measured\s+\d{4}-\d\d-\d\d", card)

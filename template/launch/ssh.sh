@@ -20,12 +20,23 @@ if [ $# -lt 1 ] || [[ $1 == -* ]]; then
     echo "error: give a host list first: launch/ssh.sh hosts.txt --config configs/..." >&2
     exit 2
 fi
-listed=$("$python" -m my_project hosts "$1" --list) || exit 2
-shift
-hosts=() slots=0
+listed=$(sed 's/\r$//; s/#.*//; /^[[:space:]]*$/d' "$1") || exit 2
+hosts=() slots=""
 while read -r name count; do
-    hosts+=("$name") slots=$count
+    slots=${slots:-$count}
+    if [[ ! $count =~ ^slots=[1-9][0-9]*$ || $count != "$slots" ]]; then
+        echo "error: $1 has the line '$name $count'; write a node per line as: gpu-a slots=8, with the" \
+            "same number of processes for all" >&2
+        exit 2
+    fi
+    if [[ " ${hosts[*]-} " == *" $name "* ]]; then
+        echo "error: $1 has $name twice; write each node once" >&2
+        exit 2
+    fi
+    hosts+=("$name")
 done <<<"$listed"
+slots=${slots#slots=}
+shift
 read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15}"
 
 # Quote words for the login shell of another host, which may be any shell.

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parents[1]
-# It can be deleted, together with launch/.
-HAS_CLUSTER = (PROJECT / "src/my_project/cluster").is_dir()
+# These folders can be deleted.
+HAS_TOOLS = (PROJECT / "src/my_project/tools").is_dir()
+HAS_LAUNCHERS = (PROJECT / "launch").is_dir()
 DOCUMENTS = sorted(
     path.relative_to(PROJECT).as_posix()
     for pattern in ("*.md", "docs/*.md", "accelerate_configs/*.md")
@@ -70,12 +71,12 @@ def train_as_typed(command: str, more: str = "") -> Any:
 
 def predict_as_typed(command: str) -> str:
     """Run `python -m my_project predict ...` here, and return what it prints."""
-    from my_project import predict
+    from my_project import commands
 
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "my_project", "predict"], command
     with redirect_stdout(io.StringIO()) as printed:
-        predict.main(predict.parse(words[4:]))
+        commands.print_prediction(commands.parse_predict(words[4:]))
     return printed.getvalue()
 
 

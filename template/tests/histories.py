@@ -24,7 +24,9 @@ def write_history(folder: Path, **settings: Any) -> Path:
     state, failure = options.pop("state"), options.pop("failure")
     records = list(records_of(**options)) if made is None else made
     with (folder / "metrics.jsonl").open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        for record in records:
+            kind = "interval" if {"loss", "samples_per_second"} & {*record} else "evaluation"
+            file.write(json.dumps({"kind": kind} | record) + "\n")
     done = records[-1]["step"] if records else 0
     status = {"outcome": state, "step": done, "steps": options["steps"], "reason": ""}
     status |= {"seconds": 12.5, "paused_seconds": 1.0}
@@ -101,9 +103,6 @@ def records_of(
     preempted_at: tuple[int, ...] = (),
     killed_at: tuple[int, ...] = (),
     spiked_at: tuple[int, ...] = (),
-    has_gpus: bool = True,
-    until: int | None = None,
-    old: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a run.
 
@@ -115,10 +114,7 @@ def records_of(
         seed: of its noise.
         preempted_at: steps at which the run stops, and starts again.
         killed_at: steps from which it starts again without having stopped.
-        spiked_at: steps at which the loss is five times what it was.
-        has_gpus: whether the machine tells of its GPUs.
-        until: the last step of a run that is not finished.
-        old: write the records of older versions, which have no kind and no time.
+        spiked_at: steps at which the loss is forty times what it was.
     """
     chance = random.Random(seed)
     elapsed, best = 0.0, 0.0
@@ -132,9 +128,8 @@ def records_of(
         path = f"checkpoints/step_{step:08d}" if step else None
         return common("start", step) | {"world_size": 8, "hosts": hosts, "resumed_from": path}
 
-    if not old:
-        yield start(0)
-    for step in range(every, (until or steps) + 1, every):
+    yield start(0)
+    for step in range(every, steps + 1, every):
         done = step / steps
         noise = chance.gauss(0, 1)
         seconds = 0.12 * (1 + 0.04 * abs(noise))
@@ -142,9 +137,7 @@ def records_of(
         loss = (2.4 * math.exp(-6 * done * (lr / 0.01) ** 0.3) + 0.03) * math.exp(0.12 * noise)
         norm = 2.2 * math.exp(0.3 * chance.gauss(0, 1)) * (1 + 3 * math.exp(-40 * done))
         if step in spiked_at:
-            spike = {"name": "loss", "value": loss * 5, "median": loss}
-            yield common("spike", step) | spike
-            loss *= 2.5
+            loss *= 40
         warm = min(1.0, step / (steps * 0.05))
         interval: dict[str, Any] = {
             "steps": every,
@@ -157,43 +150,33 @@ def records_of(
             "peak_memory_bytes": int(9.1e9 + 2e8 * min(done * 8, 1)),
         }
         data = 0.05 + 0.03 * abs(chance.gauss(0, 1))
-        if not old:
-            rank = seconds * 0.55
-            interval |= {
-                "step_seconds": seconds,
-                "tokens_per_second": 64 * 197 / seconds,
-                "mfu": 0.41 / (1 + 0.04 * abs(noise)),
-                "data_share": data,
-                "forward_share": 0.26,
-                "backward_share": 0.48,
-                "communication_share": 0.11,
-                "optimizer_share": 0.08,
-                "evaluation_share": 0.2 if step % evaluate_every < every else 0.0,
-                "saving_share": 0.05 if step % evaluate_every < every else 0.0,
-                "rank_seconds_min": rank * 0.93,
-                "rank_seconds_median": rank,
-                "rank_seconds_max": rank * (1.1 + 0.15 * chance.random()),
-                "data_seconds_min": seconds * data * 0.6,
-                "data_seconds_median": seconds * data,
-                "data_seconds_max": seconds * data * (1.5 + 2 * chance.random()),
-                "slowest_rank": chance.choice([3, 3, 3, 3, 6, 1]),
-                "slowest_host": "gpu-a",
-            }
-        if has_gpus and not old:
-            interval |= {
-                "allocator_retries": 0,
-                "gpu_utilization": 91 + 2 * noise,
-                "gpu_temperature": 62 + 4 * min(1, done * 5) + noise,
-                "gpu_power_watts": 512 + 20 * noise,
-            }
-        yield common("interval", step) | interval if not old else {"step": step} | interval
+        rank = seconds * 0.55
+        interval |= {
+            "step_seconds": seconds,
+            "tokens_per_second": 64 * 197 / seconds,
+            "mfu": 0.41 / (1 + 0.04 * abs(noise)),
+            "data_share": data,
+            "forward_share": 0.26,
+            "backward_share": 0.48,
+            "communication_share": 0.11,
+            "optimizer_share": 0.08,
+            "evaluation_share": 0.2 if step % evaluate_every < every else 0.0,
+            "saving_share": 0.05 if step % evaluate_every < every else 0.0,
+            "rank_seconds_min": rank * 0.93,
+            "rank_seconds_median": rank,
+            "rank_seconds_max": rank * (1.1 + 0.15 * chance.random()),
+            "data_seconds_min": seconds * data * 0.6,
+            "data_seconds_median": seconds * data,
+            "data_seconds_max": seconds * data * (1.5 + 2 * chance.random()),
+            "slowest_rank": chance.choice([3, 3, 3, 3, 6, 1]),
+            "slowest_host": "gpu-a",
+        }
+        interval |= {"allocator_retries": 0, "gpu_utilization": 91 + 2 * noise}
+        yield common("interval", step) | interval
         if step % evaluate_every < every or step == steps:
             elapsed += 3.1
             accuracy = 1 - 0.9 * math.exp(-5 * done) - 0.01 * abs(chance.gauss(0, 1))
             found = {"validation/accuracy": accuracy, "validation/loss": loss * 1.2 + 0.05}
-            if old:
-                yield {"step": step} | found
-                continue
             extra = {"seconds": 3.1, "is_best": accuracy > best}
             yield common("evaluation", step) | extra | found
             best = max(best, accuracy)

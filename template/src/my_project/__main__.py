@@ -1,16 +1,59 @@
-"""Run a command of this package, or list them: see cli.py.
+"""Run a command of this package, or list them: `python -m my_project`.
 
-Also what the console script my-project runs (pyproject.toml).
+Also what the console script my-project runs (pyproject.toml). It does not add the current
+folder to sys.path.
 """
 
 import sys
 
 from .safety.search_path import leave_out_weights
 
-if sys.argv[1:2] and sys.argv[1] in ("predict", "evaluate", "export"):
+ON_WEIGHTS = ("evaluate", "predict", "export")
+if sys.argv[1:2] and sys.argv[1] in ON_WEIGHTS:
     leave_out_weights(sys.argv[2:])  # before any other import
 
-from .cli import main
+import runpy
+from pathlib import Path
+
+COMMANDS = {  # and their modules; those of a folder that was deleted are left out
+    "train": "train_command",
+    **dict.fromkeys(ON_WEIGHTS, "commands"),
+    "runs": "tools.runs",
+    "report": "tools.report.report",
+    "doctor": "tools.doctor.doctor",
+    "planner": "tools.planner",
+    "preflight": "tools.preflight",
+    "launch": "launch",
+}
+
+
+def main() -> None:
+    """Run the command given as the first argument, or list all commands."""
+    from . import commands
+    from .config import ConfigError
+    from .failures import exit_with_error
+    from .recipe_source import did_you_mean
+
+    folder = Path(__file__).parent
+    files = {name: folder / f"{at.replace('.', '/')}.py" for name, at in COMMANDS.items()}
+    found = {name: file for name, file in files.items() if file.exists()}
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help"):
+        print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
+        for name, file in found.items():
+            text = file.read_text(encoding="utf-8").strip('"')
+            if name in ON_WEIGHTS:
+                text = getattr(commands, name).__doc__
+            print(f"  {name:10} {text.splitlines()[0]}")
+    elif command not in found:
+        hint = did_you_mean(command, found) or f"; use one of {', '.join(found)}."
+        exit_with_error(ConfigError(f"there is no command {command}{hint}"))
+    elif command in ON_WEIGHTS:
+        getattr(commands, command)(sys.argv[2:])
+    else:
+        del sys.argv[1]
+        runpy.run_module(f"{__package__}.{COMMANDS[command]}", run_name="__main__", alter_sys=True)
+
 
 if __name__ == "__main__":
     main()

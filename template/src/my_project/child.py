@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 
-PREEMPTED = 75
+from .process import PREEMPTED
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.

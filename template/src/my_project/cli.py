@@ -1,81 +1,40 @@
-"""List and run the commands: `python -m my_project`.
-
-Each command is a module that can also be run directly (`python -m my_project.evaluate`).
-Launchers do so for commands that run on several processes.
-The console script `my-project` does the same, without adding the current folder to sys.path.
-"""
+"""How a command runs: its parser, its exit code, what it logs."""
 
 import argparse
 import gc
 import logging
 import os
-import runpy
 import socket
 import sys
 import warnings
 from collections.abc import Callable
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError
 from .failures import exit_with_error, exit_with_exception, folded, record_of, report_once
-from .process import LOGS, freeze_objects, world, write_logs
-from .recipe_source import did_you_mean
+from .process import LOGS, PREEMPTED, freeze_objects, world, write_logs
 from .safety.redaction import MaskedFormatter
 from .stack_traces import library_of
-
-COMMANDS = {  # and their modules
-    "train": "train_command",
-    "evaluate": "evaluate",
-    "predict": "predict",
-    "export": "export",
-    "logs": "records.logs",
-    "runs": "records.runs",
-    "report": "report.report",
-    "doctor": "doctor.doctor",
-    "batch": "records.batch",
-    "planner": "cluster.planner",
-    "preflight": "cluster.preflight",
-    "launch": "launch",
-    "hosts": "cluster.hosts",
-}
-FOLDER = Path(__file__).parent
 
 logger = logging.getLogger(__name__)
 
 
-def main() -> None:
-    """Run the command given as the first argument, or list all commands."""
-    files = {name: FOLDER / f"{at.replace('.', '/')}.py" for name, at in COMMANDS.items()}
-    commands = {name: file for name, file in files.items() if file.exists()}
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in ("-h", "--help"):
-        print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
-        for name, file in commands.items():
-            text = file.read_text(encoding="utf-8")
-            print(f"  {name:10} {text.split(chr(10))[0].strip(chr(34))}")
-        return
-    if command not in commands:
-        hint = did_you_mean(command, commands) or f"; use one of {', '.join(commands)}."
-        exit_with_error(ConfigError(f"there is no command {command}{hint}"))
-    del sys.argv[1]
-    runpy.run_module(f"{__package__}.{COMMANDS[command]}", run_name="__main__", alter_sys=True)
-
-
-def command_name() -> str:
-    """Return the name of the current command."""
-    stem = Path(sys.argv[0]).stem
-    return next((name for name, at in COMMANDS.items() if at.split(".")[-1] == stem), stem)
-
-
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return an argument parser with the name of the current command."""
+def make_parser(description: str | None, command: str = "") -> argparse.ArgumentParser:
+    """Return an argument parser for a command; its name is by default that of its module."""
     return argparse.ArgumentParser(
-        prog=f"python -m {__package__} {command_name()}",
-        description=description,
+        prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
+        description=cleandoc(description or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def refuse_module(command: str) -> NoReturn:
+    """End `python -m` of a module that was a command in earlier versions, and name the new one."""
+    use = f"use python -m {__package__} {command}, also behind accelerate launch"
+    exit_with_error(ConfigError(f"{__package__}.{command} is no command any more; {use}."))
 
 
 def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
@@ -121,11 +80,11 @@ def run_on_all_ranks(
         logging.getLogger(OUTPUT).error(
             "rank %d of %d failed on %s\n%s", rank, world_size, host, traceback
         )
-    if code == 75 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+    if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # on another code torchrun would restart the preempted run at once
     sys.stdout.flush()
     sys.stderr.flush()
-    if code not in (0, 75):
+    if code not in (0, PREEMPTED):
         os._exit(code)  # the normal teardown may wait for ranks that have exited
     raise SystemExit(code)
 

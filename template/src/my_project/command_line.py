@@ -24,7 +24,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .config import Config, ConfigError, check_yaml, fixed_settings, read_yaml
+from .config import REMOVED, Config, ConfigError, check_yaml, fixed_settings, read_yaml
 from .failures import (
     exit_with_error,
     exit_with_exception,
@@ -131,7 +131,9 @@ def _fields(kind: Any = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _check_name(name: str, label: str = "--{}") -> None:
-    """Refuse a setting that does not exist."""
+    """Refuse a setting that does not exist, or no longer."""
+    if name in REMOVED:
+        raise ConfigError(f"there is no setting {label.format(name)} any more: {REMOVED[name]}.")
     names = _fields()
     parents = [name.rpartition(".")[0]]
     while parents[-1]:
@@ -443,6 +445,8 @@ def parse(
         ConfigError: a setting is unknown, missing or has a wrong value.
     """
     if isinstance(arguments, dict):
+        for name in REMOVED.keys() & _flat(arguments).keys():
+            _check_name(name, "{}")
         parser = _parser(description=description, prog=prog)
         return Config(**_values(parser, lambda: parser.parse_object(arguments)))
     if {"-h", "--help"} & {*arguments}:

@@ -1,38 +1,162 @@
-"""Predict with the weights of a run, or show its answers for samples of the validation set.
+"""The commands on the weights of a run: evaluate, predict, export.
 
-python -m my_project predict runs/image_classification
-python -m my_project predict runs/image_classification --sample digit.png
-python -m my_project predict runs/image_classification digit.png
-python -m my_project predict runs/image_classification --onnx
-
-The first command answers for 16 validation samples, the second writes one of them as a file, and
-the third predicts from a file (some recipes: from a text). These need no accelerate, and only the
-first two read the validation data. The last one writes model.onnx beside the weights. A run folder
-means its best/, or its export/ if there is no best/. Code of an untrusted export is never run
-(safety/trust.py).
+Code in an untrusted folder of weights is never run (safety/trust.py). What needs torch is imported
+when it is used, so that --help and a wrong path answer at once.
 """
 
-import sys
-
-from .safety.search_path import leave_out_weights, run_folder
-
-if __name__ == "__main__":
-    leave_out_weights(sys.argv[1:])  # before any other import
-
 import argparse
+import json
+import logging
 import os
 import shlex
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .cli import make_parser, run
+from . import cli
 from .config import Config, ConfigError
+from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
-from .safety.trust import add_trust
+from .safety.search_path import run_folder
 
+logger = logging.getLogger(__name__)
 NUM_SAMPLES = 16
+
+
+# ---- evaluate ------------------------------------------------------------------------------------
+def evaluate(words: list[str]) -> None:
+    r"""Evaluate a run, an export or a checkpoint with exact metrics.
+
+    python -m my_project evaluate runs/image_classification
+    python -m my_project evaluate runs/image_classification/checkpoints/step_00000100
+
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml \
+        -m my_project evaluate runs/image_classification
+
+    The last command evaluates on several processes. A run folder means its export or, if there is
+    none yet, its newest checkpoint.
+    """
+    parser = cli.make_parser(evaluate.__doc__, "evaluate")
+    parser.add_argument("folder", help="a run folder, an export or a checkpoint")
+    _add_trust(parser)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    arguments = parser.parse_args(words)
+    LAUNCHER.watch()  # before torch is imported
+    cli.run_on_all_ranks(print_evaluation, arguments)
+
+
+def print_evaluation(arguments: argparse.Namespace) -> int:
+    """Evaluate and print the metrics as a table or, with --json, as JSON.
+
+    The weights are those that training evaluates: a checkpoint's EMA, if it has one.
+    """
+    from accelerate.utils import DynamoBackend
+
+    from . import contract, devices, evaluate, export, sharding
+    from .checkpoint import resuming
+    from .checkpoint.verification import on_main_with_hashes
+    from .files import finite, printable
+    from .records.display import print_table
+    from .records.outcome import format_metric
+
+    output = sys.stdout
+    if arguments.json:  # standard output is for the JSON alone
+        sys.stdout = sys.stderr
+    folder = export.weights_folder(Path(arguments.folder))
+    config = export.config_beside(folder, arguments.trust, Path(arguments.folder))
+    devices.check_launch(config)
+    contract.check_recipe(config)
+    data_info = contract.prepare_data(config)
+    _, datasets = contract.build_datasets(config.recipe, data_info)
+    if not datasets:
+        raise ConfigError("the recipe's build_datasets returns no validation set.")
+    with devices.start(config) as accelerator:
+        if export.is_export(folder):
+            model = export.load_model(folder, config.recipe, data_info)
+        else:
+            on_main_with_hashes(accelerator, lambda find: resuming.check(folder, find))
+            model = contract.build_model(config, data_info)
+            export.load_weights(folder, model)
+        if plugin := accelerator.state.dynamo_plugin:
+            plugin.backend = DynamoBackend.NO  # evaluation is not compiled
+        model = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
+        results = evaluate.evaluate(accelerator, config, model, datasets)
+        with evaluate.evaluation_mode(accelerator, model):
+            text = evaluate.sample(config, model)
+        if accelerator.is_main_process:
+            if text:
+                logger.info("sample: %s", "\n".join(map(printable, text.splitlines())))
+            if arguments.json:
+                found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
+                print(found, file=output)
+                sys.stdout = output
+            else:
+                print_table(
+                    {name: format_metric(value) for name, value in results.items()}, str(folder)
+                )
+    return 0
+
+
+# ---- predict -------------------------------------------------------------------------------------
+def predict(words: list[str]) -> None:
+    """Predict with the weights of a run, or show its answers for samples of the validation set.
+
+    python -m my_project predict runs/image_classification
+    python -m my_project predict runs/image_classification --sample digit.png
+    python -m my_project predict runs/image_classification digit.png
+    python -m my_project predict runs/image_classification --onnx
+
+    The first command answers for 16 validation samples, the second writes one of them as a file,
+    and the third predicts from a file (some recipes: from a text). These need no accelerate, and
+    only the first two read the validation data. The last one writes model.onnx beside the weights.
+    A run folder means its best/, or its export/ if there is no best/.
+    """
+    cli.run(print_prediction, parse_predict(words))
+
+
+def parse_predict(words: list[str]) -> argparse.Namespace:
+    """Parse the words of the command line."""
+    parser = cli.make_parser(predict.__doc__, "predict")
+    parser.add_argument("folder", help="a run folder, or runs/<name>/best or runs/<name>/export")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "argument", nargs="?", help="the input, such as an image file; default: validation samples"
+    )
+    choice.add_argument(
+        "--sample", metavar="FILE", help="write a validation sample as an input into a new file"
+    )
+    choice.add_argument("--onnx", action="store_true", help="write model.onnx beside the weights")
+    _add_trust(parser)
+    return parser.parse_args(words)
+
+
+def print_prediction(arguments: argparse.Namespace) -> None:
+    """Print the recipe's prediction, or write the ONNX file or a sample."""
+    import torch
+
+    from .contract import one_line_errors
+    from .export import load
+
+    given = Path(arguments.folder)
+    weights = weights_of(given)
+    if weights != given:
+        print(f"weights: {weights}", file=sys.stderr)  # standard output is for the answer alone
+    if arguments.sample:
+        write_sample(arguments, weights)
+        return
+    if arguments.argument is None and not arguments.onnx:
+        show_samples(arguments, weights)
+        return
+    config, data_info, model = load(weights, arguments.trust, given)
+    if arguments.onnx:
+        write_onnx(weights / "model.onnx", config, data_info, model)
+        print(weights / "model.onnx")
+        return
+    predict = needed(config.recipe, "predict")
+    with torch.no_grad(), one_line_errors(config.recipe):
+        print(predict(model, data_info, arguments.argument))
 
 
 def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: Any) -> None:
@@ -84,8 +208,8 @@ def validation_samples(config: Config, count: int) -> tuple[dict[str, Any], Any]
     from . import contract
 
     contract.check_recipe(config)
-    data_info, reader = contract.prepare_data(config)
-    _, datasets = contract.build_datasets(reader, data_info)
+    data_info = contract.prepare_data(config)
+    _, datasets = contract.build_datasets(config.recipe, data_info)
     if not datasets:
         raise ConfigError(
             "the recipe's build_datasets returns no validation set, so there are no samples to"
@@ -186,49 +310,58 @@ def write_sample(arguments: argparse.Namespace, weights: Path) -> None:
     print(shlex.join(map(str, words)))
 
 
-# ---- the command ---------------------------------------------------------------------------------
-def main(arguments: argparse.Namespace) -> None:
-    """Print the recipe's prediction, or write the ONNX file or a sample."""
-    import torch
+# ---- export --------------------------------------------------------------------------------------
+def export(words: list[str]) -> None:
+    """Write the weights of a checkpoint or an export, sharded or not, into one file.
 
-    from .contract import one_line_errors
-    from .export import load
-
-    given = Path(arguments.folder)
-    weights = weights_of(given)
-    if weights != given:
-        print(f"weights: {weights}", file=sys.stderr)  # standard output is for the answer alone
-    if arguments.sample:
-        write_sample(arguments, weights)
-        return
-    if arguments.argument is None and not arguments.onnx:
-        show_samples(arguments, weights)
-        return
-    config, data_info, model = load(weights, arguments.trust, given)
-    if arguments.onnx:
-        write_onnx(weights / "model.onnx", config, data_info, model)
-        print(weights / "model.onnx")
-        return
-    predict = needed(config.recipe, "predict")
-    with torch.no_grad(), one_line_errors(config.recipe):
-        print(predict(model, data_info, arguments.argument))
+    python -m my_project export runs/my_run/checkpoints/step_00000100 weights.safetensors
+    """
+    parser = cli.make_parser(export.__doc__, "export")
+    parser.add_argument("folder", help="a checkpoint or an export")
+    parser.add_argument("file", help="the safetensors file to write")
+    parser.add_argument("--ema", action="store_true", help="the EMA weights (ema_decay)")
+    cli.run(write_one_file, parser.parse_args(words))
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Parse the words of the command line."""
-    parser = make_parser(__doc__)
-    parser.add_argument("folder", help="a run folder, or runs/<name>/best or runs/<name>/export")
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument(
-        "argument", nargs="?", help="the input, such as an image file; default: validation samples"
+def write_one_file(arguments: argparse.Namespace) -> int:
+    """Write the weights of a checkpoint or an export, in any number of files, into one file.
+
+    One tensor at a time is in memory. The file gets its name when it is complete.
+    """
+    from .checkpoint.resuming import check
+    from .checkpoint.shards import TensorReader, in_file_order, save_tensors
+    from .export import is_export
+    from .files import flush_to_disk
+
+    folder, path = Path(arguments.folder), Path(arguments.file)
+    if not is_export(folder):
+        check(folder)
+    if path.exists() or not path.parent.is_dir():
+        problem = "exists" if path.exists() else "is in a folder that does not exist"
+        raise ConfigError(f"{path} {problem}; give the name of a new file.")
+    readers: dict[str, TensorReader] = {}
+    for kind in ["model", "ema"] if arguments.ema else ["model"]:
+        reader = TensorReader(folder, kind)
+        readers |= dict.fromkeys(reader.shapes, reader)
+    tensors = in_file_order({name: reader.meta(name) for name, reader in readers.items()})
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        save_tensors(tensors, temporary, (readers[name].read(name) for name in tensors))
+        flush_to_disk(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f"{path}: {len(tensors)} tensors, {path.stat().st_size} bytes")
+    return 0
+
+
+# ---- evaluate and predict ------------------------------------------------------------------------
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add the option --trust."""
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="CLASS_PATH",
+        help="import this class, which config.yaml names and which is not part of this project",
     )
-    choice.add_argument(
-        "--sample", metavar="FILE", help="write a validation sample as an input into a new file"
-    )
-    choice.add_argument("--onnx", action="store_true", help="write model.onnx beside the weights")
-    add_trust(parser)
-    return parser.parse_args(words)
-
-
-if __name__ == "__main__":
-    run(main, parse())

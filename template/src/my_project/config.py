@@ -18,6 +18,13 @@ from typing import Any, Literal
 from .recipe import Recipe
 from .safety.redaction import secrets_problem
 
+# Settings of earlier versions by their dotted names, and what replaces each. They are refused, but
+# for the config.yaml of a run that an earlier version began, where they are ignored.
+REMOVED = {
+    "stage_to": "copy the data to a disk of each node before the run, as launch/slurm.sbatch shows,"
+    " and give the recipe its path",
+}
+
 
 class ConfigError(ValueError):
     """An error that the user can fix: value, limit and remedy. Shown without a traceback."""
@@ -160,7 +167,7 @@ class TelemetryConfig:
     """Names of accelerate's trackers: tensorboard, wandb, mlflow, ..."""
     peak_tflops: float | None = may_change(None)
     """Peak TFLOP/s of one device for the run's precision, from its data sheet, to record MFU; null:
-    by the device's name, for those in cost.py."""
+    by the device's name, for those in records/throughput.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +252,6 @@ class Config:
     """Name of the run folder; on the command line it defaults to the config file's name."""
     runs_folder: str = may_change("runs")
     """Parent of the run folders; on several nodes, shared storage."""
-    stage_to: str | None = may_change(None)
-    """A folder on a local disk of each node, such as $SLURM_TMPDIR, to copy the recipe's data to
-    before training; null: read the data in place (loading/staging.py)."""
     resume: str = may_change("auto")
     """auto: continue this run if it exists; never: move it aside and start again from step 0; or
     the path of a checkpoint to continue from."""
@@ -420,7 +424,11 @@ def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str,
         prefix: prepended to the dotted names.
     """
     known = {f.name for f in dataclasses.fields(config)}
-    settings = {prefix + name: value for name, value in saved.items() if name not in known}
+    settings = {
+        prefix + name: value
+        for name, value in saved.items()
+        if name not in known and prefix + name not in REMOVED
+    }
     for f in dataclasses.fields(config):
         if not f.init or not f.metadata.get("changes_curve", True):
             continue

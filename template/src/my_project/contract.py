@@ -23,7 +23,6 @@ from .files import writing
 from .loading.layout import is_stream
 from .loading.prepare_once import in_turn, until_all_are_done
 from .loading.sampler import first_batches
-from .loading.staging import staged
 from .process import process_name
 from .recipe import Recipe, optional, problems, source_location
 from .stack_traces import progress_reported
@@ -68,13 +67,13 @@ def _named(annotation: Any) -> list[Any]:
 
 
 # ---- data ----------------------------------------------------------------------------------------
-def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
+def prepare_data(config: Config) -> dict[str, Any]:
     """Call the recipe's prepare_data in one process first; the others find the work done.
 
     There is no timeout, since tokenizing can take hours; the working process logs its progress.
 
     Returns:
-        data_info, and the recipe that reads the data: with stage_to, this node's copies.
+        data_info.
 
     Raises:
         ConfigError: the data cannot be prepared, or data_info is not plain JSON.
@@ -92,7 +91,7 @@ def prepare_data(config: Config) -> tuple[dict[str, Any], Recipe]:
             data_info = json.loads(json.dumps(data_info))
         except (TypeError, ValueError) as error:
             _refuse(recipe, "prepare_data", f"must return plain JSON: {error}.")
-        return data_info, staged(recipe, config.stage_to) if config.stage_to else recipe
+        return data_info
 
 
 def build_datasets(
@@ -101,7 +100,7 @@ def build_datasets(
     """Call the recipe's build_datasets.
 
     Args:
-        recipe: reads the data, see prepare_data.
+        recipe: reads the data.
         data_info: of prepare_data.
         config: of a run, for its overfit_batches; None: return all samples.
 

@@ -1,71 +1,31 @@
-"""Evaluate a run, an export or a checkpoint with exact metrics.
+"""Evaluate a model: every sample of each validation set counts once, on any number of processes."""
 
-python -m my_project.evaluate runs/image_classification
-python -m my_project.evaluate runs/image_classification/checkpoints/step_00000100
-
-A run folder means its export or, if there is none yet, its newest checkpoint. Code in an untrusted
-folder is never run (safety/trust.py).
-"""
-
-import sys
-
-from .safety.search_path import leave_out_weights
+from . import cli
 
 if __name__ == "__main__":
-    leave_out_weights(sys.argv[1:])  # before any other import
+    cli.refuse_module("evaluate")
 
-from .process import LAUNCHER
-
-if __name__ == "__main__":
-    LAUNCHER.watch()  # before torch is imported
-
-import argparse
-import json
 import logging
 import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-from . import cli
-from .safety.trust import add_trust
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line; --help imports no torch."""
-    parser = cli.make_parser(__doc__)
-    parser.add_argument("folder", help="a run folder, an export or a checkpoint")
-    add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    return parser.parse_args()
-
-
-ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
 
 import torch
 import torch.distributed
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import contract, devices, export, sharding
+from . import contract
 from .blocks import not_compiled
-from .checkpoint import resuming
-from .checkpoint.verification import on_main_with_hashes
 from .collectives import on_main_then_broadcast
-from .config import Config, ConfigError
-from .export import config_beside, is_export, load_model, weights_folder
-from .files import finite
+from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import fork_rng
 from .metric_state import merge_on_main
 from .recipe import optional
-from .records.display import print_table
-from .records.outcome import format_metric
-from .records.runs import printable
 
 logger = logging.getLogger(__name__)
 
@@ -254,50 +214,3 @@ def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             torch.distributed.broadcast(buffer, src=0)
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Evaluate and print the metrics as a table or, with --json, as JSON.
-
-    The weights are those that training evaluates: a checkpoint's EMA, if it has one.
-    """
-    output = sys.stdout
-    if arguments.json:  # standard output is for the JSON alone
-        sys.stdout = sys.stderr
-    folder = weights_folder(Path(arguments.folder))
-    config = config_beside(folder, arguments.trust, Path(arguments.folder))
-    devices.check_launch(config)
-    contract.check_recipe(config)
-    data_info, reader = contract.prepare_data(config)
-    _, datasets = contract.build_datasets(reader, data_info)
-    if not datasets:
-        raise ConfigError("the recipe's build_datasets returns no validation set.")
-    with devices.start(config) as accelerator:
-        if is_export(folder):
-            model = load_model(folder, config.recipe, data_info)
-        else:
-            on_main_with_hashes(accelerator, lambda find: resuming.check(folder, find))
-            model = contract.build_model(config, data_info)
-            export.load_weights(folder, model)
-        if plugin := accelerator.state.dynamo_plugin:
-            plugin.backend = DynamoBackend.NO  # evaluation is not compiled
-        model = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
-        results = evaluate(accelerator, config, model, datasets)
-        with evaluation_mode(accelerator, model):
-            text = sample(config, model)
-        if accelerator.is_main_process:
-            if text:
-                logger.info("sample: %s", "\n".join(map(printable, text.splitlines())))
-            if arguments.json:
-                found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
-                print(found, file=output)
-                sys.stdout = output
-            else:
-                print_table(
-                    {name: format_metric(value) for name, value in results.items()}, str(folder)
-                )
-    return 0
-
-
-if ARGUMENTS:
-    cli.run_on_all_ranks(main, ARGUMENTS)

@@ -1,11 +1,10 @@
-"""Write the weights of a checkpoint or an export, sharded or not, into one file.
+"""Read the exports of runs, without accelerate; checkpoint/exporting.py writes them."""
 
-    python -m my_project export runs/my_run/checkpoints/step_00000100 weights.safetensors
+from . import cli
 
-The module also reads the exports of runs, without accelerate; checkpoint/exporting.py writes them.
-"""
+if __name__ == "__main__":
+    cli.refuse_module("export")
 
-import argparse
 import dataclasses
 import json
 import os
@@ -15,34 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import cli
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line; --help imports no torch."""
-    parser = cli.make_parser(__doc__)
-    parser.add_argument("folder", help="a checkpoint or an export")
-    parser.add_argument("file", help="the safetensors file to write")
-    parser.add_argument("--ema", action="store_true", help="the EMA weights (ema_decay)")
-    return parser.parse_args()
-
-
-ARGUMENTS = parse_arguments() if __name__ == "__main__" else None
-
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from .checkpoint import resuming
-from .checkpoint.resuming import check
-from .checkpoint.shards import (
-    TensorReader,
-    in_file_order,
-    indexed_files,
-    save_tensors,
-)
+from .checkpoint.shards import TensorReader, indexed_files
 from .config import Config, ConfigError, TelemetryConfig
-from .files import flush_to_disk
 from .recipe import Recipe, optional
 from .safety.search_path import run_folder
 from .safety.trust import read_config
@@ -178,34 +156,3 @@ def temporary_folder() -> Path:
             f"{folder} belongs to, or is writable by, other users; remove it, or set TMPDIR."
         )
     return folder
-
-
-def merge(arguments: argparse.Namespace) -> int:
-    """Write the weights of a checkpoint or an export, in any number of files, into one file.
-
-    One tensor at a time is in memory. The file gets its name when it is complete.
-    """
-    folder, path = Path(arguments.folder), Path(arguments.file)
-    if not is_export(folder):
-        check(folder)
-    if path.exists() or not path.parent.is_dir():
-        problem = "exists" if path.exists() else "is in a folder that does not exist"
-        raise ConfigError(f"{path} {problem}; give the name of a new file.")
-    readers: dict[str, TensorReader] = {}
-    for kind in ["model", "ema"] if arguments.ema else ["model"]:
-        reader = TensorReader(folder, kind)
-        readers |= dict.fromkeys(reader.shapes, reader)
-    tensors = in_file_order({name: reader.meta(name) for name, reader in readers.items()})
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        save_tensors(tensors, temporary, (readers[name].read(name) for name in tensors))
-        flush_to_disk(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    print(f"{path}: {len(tensors)} tensors, {path.stat().st_size} bytes")
-    return 0
-
-
-if ARGUMENTS:
-    cli.run_on_all_ranks(merge, ARGUMENTS)

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, JSON, manifests. Imports no other module but config.
+"""Atomic writes of files and folders, JSON, records, manifests. Imports no other module but config.
 
 A folder is written under a temporary name, flushed to disk, given a manifest with the size and hash
 of each file, and renamed: a folder under its final name is complete, and damage is detected.
@@ -88,6 +88,41 @@ def writing(folder: Path) -> Iterator[None]:
             f"{folder} cannot be written to ({error}): free disk space there, get write permission,"
             " or choose another --runs_folder."
         ) from error
+
+
+RUN_FORMAT = 1  # of a run folder, as run.json states it; docs/run-folder.md says what it means
+
+
+# ---- metrics.jsonl -------------------------------------------------------------------------------
+def each_record(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
+
+    A last line cut off by a kill is no damage.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            record = parse_record(line)
+            if record or line.endswith(b"\n") or not line.startswith(b"{"):
+                yield record
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Return the record in a line; {} if it holds none."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {}
+
+
+def kind_of(record: dict[str, Any]) -> str:
+    """Return the kind of a record (docs/run-folder.md)."""
+    return str(record.get("kind"))
+
+
+def printable(text: str) -> str:
+    """Replace characters that are not printable, such as those that control a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 FORMAT = 3

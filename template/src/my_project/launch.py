@@ -6,18 +6,17 @@
 
 Takes the options of accelerate launch, and in this order:
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
-2. with several nodes, waits until all are there and reach each other (cluster/rendezvous.py);
-3. with --preflight, checks the cluster (cluster/preflight.py), and exits with 1 if that fails;
+2. with several nodes, waits until all are there and reach each other (rendezvous.py);
+3. with --preflight, checks the cluster (tools/preflight.py), and exits with 1 if that fails;
 4. trains; shows what rank 0 prints, and writes the output of each process to a file of its own
-   in <run folder>/logs/node_<n>/ (command logs);
+   in <run folder>/logs/node_<n>/;
 5. forwards signals, so that the run saves and exits; leaves no process running;
-6. ends with one block (records/outcome.py), and exits with the run's outcome: 0 finished; 75
+6. ends with one block (end_block.py), and exits with the run's outcome: 0 finished; 75
    preempted; 2 an error that another attempt would repeat (a wrong setting); 1 any other error (a
    node that is late or lost, an exception).
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -34,19 +33,19 @@ from pathlib import Path
 from typing import Any
 
 from . import cli, failures
-from .child import PREEMPTED, Child, stop_at_end_of_input
+from .child import Child, stop_at_end_of_input
 from .command_line import check
 from .config import Config, ConfigError, read_yaml
+from .end_block import Ending
 from .files import read_json, wait_until, writing
-from .process import LOGS
-from .records import outcome
+from .process import LOGS, PREEMPTED
 from .run_folder import read_errors, read_status
 from .safety.redaction import mask_command, secrets_problem
 
 TRAIN = f"{__package__}.train"
-PREFLIGHT = f"{__package__}.cluster.preflight"
+RENDEZVOUS = f"{__package__}.rendezvous"  # it and tools/ can be deleted
+PREFLIGHT = f"{__package__}.tools.preflight"
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
-SHUTDOWN_TIMEOUT_SINCE = (2, 12)  # the first torch that reads TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 # Variables of a scheduler or an outer launcher that torchrun would read as its own.
 NOT_INHERITED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
@@ -168,11 +167,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         mesh = {} if mesh == where.get("parallelism_config") else mesh
         flags += [f"--{name}={size}" for name, size in mesh.items()]
     wants_preflight = own.preflight or preflight
-    if (nodes > 1 or wants_preflight) and not _is_module(PREFLIGHT):
-        raise ConfigError(
-            "several nodes and --preflight need the package's folder cluster/, which is missing;"
-            " copy it from the template."
-        )
+    for name, is_needed in {RENDEZVOUS: nodes > 1, PREFLIGHT: wants_preflight}.items():
+        if is_needed and not _is_module(name):
+            raise ConfigError(
+                f"this launch needs the module {name}, which is missing; copy it from the template."
+            )
     elastic = given.rdzv_backend == "c10d"
     if elastic:  # by its name a host that resolves to 127.0.1.1 would not know that it is node 0
         flags += ["--rdzv_conf", f"is_host={int(node_rank == 0)}"]
@@ -251,25 +250,14 @@ def refuse_secret_arguments(arguments: tuple[str, ...]) -> None:
         raise ConfigError(refusal)
 
 
-# ---- the installed torch -------------------------------------------------------------------------
-def torch_limitation(version: str) -> str:
-    """Return a line about what torchrun of this version lacks; empty if it lacks nothing."""
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if release >= SHUTDOWN_TIMEOUT_SINCE:
-        return ""
-    return (
-        f"torch {version}: a run that is told to stop has 30 s to save before torchrun kills it"
-        f" (from torch {'.'.join(map(str, SHUTDOWN_TIMEOUT_SINCE))} as long as it needs)"
-    )
-
-
 # ---- this node -----------------------------------------------------------------------------------
 def prepare_environment() -> None:
     """Set the environment variables that torchrun needs on this node."""
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
-    # the default, 30 s, may be too short for a save; schedulers set limits of their own
+    # the default, 30 s, may be too short for a save; schedulers set limits of their own; read from
+    # torch 2.12 on
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     # a shared store dies with the processes, and a restart would connect to its address
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -294,8 +282,7 @@ def summary(launch: Launch, interface: str = "") -> str:
 
 def wait_for_other_nodes(launch: Launch) -> None:
     """Set the network interface, and wait until all nodes are there and reach each other."""
-    # The only import of cluster/, which can be deleted.
-    from .cluster import rendezvous  # pyright: ignore[reportMissingImports]
+    from . import rendezvous  # pyright: ignore[reportMissingImports]
 
     interface, ip = rendezvous.interface_to(launch.address)
     if interface:  # else gloo and NCCL choose
@@ -391,9 +378,6 @@ def start(
     refuse_secret_arguments(launch.arguments)
     child = Child(torchrun=launch.world_size > 1)
     prepare_environment()
-    installed = importlib.metadata.version("torch")  # importing torch takes 4 s
-    if child.torchrun and (limitation := torch_limitation(installed)):
-        print(limitation, flush=True)
     if launch.nodes > 1:
         wait_for_other_nodes(launch)
     else:
@@ -417,7 +401,7 @@ def start(
     return ending.exit_code
 
 
-def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Outcome | int:
+def run(launch: Launch, child: Child, errors: Path, command: str) -> Ending | int:
     """Run the module.
 
     Returns:
@@ -443,7 +427,7 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> outcome.Out
         for path in made:
             with suppress(OSError):
                 path.rmdir()
-    return outcome.Outcome(
+    return Ending(
         folder=folder,
         logs=logs,
         status=status,

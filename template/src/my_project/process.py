@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+PREEMPTED = 75  # the exit code of a run that was stopped and saved: the same command continues it
+
 
 def world() -> tuple[int, int]:
     """Return (world_size, rank) from the launcher's variables; needs no process group."""
@@ -187,11 +189,6 @@ class Launcher:
     def is_gone(self) -> bool:
         """Return whether a launcher started this process and has ended."""
         return self.pid is not None and os.getppid() != self.pid
-
-    @property
-    def has_told_to_stop(self) -> bool:
-        """Return whether a stop signal has come, also while a long call in C delays its handler."""
-        return self.leave_at < float("inf")
 
     def watch(self) -> None:
         """Exit this process when the launcher has ended, or when a stop signal has no effect."""

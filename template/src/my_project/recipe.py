@@ -27,7 +27,7 @@ order:
         the last of them as plain JSON; checkpoints keep it. A run that resumes there calls
         `load_state_dict` on a new lane, opened with start 0, before it iterates.
     build_model(data_info) -> torch.nn.Module
-        Needs no training data and no network, since predict.py calls it too.
+        Needs no training data and no network, since predict calls it too.
     loss(model, batch, step) -> (loss_sum, num_items)
         Return the SUM of the per-item losses, a scalar tensor, and the number of items (examples,
         tokens) in it, a number or scalar tensor. Never a mean: only sums give the right gradient
@@ -43,11 +43,11 @@ A recipe may also have:
     sample(model) -> str                          shown at each evaluation
     per_sample(model) -> {"tokens": n, "flops": m}    of one sample, forward and backward; for
                                                   throughput and MFU
-    predict(model, data_info, argument) -> str    the answer that predict.py prints
+    predict(model, data_info, argument) -> str    the answer that predict prints
     predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
                                                   also shown at each evaluation
     write_sample(data_info, samples, path) -> str    writes an input for `predict` as a file
-    example_inputs(data_info) -> tuple of tensors     batch first; for predict.py --onnx
+    example_inputs(data_info) -> tuple of tensors     batch first; for predict --onnx
     export(model, data_info, folder) -> None      writes an export other than model.safetensors;
                                                   the model is whole, also of a sharded one
     export_tensors(model, tensors) -> (stem, {name: tensor})    what the loop writes of a sharded
@@ -56,7 +56,7 @@ A recipe may also have:
     load(data_info, folder) -> torch.nn.Module    loads what `export` has written
 
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what
-predict.py prints, a str or a table of rich; files that it writes into `folder`, such as pictures,
+predict prints, a str or a table of rich; files that it writes into `folder`, such as pictures,
 are moved to the run. It is called at each evaluation, too, on every rank, for evaluation.samples
 samples, whose tensors are on the device of the model (records/samples.py). write_sample writes
 samples[0] and returns what is known of it (its class).
@@ -68,8 +68,7 @@ a time; None: `export` it. `export_files` is called by rank 0 alone, so it must 
 read a weight nor draw random numbers; without `export`, also of a model that is not sharded.
 
 Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
-change between two starts of a run (a path); "staged": True for the path of data that `stage_to`
-copies to a local disk of each node.
+change between two starts of a run (a path).
 
 Random numbers: the loop seeds the global generators of torch, Python and NumPy for each sample, and
 again for each micro-batch before `loss`, so that random numbers are the same for any world size and

@@ -1,16 +1,6 @@
 """The run folder: shared by all ranks, and the same after every restart.
 
-runs/<run_name>/
-  config.yaml      the resolved config
-  run.json         the command, versions, git commit, numerics, chosen environment variables
-  status.json      running, finished, preempted or failed; step; reason
-  logs/            the output of each process, by node (records/logs.py)
-  errors/          a file per failed rank: rank, host, step, reason, frames (failures.py)
-  metrics.jsonl    one record per interval, per evaluation and per change of numerics
-  checkpoints/     step_00000100/ ...
-  samples/         step_00000100/ ...: texts and pictures of the newest evaluations
-  events.out.tfevents.*    for TensorBoard, one per start
-  export/  best/   weights for inference: safetensors, config.yaml, data_info.json
+docs/run-folder.md describes each of its files and their fields.
 """
 
 import errno
@@ -45,6 +35,7 @@ from .config import (
 )
 from .failures import report
 from .files import (
+    RUN_FORMAT,
     finite,
     move_aside,
     read_json,
@@ -183,7 +174,8 @@ class Run:
         self.write_status("running")
         about = self.folder / "run.json"
         self.id = str(read_json(about).get("run") or self.id)
-        record = {"run": self.id, "launch": self.token, "numerics": self.numerics}
+        record = {"format": RUN_FORMAT, "run": self.id, "launch": self.token}
+        record |= {"numerics": self.numerics}
         source = inspect.getsourcefile(type(self.config.recipe))
         record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)} | provenance()
         write_atomically(about, json.dumps(record, indent=1) + "\n")
@@ -268,7 +260,7 @@ class Run:
             path = self.folder / name
             if os.path.lexists(path) and not read_json(path):
                 move_aside(path)
-        for name in ("checkpoints", "errors", "tensorboard"):
+        for name in ("checkpoints", "errors"):
             if (self.folder / name).is_file():
                 move_aside(self.folder / name)
         began = os.fstat(self.lock.fileno()).st_mtime if self.lock else 0

@@ -207,7 +207,11 @@ LOST_CONTACT = ("gloo/transport", "Connection closed by peer", "Connection reset
 def failures_recorded(run: Run) -> Iterator[None]:
     """Record the exception that ends the run, with rank, host and step, and raise it again."""
     try:
-        yield
+        try:
+            yield
+        except BaseException:
+            ignore_ended_workers()
+            raise
     except ConfigError as error:
         run.record_error(failures.record_of(error))
         setattr(error, "is_reported", True)  # noqa: B010 - see failures.report_once
@@ -226,6 +230,21 @@ def failures_recorded(run: Run) -> Iterator[None]:
         if not isinstance(error, GeneratorExit):
             _record(run, error)
         raise
+
+
+def ignore_ended_workers() -> None:
+    """Take torch's SIGCHLD handler out, which raises for each loader worker that has died.
+
+    The signal often comes after the queue has failed: the handler would raise in the middle of the
+    report, and the record of why the run failed would be lost.
+    """
+    while True:
+        try:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return
+        except RuntimeError:  # by that handler: the signal came just now
+            continue
 
 
 def _record(run: Run, error: BaseException, cause: str = "") -> None:
@@ -253,9 +272,9 @@ def _record(run: Run, error: BaseException, cause: str = "") -> None:
 
 
 def _is_of_multiprocessing(error: BaseException) -> bool:
-    """Return whether the connection to a loader worker broke."""
+    """Return whether the connection to a loader worker broke, or its socket has gone with it."""
     frames = traceback.extract_tb(error.__traceback__)
-    if not isinstance(error, (ConnectionError, EOFError)) or not frames:
+    if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or not frames:
         return False
     return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
 

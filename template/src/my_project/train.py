@@ -46,9 +46,9 @@ def main(config: Config) -> int:
     devices.check_launch(config, layout.accumulation)
     contract.check_recipe(config)
     run = Run(config, rank)
-    data_info, reader = contract.prepare_data(config)
+    data_info = contract.prepare_data(config)
     with stopping.Watchdog(run):
-        train_set, validation_sets = contract.build_datasets(reader, data_info, config)
+        train_set, validation_sets = contract.build_datasets(recipe, data_info, config)
     check_best_metric(config, validation_sets)
     run.total_steps = total_steps(config, train_set, layout)
     config.profile.check(world_size, run.total_steps)

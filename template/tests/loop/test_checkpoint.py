@@ -22,7 +22,7 @@ from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
-from my_project import export, files, optim
+from my_project import commands, files, optim
 from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
@@ -128,29 +128,6 @@ def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, c
     assert resuming.choose(resumed.run) == newest
     assert resumed.resume(accelerator, newest)[0] == newest
     assert not caplog.text
-
-
-def test_a_file_is_read_once_to_resume(copied, monkeypatch):
-    """The tensors are hashed when they are loaded, where there is a checkpoint to go back to."""
-    hashed: list[str] = []
-
-    def fingerprint(path: Path) -> dict:
-        hashed.append(path.name)
-        return files_fingerprint(path)
-
-    files_fingerprint = files.fingerprint
-    for module in (files, saving):
-        monkeypatch.setattr(module, "fingerprint", fingerprint)
-    resumed = make_checkpoints(copied)
-    chosen = resuming.choose(resumed.run)
-    assert resumed.resume(Accelerator(cpu=True), chosen)[0] == folder_of(copied, 10)
-    listed = files.read_manifest(chosen)["files"]
-    assert resumed._hashes == {name: listed[name]["sha256"] for name in FILES[:3]}
-    assert set(hashed) == {"state.json"}
-    for step in (4, 6, 8):
-        shutil.rmtree(folder_of(copied, step))
-    assert resuming.choose(resumed.run) == chosen
-    assert set(hashed) == set(FILES), "the only one is hashed before anything is overwritten"
 
 
 def test_where_every_checkpoint_is_damaged_no_damaged_weights_are_trained(copied, caplog):
@@ -511,16 +488,6 @@ def test_a_failing_save_is_reported_and_the_run_goes_on(tmp_path, background, tr
         assert files.find_damage(folder) == ""
 
 
-def test_a_failing_save_ends_the_run_if_configured_so(tmp_path):
-    config = make_config(
-        tmp_path, checkpoints__every_steps=2, checkpoints__on_failure="end",
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match=r"File too large|os error 27"):
-        run_world(1, train_with_file_limit, config, 200)
-    assert status(config)["outcome"] == "failed"
-    assert names(config) == ["step_00000002"]
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 512 KB."""
@@ -721,7 +688,7 @@ def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
         path = tmp_path / f"{average}.safetensors"
         folder = str(folder_of(trained, 10))
         arguments = Namespace(folder=folder, file=str(path), ema=average)
-        assert export.merge(arguments) == 0
+        assert commands.write_one_file(arguments) == 0
         model = trained.recipe.build_model({"features": 6})
         from safetensors.torch import load_file
 
@@ -730,7 +697,7 @@ def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
         same = all(torch.equal(v, exported[k]) for k, v in model.state_dict().items())
         assert same == average, "the export of a run with ema_decay is the average"
         with pytest.raises(ConfigError, match="exists"):
-            export.merge(arguments)
+            commands.write_one_file(arguments)
     arguments.file = str(tmp_path / "nowhere" / "weights.safetensors")
     with pytest.raises(ConfigError, match="is in a folder that does not exist"):
-        export.merge(arguments)
+        commands.write_one_file(arguments)

@@ -8,13 +8,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from documents import HAS_CLUSTER, PROJECT
+from documents import PROJECT
 
-from my_project.cli import COMMANDS
+from my_project.__main__ import COMMANDS
 
 HEAVY = ("torch", "accelerate", "jsonargparse", "yaml", "numpy", "psutil")
 (SCRIPT,) = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"].values()
 MODULE, _, FUNCTION = SCRIPT.partition(":")
+PACKAGE = PROJECT / "src/my_project"
+THERE = [name for name, at in COMMANDS.items() if (PACKAGE / f"{at.replace('.', '/')}.py").exists()]
 WAYS = {
     "python -m": ["-m", "my_project"],
     # as pip and uv write it into bin/, which -P stands for: not the current folder
@@ -39,8 +41,7 @@ def test_commands_are_listed_before_anything_heavy_is_imported(call):
     done = call(flags=("-X", "importtime"))
     assert done.returncode == 0, done.stderr
     listed = re.findall(r"(?m)^  (\w+) +\S", done.stdout)
-    there = [name for name, at in COMMANDS.items() if HAS_CLUSTER or not at.startswith("cluster.")]
-    assert listed == there
+    assert listed == THERE
     imported = set(re.findall(r"\| +(\w+)\S*$", done.stderr, re.M))
     assert {"my_project", "argparse"} <= imported
     assert not imported & set(HEAVY)
@@ -48,21 +49,25 @@ def test_commands_are_listed_before_anything_heavy_is_imported(call):
 
 
 def test_a_command_runs(call, tmp_path: Path):
-    shown = call("logs", "--help")
+    shown = call("export", "--help")
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.startswith("usage: python -m my_project logs ")
-    (tmp_path / "logs/node_0/20260101T000000_7").mkdir(parents=True)
-    (tmp_path / "logs/node_0/20260101T000000_7/rank_00000.log").write_text("step 8 of 8\n")
-    (tmp_path / "status.json").write_text('{"outcome": "finished", "reason": "all steps done"}')
-    done = call("logs", ".", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "node 0 rank 0 | step 8 of 8\n.: finished all steps done\n"
+    assert shown.stdout.startswith("usage: python -m my_project export ")
+    refused = call("export", ".", "weights.safetensors", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "it has no manifest.json" in refused.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", ["evaluate", "export"])
+def test_a_module_that_was_a_command_names_the_new_one(name):
+    words = [sys.executable, "-m", f"my_project.{name}", "runs/x"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert f"use python -m my_project {name}" in sentence
+
+
+@pytest.mark.parametrize("command", THERE)
 def test_help_imports_no_torch(command):
-    if not HAS_CLUSTER and COMMANDS[command].startswith("cluster."):
-        pytest.skip("cluster/ was deleted")
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "my_project", command, "--help"],
         capture_output=True, text=True, check=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from my_project.command_line import NAME_LENGTH, check, parse, split
-from my_project.config import ConfigError
+from my_project.config import ConfigError, to_dict
 
 CONFIG = """
 recipe: {class_path: sweep.Sweep, init_args: {width: 8}}
@@ -30,7 +30,7 @@ class Sweep:
     """Channels of the first layer."""
     rate: float = 0.5
     sizes: list[int] = field(default_factory=list)
-    data_path: str = field(default="data", metadata=QUIET | {"staged": True})
+    data_path: str = field(default="data", metadata=QUIET)
     label: str = "a"
 
     def prepare_data(self): ...
@@ -227,6 +227,22 @@ def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
         parse(["--config", "first.yaml", *typed.split()])
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_removed_setting_is_refused_with_what_replaces_it():
+    Path("old.yaml").write_text("stage_to: null\n")
+    sources = {
+        "--stage_to": ["--config", "first.yaml", "--stage_to", "/disk"],
+        "stage_to": {**to_dict(parse(["--config", "first.yaml"])), "stage_to": None},
+        "old.yaml: ": ["--config", "first.yaml", "--config", "old.yaml"],
+    }
+    for name, source in sources.items():
+        with pytest.raises(ConfigError) as refusal:
+            parse(source)
+        sentence = str(refusal.value)
+        assert name in sentence
+        assert "stage_to any more: copy the data to a disk of each node" in sentence
+        assert refusal.value.exit_code == 2
 
 
 def test_hyphens_in_the_names_of_options_are_underscores():

@@ -123,6 +123,7 @@ def test_a_rank_takes_at_most_its_part_of_the_global_batch(given, processes, mic
         ({"optim__init_args": {"momentun": 0.9}}, "momentun"),
         ({"batches__loader": {"num_wokers": 1}}, "num_wokers"),
         ({"distributed__ddp": {"find_unused": True}}, "no option find_unused"),
+        ({"distributed__ddp": {"comm_hook": "power_sgd"}}, "must be no, fp16 or bf16"),
     ],
 )
 def test_an_impossible_run_is_refused(tmp_path, settings, sentence):

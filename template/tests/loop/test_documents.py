@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 from documents import (
     DOCUMENTS,
-    HAS_CLUSTER,
+    HAS_LAUNCHERS,
+    HAS_TOOLS,
     PROJECT,
     blocks,
     commands,
@@ -24,7 +26,9 @@ from documents import (
     text_of,
     train_as_typed,
 )
-from runs import status
+from ragged import Ragged
+from runs import make_config, status, train
+from torch import Tensor, nn
 
 from my_project.contract import lane_state
 
@@ -60,7 +64,9 @@ def test_every_module_that_is_named_is_there(document):
     named = re.findall(r"`(?:src/my_project/)?([a-z_/]+(?:\.py|/))`", text_of(document))
     assert named
     for name in named:
-        if HAS_CLUSTER or not name.startswith(("cluster/", "launch/")):
+        is_deleted = name.startswith("tools/") and not HAS_TOOLS
+        is_deleted |= name.startswith("launch/") and not HAS_LAUNCHERS
+        if not is_deleted:
             assert (SOURCE / name).exists() or (PROJECT / name).exists(), name
 
 
@@ -68,13 +74,13 @@ def test_the_map_for_coding_agents_is_whole():
     (found,) = blocks(text_of("AGENTS.md", "## Map"), "")
     named = set(re.findall(r"(\w+(?:\.py|/)) ", found.split("configs/ ")[0]))
     there = {f"{path.name}/" for path in SOURCE.iterdir() if any(path.glob("*.py"))}
-    there |= set() if HAS_CLUSTER else {"cluster/"}
+    there |= set() if HAS_TOOLS else {"tools/"}
     assert named == there | {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"}
     assert len(text_of("AGENTS.md").splitlines()) <= 60
 
 
 # ---- troubleshooting -----------------------------------------------------------------------------
-@pytest.mark.skipif(not HAS_CLUSTER, reason="some of the messages are those of cluster/")
+@pytest.mark.skipif(not HAS_TOOLS, reason="some of the messages are those of tools/")
 def test_every_message_that_is_quoted_is_one_of_the_code():
     messages = {
         " ".join(node.value.split())
@@ -140,16 +146,38 @@ def test_the_commands_of_watching_runs_run_as_they_stand(project):
             result = run_as_typed(words, project, PYTHONPATH=str(project / "src"))
             assert result.returncode == 0, command + result.stdout + result.stderr
             shown[command.split()[3]] = result.stdout
-    assert shown.keys() == {"report", "doctor", "batch"}
+    assert shown.keys() == {"report", "doctor"}
     assert "finished at step 2 of 2" in shown["doctor"]
-    assert "rank 0, micro-batch 0: " in shown["batch"]
     assert (project / "runs/profiled/report.html").is_file()
-    (code,) = blocks(text_of("docs/watching-runs.md"), "python")
+    code, _ = blocks(text_of("docs/watching-runs.md"), "python")
     done = subprocess.run(
         [sys.executable, "-c", code.replace("import pandas\n", "").split("print(")[0]],
         cwd=project, env=os.environ | {"PYTHONPATH": str(project / "src")}, check=False,
     )  # fmt: skip
     assert done.returncode == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Booked(Ragged):
+    """Write down the samples of each micro-batch that the loss is given."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
+        with open("book", "a") as file:
+            file.write(f"{step + 1} {batch['index'].tolist()}\n")
+        return super().loss(model, batch, step)
+
+
+def test_the_samples_of_a_step_are_those_that_the_loop_has_fetched(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train(make_config(Path("runs"), Booked(), run_name="image_classification", steps=5)) == 0
+    capsys.readouterr()
+    _, code = blocks(text_of("docs/watching-runs.md"), "python")
+    for step in (2, 5):  # 70 samples make 4 global batches of 16, so step 5 is of the second epoch
+        exec(code.replace('"), 2, 1', f'"), {step}, 1'), {})
+        listed = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+        book = (line.partition(" ") for line in (tmp_path / "book").read_text().splitlines())
+        assert listed == [indices for number, _, indices in book if number == str(step)]
+        assert len(listed) == 4
 
 
 OWN = text_of("docs/your-own-recipe.md", "## A recipe in 40 lines")

@@ -17,7 +17,7 @@ from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from world import World, run_world
 
-from my_project import contract, devices, files, sharding
+from my_project import devices, files, sharding
 from my_project.checkpoint import saving
 from my_project.checkpoint.resuming import checkpoints
 from my_project.config import Config
@@ -83,14 +83,12 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path):
 
 def states_around_the_sanity_check(config: Config) -> list[tuple]:
     with devices.start(config) as accelerator:
-        data_info, reader = contract.prepare_data(config)
-        _, validation_sets = contract.build_datasets(reader, data_info)
-        model = contract.build_model(config, data_info)
-        call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
+        data_info = config.recipe.prepare_data()
+        _, validation_sets = config.recipe.build_datasets(data_info)
+        model = sharding.RecipeModule(config.recipe.build_model(data_info))
         states = [(torch.get_rng_state().tolist(), random.getstate())]
-        sanity_check(accelerator, config, call, validation_sets)
-        states.append((torch.get_rng_state().tolist(), random.getstate()))
-    return states
+        sanity_check(accelerator, config, model, validation_sets)
+        return [*states, (torch.get_rng_state().tolist(), random.getstate())]
 
 
 @pytest.mark.slow
@@ -370,7 +368,7 @@ def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_t
 # ---- the command ---------------------------------------------------------------------------------
 def evaluate(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "my_project.evaluate", "--trust", "ragged.Ragged",
+        [sys.executable, "-m", "my_project", "evaluate", "--trust", "ragged.Ragged",
          *arguments],
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -85,8 +85,6 @@ def test_records_have_the_phases_by_cuda_events_and_the_sensors(tmp_path, proces
         assert record["peak_memory_bytes"] == pytest.approx(1e7, rel=10)
         assert record["allocator_retries"] == 0
         assert record["mfu"] > 0, "counted on fake tensors of the GPU"
-        assert record["gpu_temperature"] > 0
-        assert record["gpu_power_watts"] > 0
 
 
 @needs_two

@@ -5,13 +5,11 @@ Each count is of two numbers of processes, so that what grows with their square 
 
 import errno
 import fcntl
-import json
 import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +25,6 @@ from my_project.checkpoint import resuming, shards, verification
 from my_project.config import Config, OptimConfig
 from my_project.failures import record_of
 from my_project.files import wait_until
-from my_project.loading.streams import StreamBatches
 from my_project.run_folder import Run
 from my_project.state import TrainState
 
@@ -110,33 +107,6 @@ def test_a_start_on_more_processes_costs_each_of_them_the_same(tmp_path):
         own = [f"{kind}.rank_{one:05d}.safetensors" for kind in KINDS for one in ranks]
         assert sorted(of_rank["opened"]) == sorted(own)
         assert len(set(of_rank["hashed"]) - {"state.json"}) == 6
-
-
-# ---- the states of a stream's lanes --------------------------------------------------------------
-def position(rank: int, world: int) -> tuple[Any, int]:
-    """Return the position of a stream of 8 lanes at a save, and the number of objects received."""
-    from accelerate import Accelerator
-
-    own = {lane: json.dumps({"read": lane}) for lane in range(rank, 8, world)}
-    feed = SimpleNamespace(
-        accelerator=Accelerator(cpu=True),
-        states=own,
-        data=SimpleNamespace(lanes=8),
-        epoch=2,
-        epoch_start=30,
-    )
-    with objects_counted() as objects:
-        found = StreamBatches.position(feed)  # type: ignore[arg-type]
-    return found, objects["received"]
-
-
-def test_the_states_of_lanes_go_to_rank_0_alone(tmp_path):
-    found = {world: run_world(world, in_group, position) for world in (2, 4)}
-    for of_rank in found.values():
-        assert of_rank[0][0] == (2, 30, [{"read": lane} for lane in range(8)])
-        assert all(one[0] == (2, 30, []) for one in of_rank[1:])
-    received = {world: [count for _, count in found[world]] for world in found}
-    check_received(received, each=1)
 
 
 # ---- an evaluation -------------------------------------------------------------------------------

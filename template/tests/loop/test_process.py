@@ -136,13 +136,13 @@ print(child.run(["sleep", "600"]), bool(child.stop_signal_at), flush=True)
 """
 
 
-@pytest.mark.parametrize("before", [[], ["nohup"]])
+@pytest.mark.parametrize("before", [["env", "--default-signal=HUP"], ["nohup"]])
 def test_a_signal_while_the_child_is_started_reaches_it_and_nohup_holds_for_it(before):
     _, blocked, _, ignored, *said, code, stopped = script(CHILD, *before)
     assert (code, stopped) == (str(-signal.SIGTERM), "True")
     assert said[:3] == ["SIGTERM:", "stopping;", "a"]
     assert int(blocked, 16) == 0
-    assert bool(int(ignored, 16) & 1 << signal.SIGHUP - 1) == bool(before)
+    assert bool(int(ignored, 16) & 1 << signal.SIGHUP - 1) == (before == ["nohup"])
 
 
 # ---- the real launchers --------------------------------------------------------------------------

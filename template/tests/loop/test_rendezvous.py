@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from my_project.cluster import rendezvous
-from my_project.cluster.rendezvous import Node
+from my_project import rendezvous
 from my_project.config import ConfigError, TransientError
+from my_project.rendezvous import Node
 
 
 def node(rank: int, nodes: int = 3, **more) -> Node:

@@ -145,6 +145,16 @@ def test_a_changed_config_is_refused_with_the_keys_and_two_remedies(tmp_path):
     assert "--resume never" in message
 
 
+def test_a_run_of_an_earlier_version_goes_on_without_the_settings_that_were_removed(tmp_path):
+    config = make_config(tmp_path, steps=2)
+    assert train(config) == 0
+    saved = config.folder / "config.yaml"
+    saved.write_text(saved.read_text() + "stage_to: /disk\n")
+    assert train(change(config, steps=3)) == 0
+    assert status(config)["step"] == 3
+    assert "stage_to" not in saved.read_text()
+
+
 def test_resume_never_moves_the_old_run_aside(tmp_path):
     config = make_config(tmp_path, steps=2)
     run_world(1, train, config)
@@ -187,30 +197,6 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
     assert "is in use by process" in message
     assert "choose another --run_name" in message
     assert "TransientError" in message, "exit code 1: the other one may be about to end"
-
-
-def train_noting_trackers(config: Config, steps: list[int]) -> list[dict]:
-    from accelerate import Accelerator
-
-    noted: list[dict] = []
-
-    def init_trackers(self, project_name, config=None, init_kwargs=None):
-        noted.append(init_kwargs or {})
-
-    Accelerator.init_trackers = init_trackers  # type: ignore[method-assign]
-    for total in steps:
-        train(change(config, steps=total))
-    return noted
-
-
-def test_a_resumed_run_goes_on_in_the_same_tracker_run(tmp_path):
-    config = make_config(tmp_path, telemetry__trackers=["tensorboard"])
-    first, second = run_world(1, train_noting_trackers, config, [4, 6])[0]
-    assert (first["tensorboard"], second["tensorboard"]) == ({"purge_step": 1}, {"purge_step": 5})
-    assert first["wandb"] == second["wandb"]
-    assert first["wandb"]["id"]
-    other = change(config, run_name="other")
-    assert run_world(1, train_noting_trackers, other, [4])[0][0]["wandb"] != first["wandb"]
 
 
 def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_path):

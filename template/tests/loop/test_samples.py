@@ -270,16 +270,6 @@ def test_samples_are_read_in_a_loader_worker_if_there_are_any(tmp_path):
     assert run_world(1, show_all, config)[0].endswith("\n\n0 2 5 8 11 14 17 20")
 
 
-def test_a_table_becomes_text():
-    from rich.table import Table
-
-    table = Table("query", "answer")
-    table.add_row("one", "two")
-    lines = samples.text_of(table).splitlines()
-    assert [word in lines[1] for word in ("query", "answer")] == [True, True]
-    assert "\x1b" not in "".join(lines)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -1,4 +1,4 @@
-"""What launch.py does with cluster/: several nodes, the preflight, one machine."""
+"""What launch.py and ssh.sh do: several nodes, the preflight, one machine."""
 
 import os
 import subprocess
@@ -7,11 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from documents import PROJECT
+from documents import HAS_TOOLS, PROJECT
 from world import TESTS
 
-from my_project import failures, launch
-from my_project.cluster import rendezvous
+from my_project import failures, launch, rendezvous
 from my_project.config import ConfigError
 
 WHERE = str(PROJECT / "accelerate_configs")
@@ -30,6 +29,10 @@ def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
     return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])[1]
 
 
+needs_preflight = pytest.mark.skipif(not HAS_TOOLS, reason="tools/ was deleted")
+
+
+@needs_preflight
 def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(CONFIG)
@@ -50,6 +53,7 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, m
     assert "--preflight" not in among.command("x"), "it is not train's"
 
 
+@needs_preflight
 def test_a_preflight_that_fails_ends_it_with_the_exit_code_of_a_wrong_setting(
     tmp_path, monkeypatch, capsys
 ):
@@ -58,7 +62,7 @@ def test_a_preflight_that_fails_ends_it_with_the_exit_code_of_a_wrong_setting(
             self.torchrun, self.stop_signal_at = torchrun, None
 
         def run(self, command: list[str], log: Path | None = None) -> int:
-            assert "my_project.cluster.preflight" in command
+            assert "my_project.tools.preflight" in command
             with pytest.raises(SystemExit, match="2"):
                 failures.exit_with_error(ConfigError("lr is -1."))
             return 1
@@ -89,6 +93,18 @@ def test_the_launcher_tells_other_nodes_no_secret(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"hub_token holds a secret, .* HF_TOKEN") as refusal:
         launch.main([*arguments, "--recipe.init_args.hub_token", SECRET])
     assert SECRET not in str(refusal.value)
+
+
+@pytest.mark.parametrize("listed", ["", "a 8", "a slots=0", "a slots=8\nb slots=4", "a slots=8 b"])
+def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, listed):
+    (tmp_path / "hosts.txt").write_text(f"# the nodes\n{listed}\n")
+    done = subprocess.run(
+        [PROJECT / "launch/ssh.sh", tmp_path / "hosts.txt", "--config", "tiny.yaml"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert "write a node per line as: gpu-a slots=8, with the same number of" in sentence
 
 
 @pytest.mark.slow

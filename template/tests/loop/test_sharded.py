@@ -23,7 +23,7 @@ from runs import make_config
 from safetensors.torch import load_file
 from world import run_world
 
-from my_project import export, files, optim, sharding
+from my_project import commands, export, files, optim, sharding
 from my_project.checkpoint import exporting, resuming, saving, shards, verification
 from my_project.checkpoint.shards import model_tensors
 from my_project.config import Config, ConfigError, OptimConfig
@@ -175,7 +175,7 @@ def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
     merged = []
     for folder in (whole_folder, two.folder / "checkpoints" / "step_00000003"):
         path = tmp_path / f"{folder.parents[1].parent.name}.safetensors"
-        export.merge(Namespace(folder=str(folder), file=str(path), ema=False))
+        commands.write_one_file(Namespace(folder=str(folder), file=str(path), ema=False))
         merged.append(load_file(path))
     assert_close(merged[0], merged[1])
     assert torch.equal(merged[1]["output.weight"], merged[1]["embedding.weight"])
@@ -210,7 +210,7 @@ def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(shards.TensorReader, "read", read_before_it_has_its_name)
     arguments = Namespace(folder=str(folder), file=str(merged), ema=False)
     with pytest.raises(ConfigError, match="holds only a part of model"):
-        export.merge(arguments)
+        commands.write_one_file(arguments)
     assert not list(tmp_path.glob("*merged*")), "no incomplete file is left"
 
 
@@ -474,32 +474,6 @@ def test_a_rank_that_cannot_write_its_part_of_best_leaves_the_one_before(tmp_pat
     for i, expected in ((0, 0), (1, 0), (2, 2)):
         assert_close(written[i][1], written[expected][2])
     assert not list(config.folder.glob(".*"))
-
-
-def fail_first(rank: int, world: int, config: Config) -> str:
-    """Write best/: rank 0 cannot write its shards, and rank 1 is late."""
-    model, _, checkpoints = start_exports(config, rank, world, 10_000)
-    has_failed = config.folder / "has_failed"
-
-    def full(*arguments: Any) -> Any:
-        has_failed.touch()
-        raise OSError(28, "No space left on device")
-
-    if rank == 0:
-        saving.save_shards = full
-    else:
-        checkpoints._start(lambda: files.wait_until(has_failed.exists, 60) and time.sleep(0.5))
-    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
-    checkpoints.wait()
-    return str(checkpoints.best_failure or "")
-
-
-def test_no_shards_are_left_where_rank_0_fails_before_another_rank_has_written(tmp_path):
-    config = make_config(tmp_path, OfTied())
-    failure, other = run_world(2, in_group, fail_first, config)
-    assert "No space left" in failure
-    assert not other
-    assert [path.name for path in config.folder.iterdir()] == ["has_failed"]
 
 
 def kill_before_the_second_file() -> None:

@@ -1,7 +1,7 @@
 """Signals, hangs and failures: every process leaves in time, and one place says why."""
 
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import signal
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from ragged import Ragged, strike
 from runs import change, make_config, records, status, train
+from torch.utils.data._utils import signal_handling
 from world import TESTS, World, run_world
 
 from my_project import stopping
@@ -170,23 +171,72 @@ def test_an_exception_in_a_loader_worker_ends_the_run_and_is_named(tmp_path):
     assert "sample 5 cannot be read" in status(config)["reason"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Killing(Ragged):
+    """A sample kills the loader worker that reads it."""
+
+    def build_datasets(self, data_info):
+        train_set, validation_sets = super().build_datasets(data_info)
+        return Deadly(train_set), validation_sets
+
+
+class Deadly:
+    """A sample that kills the loader worker that reads it."""
+
+    def __init__(self, samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.samples[index]
+
+
+def train_with_a_late_signal(config: Config) -> int:
+    record_of = stopping.failures.record_of
+
+    def raise_as_torch_does() -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    def interrupted(*arguments, **options):
+        signal_handling._error_if_any_worker_fails = raise_as_torch_does
+        os.kill(os.getpid(), signal.SIGCHLD)
+        return record_of(*arguments, **options)
+
+    stopping.failures.record_of = interrupted
+    return train(config)
+
+
+def test_the_signal_of_a_killed_loader_worker_does_not_interrupt_the_report(tmp_path):
+    config = make_config(tmp_path, Killing(), batches__workers=1)
+    with pytest.raises(RuntimeError):
+        run_world(1, train_with_a_late_signal, config)
+    assert "a loader worker exited" in errors(config)[0]
+    assert status(config)["outcome"] == "failed"
+
+
 def closed_connection(place: str) -> None:
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
     if place == "a loader worker":
         ours.recv()  # as torch's DataLoader does
+    if place == "its socket":
+        multiprocessing.connection.Client("/tmp/no/socket")  # as for a tensor that it has sent
     raise ConnectionResetError(104, "Connection reset by peer")
 
 
-@pytest.mark.parametrize("place", ["a loader worker", "the dataset"])
+@pytest.mark.parametrize("place", ["a loader worker", "its socket", "the dataset"])
 def test_a_closed_connection_is_not_taken_for_another_process(tmp_path, place):
     run = Run(make_config(tmp_path), rank=0)
     run.begin()
     run.hosts = [HERE, HERE]
-    with pytest.raises((EOFError, ConnectionError)), stopping.failures_recorded(run):
+    with pytest.raises((EOFError, OSError)), stopping.failures_recorded(run):
         closed_connection(place)
     reason = run.status()["reason"]
-    assert ("a loader worker exited" in reason) == (place == "a loader worker")
+    assert ("a loader worker exited" in reason) == (place != "the dataset")
     assert "lost contact" not in reason
     assert "No word" not in reason
 

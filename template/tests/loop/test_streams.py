@@ -206,7 +206,6 @@ def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_st
     [
         ("tensor", "must return plain JSON: Object of type Tensor is not JSON", 0),
         ("nan", "must return plain JSON: Out of range float values", 1),
-        ("tuple", "must return plain JSON: lists, and dicts whose keys are str", 0),
         ("keys", "must return plain JSON: lists, and dicts whose keys are str", 0),
         ("half", "needs both state_dict and load_state_dict, or neither", 0),
     ],

@@ -23,7 +23,6 @@ steps: 8
 checkpoints: {every_steps: 4}
 telemetry: {every_steps: 2, trackers: []}
 """
-WIDTHS = (80, 60)
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +57,6 @@ def nvidia_smi(tmp_path, monkeypatch):
     [
         (None, 4),
         ("", 0),
-        ("-1", 0),
-        ("0", 1),
         ("2,3", 2),
         ("1,-1,2", 1),
         ("0,9,1", 1),
@@ -77,14 +74,10 @@ def test_gpus_are_counted_as_cuda_sees_them(nvidia_smi, monkeypatch, visible, wa
     ("gpus", "where", "batch", "chosen", "why"),
     [
         (0, "", 16, ("cpu", 1), "no GPU (nvidia-smi)"),
-        (1, "", 16, ("gpu", 1), "1 GPU (nvidia-smi)"),
         (8, "", 64, ("multi_gpu", 8), "8 GPUs (nvidia-smi);"),
         (8, "", 12, ("multi_gpu", 6), "8 GPUs (nvidia-smi), of which 6 divide the global batch"),
-        (3, "", 7, ("gpu", 1), "of which 1 divide the global batch"),
-        (4, "fsdp2", 64, ("fsdp2", 4), "4 GPUs"),
         (4, "cpu_2_processes", 64, ("cpu_2_processes", 2), ""),
         (0, "multi_gpu", 64, ("multi_gpu", 8), ""),  # ROCm: nvidia-smi finds none
-        (4, "gpu", 64, ("gpu", 1), ""),
         (4, "accelerate_configs/gpu.yaml", 64, ("gpu", 1), ""),
     ],
 )
@@ -129,37 +122,20 @@ def test_outside_of_a_project_the_remedy_is_named(tmp_path, monkeypatch):
         choose(Options(), 16)
 
 
-def test_options_may_stand_before_the_config_and_switches_take_no_value():
-    options = read_options(["--dry-run", "configs/tiny.yaml"])
-    assert options == Options(dry_run=True, settings=("--config", "configs/tiny.yaml"))
-    with pytest.raises(ConfigError, match="--dry-run takes no value"):
-        read_options(["--dry-run=false"])
-
-
 def test_config_files_come_first_and_options_in_any_order():
-    options = read_options(
-        ["configs/tiny.yaml", "b.yaml", "--seed", "1", "--where=gpu", "--dry-run", "--optim.lr=2",
-         "--num-processes", "2", "--stage_to", "x"]
-    )  # fmt: skip
-    assert options == Options(
-        where="gpu",
-        num_processes=2,
-        dry_run=True,
-        settings=(
-            *("--config", "configs/tiny.yaml", "--config", "b.yaml", "--seed", "1"),
-            *("--optim.lr=2", "--stage_to", "x"),
-        ),
-    )
+    words = "configs/tiny.yaml b.yaml --seed 1 --where=gpu --optim.lr=2 --num-processes 2"
+    settings = "--config configs/tiny.yaml --config b.yaml --seed 1 --optim.lr=2"
+    options = Options(where="gpu", num_processes=2, settings=tuple(settings.split()))
+    assert read_options(words.split()) == options
 
 
 # ---- typed into a terminal -----------------------------------------------------------------------
-def typed(words: str, folder: Path, columns: int, **environment: str) -> Terminal:
-    return Terminal(["train", *words.split()], folder, columns, environment)
+def typed(words: str, folder: Path, **environment: str) -> Terminal:
+    return Terminal(["train", *words.split()], folder, 80, environment)
 
 
 REFUSED = {
     "typo in an option": ("configs/tiny.yaml --optim.lrr 1", "did you mean --optim.lr?"),
-    "typo in a value": ("configs/tiny.yaml --optim.schedule cosin", "wsd; did you mean cosine?"),
     "typo in a path": ("configs/tinny.yaml", "did you mean configs/tiny.yaml?"),
     "typo in a YAML key": (
         "configs/wrong.yaml",
@@ -173,11 +149,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_before_anything_starts_is_one_line(project, case, columns):
+def test_what_is_refused_before_anything_starts_is_one_line(project, case):
     words, sentence = REFUSED[case]
-    terminal = typed(words, project, columns)
+    terminal = typed(words, project)
     lines, code = terminal.end()
     assert code == 2
     (line,) = lines
@@ -187,7 +162,6 @@ def test_what_is_refused_before_anything_starts_is_one_line(project, case, colum
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -196,13 +170,12 @@ def test_what_is_refused_before_anything_starts_is_one_line(project, case, colum
     ],
     ids=["typo in a recipe's field", "a missing GPU"],
 )
-def test_what_torch_is_needed_for_is_refused_in_one_line_too(project, words, sentence, columns):
-    terminal = typed(f"configs/tiny.yaml {words}", project, columns, CUDA_VISIBLE_DEVICES="")
+def test_what_torch_is_needed_for_is_refused_in_one_line_too(project, words, sentence):
+    terminal = typed(f"configs/tiny.yaml {words}", project, CUDA_VISIBLE_DEVICES="")
     lines, code = terminal.end()
     assert code == 2
     assert lines[-1].startswith("error: ")
     assert sentence in lines[-1]
-    assert lines[-2].startswith("checking the settings of Ragged"), "it said what takes time"
     assert not (project / "runs").exists(), "a refused launch leaves no folder"
 
 
@@ -217,12 +190,11 @@ FAILURES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("case", FAILURES)
-def test_a_failure_ends_in_one_block(project, case, columns):
+def test_a_failure_ends_in_one_block(project, case):
     words, reason = FAILURES[case]
     at = "--recipe.fault_at 5 --recipe.fault_on_rank 0 --run_name tiny"
-    lines, code = typed(f"configs/tiny.yaml {at} {words}", project, columns).end()
+    lines, code = typed(f"configs/tiny.yaml {at} {words}", project).end()
     shown = " ".join(" ".join(lines).split())
     assert code == 1
     assert reason in shown
@@ -242,17 +214,16 @@ def test_a_failure_ends_in_one_block(project, case, columns):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_stopped_continued_finished_shown_again_and_refused(project, columns):
+def test_stopped_continued_finished_shown_again_and_refused(project):
     """One run, as its owner would type it: Ctrl-C three times, then the same command."""
     words = "configs/tiny.yaml --steps 100000 --telemetry.every_steps 1"
-    terminal = typed(words, project, columns)
+    terminal = typed(words, project)
     started = time.monotonic()
     terminal.read(lambda shown: "run folder" in shown or "runs/tiny, new" in shown)
     assert "batch" in terminal.read(lambda shown: "accelerate launch --config_file" in shown)
     assert time.monotonic() - started < 60
     terminal.read(lambda shown: re.search(r"step +[1-9]\d*/1", shown) is not None)
-    for _ in range(1 if columns == WIDTHS[0] else 3):
+    for _ in range(3):
         terminal.type("\x03")
         time.sleep(0.2)
     lines, code = terminal.end()
@@ -263,34 +234,27 @@ def test_stopped_continued_finished_shown_again_and_refused(project, columns):
     assert lines[-1] == f"  python -m my_project train {words}"
 
     words = f"configs/tiny.yaml --steps {int(step) + 2} --evaluation.best_metric validation/auroc"
-    terminal = typed(words, project, columns)
+    terminal = typed(words, project)
     lines, code = terminal.end()
     shown = "\n".join(lines)
     assert f"runs/tiny, continues from step {step}" in terminal.shown
     assert code == 0, shown
     assert "--- finished: runs/tiny -" in shown
-    for row in ("steps", "time", "best     validation/auroc", "result", "weights"):
-        assert f"  {row}" in shown, shown
-    assert lines[-2:] == [
-        "  python -m my_project predict runs/tiny",
-        "  python -m my_project evaluate runs/tiny",
-    ]
+    assert "  best     validation/auroc" in shown
+    assert lines[-1] == "  python -m my_project evaluate runs/tiny"
 
-    again = typed(words, project, columns)
-    again_lines, code = again.end()
+    lines, code = typed(words, project).end()
     assert code == 0
-    assert again_lines == again.shown.rstrip("\n").splitlines(), "at once, and nothing else"
-    assert again_lines[0] == "already finished, so nothing is trained"
-    assert again_lines[-8:] == lines[-8:]
+    assert lines[0] == "already finished, so nothing is trained"
 
-    lines, code = typed("configs/tiny.yaml --seed 1 --run_name tiny", project, columns).end()
+    lines, code = typed("configs/tiny.yaml --seed 1 --run_name tiny", project).end()
     assert code == 2
     assert "error: runs/tiny was trained with other settings: seed (0 there, 1 here)" in lines[-1]
 
 
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_is_a_preemption_and_a_broken_recipe_is_named(project):
-    terminal = typed("configs/tiny.yaml --steps 100000 --telemetry.every_steps 1", project, 80)
+    terminal = typed("configs/tiny.yaml --steps 100000 --telemetry.every_steps 1", project)
     terminal.read(lambda shown: re.search(r"step +[1-9]\d*/1", shown) is not None)
     os.close(terminal.master)
     _, status = os.waitpid(terminal.pid, 0)
@@ -301,7 +265,7 @@ def test_a_terminal_that_is_closed_is_a_preemption_and_a_broken_recipe_is_named(
     for name, code, line in (("syntax", "def loss(:", 1), ("raises", "\nx = {}['missing']", 2)):
         (project / f"{name}.py").write_text(f"{code}\n\nclass Recipe: ...\n")
         words = f"configs/tiny.yaml --recipe.class_path {name}.Recipe --run_name broken"
-        lines, code = typed(words, project, 80).end()
+        lines, code = typed(words, project).end()
         shown = " ".join(" ".join(lines).split())
         assert code == 1
         assert re.search(rf"at {name}\.py, line {line}, in <module>", shown), shown
@@ -312,7 +276,7 @@ def test_a_terminal_that_is_closed_is_a_preemption_and_a_broken_recipe_is_named(
 def test_a_dry_run_says_what_the_whole_run_will_take_and_keeps_nothing(project):
     # DDP in a world of one process too
     where = "--where cpu_2_processes --num_processes 1"
-    terminal = typed(f"configs/tiny.yaml --epochs 10 --dry-run {where}", project, 80)
+    terminal = typed(f"configs/tiny.yaml --epochs 10 --dry-run {where}", project)
     lines, code = terminal.end()
     shown = "\n".join(lines)
     assert code == 0, terminal.shown

@@ -19,14 +19,14 @@ from ragged import Ragged
 from runs import change, make_config, train
 from test_damage import KINDS, replace
 from test_runs import HOLD
-from test_stopping import fails, with_fault
+from test_stopping import Killing, fails, with_fault
 from world import run_world
 
 from my_project import stopping
 from my_project.config import Config, ConfigError
-from my_project.doctor import doctor
-from my_project.doctor.doctor import diagnose
 from my_project.run_folder import Run
+from my_project.tools.doctor import doctor
+from my_project.tools.doctor.doctor import diagnose
 
 HERE = socket.gethostname()
 
@@ -47,29 +47,21 @@ def raised(tmp_path_factory) -> Config:
 
 def test_an_exception_is_told_with_rank_host_line_and_file(raised, capsys):
     found = diagnose(raised.folder)
-    assert (found["outcome"], found["cause"], found["certainty"]) == (
-        "failed",
-        "exception",
-        "known",
-    )
     first = found["first"]
+    assert (found["cause"], found["certainty"]) == ("exception", "known")
     assert (first["rank"], first["host"], first["step"]) == (1, HERE, 3)
     assert first["what"] == "ValueError: this rank was told to fail"
     assert re.search(r"ragged\.py, line \d+, in strike: raise ValueError", first["at"])
     assert json.loads(Path(first["says"]).read_text())["rank"] == 1
-    assert abs(first["time"] - time.time()) < 3600
     assert found["others"] == [f"lost contact, which follows: rank 0 on {HERE}"]
     assert found["remedy"][-1] == "then the same command continues from step 2"
     assert found["likely"] == []
     shown = text_of(raised.folder, capsys)
-    lines = shown.splitlines()
-    assert lines[0].startswith(f"--- failed: {raised.folder}")
     assert f"first    rank 1 on {HERE}, step 3, " in shown
-    assert len(lines) <= 24, "one screen"
-    assert max(map(len, lines[1:])) <= max(100, len(first["says"]) + 11)
+    assert len(shown.splitlines()) <= 24, "one screen"
 
 
-def test_the_command_needs_no_torch_and_its_json_is_what_it_documents(raised, tmp_path):
+def test_the_command_needs_no_torch_and_prints_json(raised, tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", "my_project", "doctor"]
     done = subprocess.run(
         [*command, str(raised.folder), "--json"], capture_output=True, text=True, check=True
@@ -77,25 +69,9 @@ def test_the_command_needs_no_torch_and_its_json_is_what_it_documents(raised, tm
     assert not re.findall(r"\| +(torch|accelerate|numpy)$", done.stderr, re.M)
     found = json.loads(done.stdout)
     assert found == diagnose(raised.folder) | {"happened": found["happened"]}
-    described = (doctor.__doc__ or "").partition("--json prints")[2]
-    for name in (*found, *found["first"]):
-        assert re.search(rf"\b{name}\b", described), name
     command = [sys.executable, "-m", "my_project", "doctor", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == f"error: {tmp_path} is not a run folder; give one.\n"
-
-
-def test_all_kinds_of_causes_are_documented():
-    folder = Path(doctor.__file__).parent
-    text = "".join((folder / f"{name}.py").read_text() for name in ("causes", "hangs"))
-    text += (folder / "flight_recorder.py").read_text()
-    kinds = set(re.findall(r'(?:kind=|of\((?:first|failure|waiting\[0\]), )"([^"]+)"', text))
-    kinds |= set(re.findall(r'kind = "([^"]+)"', text))
-    assert {"killed", "exception", "lost node", "not finite"} <= kinds
-    described = " ".join((doctor.__doc__ or "").split())
-    for kind in kinds - {"mismatch", "missing", "incomplete"}:
-        assert kind in described, kind
 
 
 def test_nan_is_told_of_the_rank_whose_loss_it_was(tmp_path):
@@ -116,11 +92,10 @@ def test_a_hang_is_told_with_the_line_and_with_who_waits_for_it(tmp_path):
     found = diagnose(config.folder)
     assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
     assert re.search(r"ragged\.py, line \d+, in strike: time\.sleep\(1\)$", found["first"]["at"])
-    assert found["first"]["what"] == "no progress for 2 s; stalled"
     (known,) = found["known"]
     assert f"while rank 0 on {HERE} waited for other ranks (in " in known
     (likely,) = found["likely"]
-    assert likely == "the others wait for it, since it alone waits for no other rank"
+    assert "it alone waits for no other rank" in likely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +118,6 @@ def test_ranks_that_wait_in_different_lines_have_likely_called_different_collect
     lines = sorted(found["known"])
     assert re.match(r"rank 0: \S*test_doctor\.py, line \d+, in loss: dist\.barrier\(\)", lines[0])
     assert re.match(r"rank 1: \S*train\.py, line \d+, in main", lines[1])
-    assert "since they wait in different lines" in found["likely"][0]
 
 
 def test_a_rank_that_is_gone_without_a_log_is_named_and_nothing_is_claimed(tmp_path):
@@ -153,9 +127,6 @@ def test_a_rank_that_is_gone_without_a_log_is_named_and_nothing_is_claimed(tmp_p
     assert (found["cause"], found["certainty"]) == ("no report", "likely")
     assert (found["first"]["rank"], found["first"]["host"]) == (1, HERE)
     assert found["known"] == []
-    assert f"killed process|out of memory', on {HERE}" in found["look_at"][0]
-    assert "log of the scheduler" in found["look_at"][1]
-    assert found["others"] == [f"lost contact, which follows: rank 0 on {HERE}"]
 
 
 def test_out_of_memory_names_a_micro_batch_that_divides(tmp_path):
@@ -181,38 +152,14 @@ def test_the_smaller_micro_batch_divides_the_part_of_a_rank(tmp_path, monkeypatc
     assert diagnose(run.folder)["remedy"][0].startswith(remedy)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Killing(Ragged):
-    """A sample that kills the loader worker that reads it."""
-
-    def build_datasets(self, data_info):
-        train_set, validation_sets = super().build_datasets(data_info)
-        return Deadly(train_set), validation_sets
-
-
-class Deadly:
-    def __init__(self, samples) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int):
-        if index == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.samples[index]
-
-
 def test_a_killed_loader_worker_is_told(tmp_path):
     config = make_config(tmp_path, Killing(), batches__workers=1)
-    with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal: Killed"):
+    with pytest.raises(RuntimeError):  # its queue, its socket or its signal may tell first
         run_world(1, train, config)
     found = diagnose(config.folder)
     assert found["cause"] == "loader worker"
     assert "fewer batches.workers (now 1)" in found["remedy"][0]
-    assert found["known"] == ["a loader worker ended without an exception"]
-    assert found["likely"][0].startswith("the kernel killed it for lack of host memory, or it")
-    assert found["first"]["at"] == "", "the line that noticed it is not at fault"
+    assert "the kernel killed it for lack of host memory" in found["likely"][0]
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
@@ -233,23 +180,15 @@ def test_a_full_disk_is_told_where_it_ends_the_run_and_where_it_does_not(tmp_pat
     with pytest.raises(RuntimeError, match="No space left"):
         run_world(1, train_on_a_full_disk, config)
     found = diagnose(config.folder)
-    assert (found["outcome"], found["cause"], found["certainty"]) == (
-        "failed",
-        "full disk",
-        "known",
-    )
-    assert "No space left on device" in found["first"]["what"]
-    assert "GB are free now where the run folder is" in found["known"][0]
+    assert (found["cause"], found["certainty"]) == ("full disk", "known")
     assert "checkpoints.keep (now 2)" in found["remedy"][0]
 
     config = make_config(tmp_path, run_name="goes_on", stop_after="0s")
     assert run_world(1, train_on_a_full_disk, config) == [75]
     found = diagnose(config.folder)
-    assert found["outcome"] == "preempted"
-    assert found["cause"] == ""
+    assert (found["outcome"], found["cause"]) == ("preempted", "")
     assert "the last checkpoint could not be saved: [Errno 28] No space left" in found["happened"]
-    assert found["remedy"][0].startswith("free space, or keep fewer checkpoints")
-    assert found["remedy"][-1] == "then the same command starts again from step 0"
+    assert found["remedy"][0].startswith("free space")
 
 
 def test_a_run_that_ends_without_a_word_on_a_full_disk_is_likely_due_to_it(tmp_path, monkeypatch):
@@ -258,7 +197,6 @@ def test_a_run_that_ends_without_a_word_on_a_full_disk_is_likely_due_to_it(tmp_p
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4096))
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("full disk", "likely")
-    assert "since a process that cannot write leaves no report" in found["likely"][0]
 
 
 # ---- finished, preempted, repaired ---------------------------------------------------------------
@@ -269,15 +207,11 @@ def test_a_repaired_run_is_not_blamed_for_what_failed_before(raised, tmp_path, c
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"], found["first"]) == ("preempted", "", None)
     assert found["earlier_failures"] == 1
-    assert re.match(r"stopped at step \d of 10 and saved, to be continued: ", found["happened"])
     assert found["remedy"] == [f"the same command continues from step {found['step']}"]
     assert run_world(1, train, config) == [0]
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"], found["remedy"]) == ("finished", "", [])
-    assert found["happened"].startswith("finished at step 10 of 10, ")
-    shown = text_of(config.folder, capsys)
-    assert "earlier  1 start of this run failed before" in shown
-    assert "told to fail" not in shown
+    assert "told to fail" not in text_of(config.folder, capsys)
 
 
 def train_without_memory(config: Config) -> int:
@@ -348,13 +282,8 @@ def test_a_host_of_which_no_rank_reports_is_likely_lost(tmp_path, monkeypatch, h
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("lost node", "likely")
     assert (found["first"]["rank"], found["first"]["host"]) == (None, "gpu-b")
-    assert (
-        "no report from ranks 2, 3 on gpu-b, as rank 0 on gpu-a noticed" in found["first"]["what"]
-    )
-    assert "since none of the 2 ranks there left a report" in found["likely"][0]
-    assert found["known"] == []
+    assert "no report from ranks 2, 3 on gpu-b" in found["first"]["what"]
     assert "gpu-b answers" in found["look_at"][0]
-    assert found["others"] == ["lost contact, which follows: ranks 0, 1 on gpu-a"]
 
 
 def test_a_host_of_which_one_rank_reports_is_not_called_lost(tmp_path, monkeypatch):
@@ -372,11 +301,8 @@ def test_the_hosts_of_an_earlier_start_are_not_named(tmp_path, monkeypatch):
     monkeypatch.setattr(stopping, "likely_cause", lambda run, reports: "-")
     fail(run, monkeypatch, 0, LOST)
     found = diagnose(run.folder)
-    assert (found["cause"], found["first"]["rank"], found["first"]["host"]) == (
-        "no report",
-        1,
-        None,
-    )
+    first = found["first"]
+    assert (found["cause"], first["rank"], first["host"]) == ("no report", 1, None)
 
 
 def test_ranks_that_all_lost_contact_point_to_the_network(tmp_path, monkeypatch):
@@ -437,19 +363,17 @@ def test_the_records_tell_when_steps_began_to_be_skipped_and_what_was_before(tmp
     from my_project.state import NotFiniteError
 
     run = begin(tmp_path, monkeypatch)
-    skips = {10: 2, 20: 0, 30: 0, 40: 3, 50: 10}  # the first two as fp16 skips them
-    for step, skipped in skips.items():
-        if step == 40:
-            spike = {"name": "gradient_norm", "value": 83.0, "median": 1.25}
-            write(run, {"kind": "spike", "step": 37} | spike)
-        write(run, {"kind": "interval", "step": step, "steps": 10, "skipped": skipped})
-    reason = "the gradient was not finite in 13 steps in a row, up to step 50"
+    skips = {10: 2, 400: 3, 410: 10}  # the first two as fp16 skips them
+    for step in range(10, 420, 10):
+        norm = {"gradient_norm": 83.0 if step == 390 else 1.25}
+        skipped = {"steps": 10, "skipped": skips.get(step, 0)}
+        write(run, {"kind": "interval", "step": step} | norm | skipped)
+    reason = "the gradient was not finite in 13 steps in a row, up to step 410"
     fail(run, monkeypatch, 0, NotFiniteError(f"{reason}; the loss on this rank is 2.5: lower"))
     found = diagnose(run.folder)
-    assert "steps 38 to 50 were skipped" in found["known"][0]
-    assert "the first interval with skipped steps is that of step 40" in found["known"]
+    assert "steps 398 to 410 were skipped" in found["known"][0]
     unstable, overflowed = found["likely"]
-    assert "since gradient_norm was 83 at step 37, against a median of 1.25" in unstable
+    assert "since gradient_norm was 83 at step 390, against a median of 1.25" in unstable
     assert "since no rank had a loss that is NaN" in overflowed
 
 
@@ -457,7 +381,9 @@ def test_a_spike_long_before_is_no_evidence(tmp_path, monkeypatch):
     from my_project.state import NotFiniteError
 
     run = begin(tmp_path, monkeypatch)
-    write(run, {"kind": "spike", "step": 37, "name": "loss", "value": 83.0, "median": 1.0})
+    for step in range(40):
+        loss = 83.0 if step == 37 else 1.0
+        write(run, {"kind": "interval", "step": step, "skipped": 0, "loss": loss})
     write(run, {"kind": "interval", "step": 5000, "skipped": 0})
     reason = "the gradient was not finite in 2 steps in a row, up to step 5001"
     fail(run, monkeypatch, 0, NotFiniteError(f"{reason}; the loss on this rank is nan: lower"))
@@ -498,21 +424,12 @@ def test_a_run_under_way_says_how_old_its_last_record_is_and_whether_it_moves(
         fresh, late = diagnose(run.folder, now + 30), diagnose(run.folder, now + 7200)
         holder.communicate()
     assert fresh["outcome"] == late["outcome"] == "running"
-    assert re.match(
-        r"running: step 4 of 10, the last record or change \d+ s ago$", fresh["happened"]
-    )
-    assert (
-        "has not moved for long, where records came every 10 s: the files do not say"
-        in (late["happened"])
-    )
+    assert "has not moved for long" not in fresh["happened"]
+    assert "has not moved for long" in late["happened"]
     assert (late["cause"], late["likely"], late["first"]) == ("", [], None)
-    assert "or it goes on where its lock is not seen" in diagnose(run.folder, now)["happened"]
     found = diagnose(run.folder, now + 7200)
-    assert "or it goes on" not in found["happened"]
     assert (found["outcome"], found["cause"]) == ("interrupted", "interrupted")
     assert found["certainty"] == "likely"
-    assert found["happened"].startswith("ended at step 4 of 10 without saying so")
-    assert any("plain accelerate launch writes no logs" in line for line in found["look_at"])
     assert any("last -x reboot" in line for line in found["look_at"])
 
 
@@ -534,12 +451,8 @@ def test_a_run_that_was_told_to_stop_and_killed_before_it_saved_is_told(tmp_path
     with pytest.raises(RuntimeError, match="the process died"):
         run_world(1, train_with_logs, config, config.folder / f"logs/node_0/{stamp}_7")
     found = diagnose(config.folder)
-    assert (found["outcome"], found["cause"], found["certainty"]) == (
-        "interrupted",
-        "stopped",
-        "likely",
-    )
-    assert found["known"] == ["it was told to stop (SIGTERM), and had not saved when it ended"]
+    assert (found["outcome"], found["cause"]) == ("interrupted", "stopped")
+    assert "it was told to stop (SIGTERM)" in found["known"][0]
     assert "SIGKILL at the end of the scheduler's grace period" in found["likely"][0]
 
 
@@ -608,7 +521,6 @@ def test_what_is_printed_holds_no_secret_and_no_control_character(tmp_path, monk
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", shown)
     for secret in ("S3cr3t", "pw123"):
         assert secret not in shown
-    assert max(map(len, shown.splitlines()[1:5])) <= 100
     assert len(diagnose(run.folder)["first"]["what"]) == doctor.LONGEST, "it is cut off"
 
 
@@ -645,8 +557,6 @@ def test_a_start_that_fails_before_the_run_is_open_is_told_from_its_log(tmp_path
     assert found["first"]["what"] == "KeyError: 'labels'"
     assert re.search(r"test_doctor\.py, line \d+, in build_datasets: raise", found["first"]["at"])
     assert found["first"]["says"].endswith("rank_00000.log")
-    assert "failed before it opened the run" in found["happened"]
-
     assert train(change(config, recipe=Ragged(), steps=2)) == 0
     assert diagnose(config.folder)["outcome"] == "finished", "what failed is older"
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 60))
@@ -654,7 +564,6 @@ def test_a_start_that_fails_before_the_run_is_open_is_told_from_its_log(tmp_path
         run_world(1, train_with_logs, change(config, resume="never"), logs / f"{stamp}_8")
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"]) == ("failed", "exception")
-    assert found["happened"].endswith("; before that the run: finished, step 2")
 
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 120))
     again = change(config, recipe=Ragged(), steps=2)
@@ -668,10 +577,10 @@ def test_a_failure_is_told_also_after_a_start_that_has_left_nothing(raised, tmp_
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 60))
     (folder / f"logs/node_0/{stamp}_8").mkdir(parents=True)
     (folder / f"logs/node_0/{stamp}_8/launcher.log").write_text("")
+    (folder / "logs/node_1").write_text("mine")
+    (folder / "logs/node_x").mkdir()
     found = diagnose(folder)
     assert (found["cause"], found["first"]["rank"]) == ("exception", 1)
-    assert "; a start of " in found["happened"]
-    assert found["happened"].endswith(" has left nothing")
 
 
 # ---- through the real launcher -------------------------------------------------------------------
@@ -687,22 +596,13 @@ def launched(folder: Path, where: str, *arguments: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "rank"), [("cpu", 0), ("cpu_2_processes", 1)])
 def test_a_killed_process_is_told_by_the_log_of_its_launcher(tmp_path, where, rank):
-    fault = (
-        "--recipe.fault",
-        "leave",
-        "--recipe.fault_at",
-        "5",
-        "--recipe.fault_on_rank",
-        f"{rank}",
-    )
-    found = launched(tmp_path, where, *fault)
+    fault = f"--recipe.fault leave --recipe.fault_at 5 --recipe.fault_on_rank {rank}"
+    found = launched(tmp_path, where, *fault.split())
     assert found["outcome"] == ("failed" if rank else "interrupted")
     assert (found["cause"], found["certainty"]) == ("killed", "known")
     assert (found["first"]["rank"], found["first"]["host"]) == (rank, HERE)
     assert "ended by signal 9 (SIGKILL)" in found["first"]["what"]
     assert "launcher.log: " in found["first"]["says"]
-    (likely,) = found["likely"]
-    assert likely.startswith("the kernel for lack of memory, the scheduler at a limit")
     assert "dmesg" in found["look_at"][0]
 
     # a start without logs, after it: what the old ones say is not of it
@@ -738,8 +638,7 @@ class Preempted(Ragged):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch, step)
 
-class Missing(Ragged):
-    pass
+class Missing(Ragged): ...
 
 class Stops(Ragged):
     def loss(self, model, batch, step):
@@ -753,13 +652,8 @@ class Stops(Ragged):
 @pytest.mark.parametrize(
     ("recipe", "where", "rank", "wanted"),
     [
-        ("Exits", "cpu", 0, ("exited", "known", "ended with exit code 7, without a report")),
-        (
-            "Crashes",
-            "cpu_2_processes",
-            1,
-            ("crashed", "known", "ended by signal 11 (SIGSEGV), without a report"),
-        ),
+        ("Exits", "cpu", 0, ("exited", "known", "ended with exit code 7")),
+        ("Crashes", "cpu_2_processes", 1, ("crashed", "known", "ended by signal 11 (SIGSEGV)")),
         ("Stops", "cpu_2_processes", 1, ("no report", "likely", "no report from rank 1 on ")),
         ("Preempted", "cpu", 0, ("killed", "known", "ended by signal 9 (SIGKILL)")),
         ("missing", "cpu", None, ("exception", "known", "KeyError: 'x'")),

@@ -1,9 +1,11 @@
-"""The simulated step against the planner's formulas, arithmetic by hand, and real processes."""
+"""The simulated step against arithmetic by hand, what torch allocates, and real processes."""
 
+import ctypes
 import json
 import os
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 from documents import PROJECT, blocks, text_of
+from runs import make_config, train
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.torch_version import TorchVersion
 from world import run_world
 
-from my_project import cost
-from my_project.cluster import planner
-from my_project.cluster.simulate import SHARDED_SINCE, Simulation, simulate
 from my_project.command_line import parse
 from my_project.config import ConfigError
+from my_project.optim import build_optimizer
+from my_project.tools import planner, simulate
+from my_project.tools.simulate import NO_VALUES, SHARDED_SINCE, Simulation, Simulator
 
 
 class Layer(nn.Module):
@@ -81,69 +85,171 @@ def simulated(folder: Path, where: str, nodes: int, gpus: int, *settings: str) -
     if OLD_TORCH and where.endswith(("fsdp2", "hsdp")):
         pytest.skip(f"needs torch {SHARDED_SINCE}")
     words = arguments(folder, *settings)
-    return simulate(parse(words), words, where, nodes, gpus)
+    return Simulator(parse(words), words).step(where, nodes, gpus)
 
 
-ONE_SAMPLE = ["--batches.micro_batch_size", "1", "--batches.global_batch_size"]
+def tracked_peak(config: Any) -> int:
+    """Take two real steps; return the most that torch held at once, of every kind, in bytes."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    recipe = config.recipe
+    model = recipe.build_model({})
+    optimizer = build_optimizer(config.optim, recipe, model)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        for step in range(2):
+            batch = torch.zeros(config.batches.global_batch_size, recipe.places, recipe.width)
+            recipe.loss(model, batch, step)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.reset_mod_stats()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize("size", ["1", "32"], ids=["at the gradients", "at the activations"])
+def test_memory_is_what_torch_allocates(tmp_path, size):
+    settings = ["--batches.global_batch_size", size, "--batches.micro_batch_size", "0"]
+    settings += ["--precision", "no"]
+    found = simulated(tmp_path, "gpu", 1, 1, *settings)
+    real = tracked_peak(parse(arguments(tmp_path, *settings)))
+    assert found.peak_bytes == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_memory_is_what_the_gpu_allocates(tmp_path, precision):
+    settings = ["--batches.global_batch_size", "64", "--batches.micro_batch_size", "0"]
+    settings += ["--precision", precision]
+    found = simulated(tmp_path, "gpu", 1, 1, *settings)
+    config = parse(arguments(tmp_path, *settings))
+    model = config.recipe.build_model({}).cuda()
+    optimizer = build_optimizer(config.optim, config.recipe, model)
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(2):
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            batch = torch.randn(64, 128, 512, device="cuda")
+            total, _ = config.recipe.loss(model, batch, step)
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Layers):
+    """Layers that note what the process holds, in bytes: first now, then at most, micro-batch by
+    micro-batch."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        NOTED.append(process_bytes("VmRSS"))
+        return super().build_model(data_info)
+
+    def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        NOTED.append(process_bytes("VmHWM"))
+        return super().loss(model, batch, step)
+
+
+NOTED: list[int] = []
+
+
+def process_bytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{name}:")[1].split()[0])
+
+
+def most_held_by_a_run(config: Any) -> int:
+    """Train by the real main; return the most that this process has held for it."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    train(config)
+    return NOTED[-1] - NOTED[0]  # before the last micro-batch, so before the last save
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("processes", "accumulation"), [(1, 1), (2, 1), (2, 4)])
+def test_memory_is_what_a_run_holds(tmp_path, processes, accumulation):
+    """One copy of the gradients more would be 4 bytes per parameter."""
+    micro = 16 // processes // accumulation
+    config = make_config(
+        tmp_path, Measured(depth=10, places=4), steps=4, batches__micro_batch_size=micro
+    )  # fmt: skip
+    assert config.batches.global_batch_size == 16
+    held = max(run_world(processes, most_held_by_a_run, config))
+    settings = ["--recipe.depth", "10", "--recipe.places", "4", "--precision", "no"]
+    settings += ["--batches.global_batch_size", "16", "--batches.micro_batch_size", str(micro)]
+    where = "gpu" if processes == 1 else "multi_gpu"
+    found = simulated(tmp_path, where, 1, processes, *settings)
+    # the rest, some 30 MB, is code that is read from the disk when it is first used
+    assert 0 < (held - found.peak_bytes) / found.parameters < 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read(Layers):
+    """Has real weights, as those that are read from a file, where others are fake."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        with unset_fake_temporarily():
+            return super().build_model(data_info)
+
+
+@pytest.mark.parametrize("where", ["multi_gpu", "fsdp2"])
+def test_weights_that_are_read_need_the_same_memory(tmp_path, where):
+    settings = ["--batches.global_batch_size", "16", "--recipe.depth", "1"]
+    fake, real = (
+        simulated(tmp_path, where, 1, 2, *settings, "--recipe.class_path", f"test_simulate.{name}")
+        for name in ("Layers", "Read")
+    )
+    assert real == fake
+
+
+def test_flops_are_six_per_parameter_and_position(tmp_path):
+    found = simulated(tmp_path, "gpu", 1, 1, "--batches.global_batch_size", "16")
+    assert found.accumulation == 2
+    # the first layer's input needs no gradient, else it were 6 exactly
+    assert found.flops_per_sample == pytest.approx(6 * found.parameters * 128, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("where", "nodes", "gpus", "settings"),
+    ("settings", "wanted"),
     [
-        ("gpu", 1, 1, ["--batches.global_batch_size", "8"]),
-        pytest.param(
-            "gpu",
-            1,
-            1,
-            ["--batches.global_batch_size", "16", "--optim.ema_decay", "0.9"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "multi_gpu_fp16", 1, 8, ["--batches.global_batch_size", "64"], marks=pytest.mark.slow
-        ),
-        ("multi_node", 64, 8, []),
-        ("multi_node", 64, 8, ["--batches.micro_batch_size", "4"]),
-        ("fsdp2", 1, 8, ["--batches.global_batch_size", "64", "--optim.ema_decay", "0.9"]),
-        pytest.param(
-            "multi_node_fsdp2", 8, 8, ["--batches.micro_batch_size", "16"], marks=pytest.mark.slow
-        ),
-        # the peak is in the last block of the backward pass, and in its second
-        ("fsdp2", 1, 2, [*ONE_SAMPLE, "2", "--recipe.depth", "4"]),
-        ("multi_node_fsdp2", 8, 8, [*ONE_SAMPLE, "64"]),
-        ("multi_node_hsdp", 64, 8, []),
-        pytest.param("multi_node_hsdp", 64, 8, ["--precision", "no"], marks=pytest.mark.slow),
-        ("multi_node_hsdp", 64, 8, ["--batches.micro_batch_size", "4"]),
-        ("multi_node_hsdp", 64, 8, ["--distributed.activation_checkpointing", "true"]),
-        pytest.param(
-            "multi_node",
-            64,
-            8,
-            ["--distributed.activation_checkpointing", "true"],
-            marks=pytest.mark.slow,
-        ),
+        (["--optim.ema_decay", "0.9"], 16),
+        (["--optim.class_path", "torch.optim.SGD"], 4),
     ],
 )
-def test_the_planners_formulas_agree_within_5_percent(tmp_path, where, nodes, gpus, settings):
-    config = parse(arguments(tmp_path, *settings))
-    found = simulated(tmp_path, where, nodes, gpus, *settings)
-    model = cost.inspect_recipe(config, found.precision)
-    assert model.parameters == found.parameters
-    cluster = planner.Cluster(
-        nodes=nodes, gpus_per_node=gpus, gpu_bytes=80e9, reserved_bytes=0, in_node=1,
-        over_nodes=1, latency_seconds=0, samples_per_second=1,
-    )  # fmt: skip
-    kind = "HSDP" if "hsdp" in where else "FSDP2" if "fsdp2" in where else "DDP"
-    predicted = planner.memory_bytes(kind, model, cluster, found.micro_batch, found.accumulation)
-    assert predicted == pytest.approx(found.peak_bytes, rel=0.05)
-    sent = planner.sent_bytes(kind, model, cluster, found.accumulation)
-    if kind != "HSDP":  # one ring over all GPUs
-        sent = {"in node": 0.0, "network": sent["network"]} if nodes > 1 else sent
-    assert found.sent_bytes() == pytest.approx(sent, rel=0.05)
+def test_the_state_is_weights_what_the_optimizer_keeps_and_averages(tmp_path, settings, wanted):
+    found = simulated(tmp_path, "gpu", 1, 1, "--batches.global_batch_size", "8", *settings)
+    assert found.memory_bytes["state"] / found.parameters == pytest.approx(wanted, abs=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged(Layers):
+    """Collates to a packed tensor, lengths and a list, which a larger batch has otherwise."""
+
+    as_list: bool = False
+
+    def collate(self, samples: list[Tensor]) -> Any:
+        packed = torch.cat([sample[: 1 + index % 8] for index, sample in enumerate(samples)])
+        return [*samples] if self.as_list else {"packed": packed, "n": torch.tensor(len(samples))}
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_large_batch_has_the_shapes_of_a_real_one(tmp_path, as_list):
+    config = make_config(tmp_path, Ragged(as_list=as_list))
+    samples, _ = config.recipe.build_datasets({})
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        batch = simulate._batch(config, samples, 24, fake)
+    if as_list:
+        assert [tuple(tensor.shape) for tensor in batch] == 24 * [(128, 512)]
+    else:
+        assert batch["packed"].shape == (3 * 36, 512)
+        assert batch["n"].shape == ()
 
 
 def test_every_collective_of_a_step_of_512_ranks_by_hand(tmp_path):
-    found = simulated(tmp_path, "multi_node_hsdp", 64, 8, "--batches.micro_batch_size", "4")
-    assert (found.micro_batch, found.accumulation) == (4, 2)
+    found = simulated(tmp_path, "multi_node_hsdp", 64, 8, "--batches.micro_batch_size", "2")
+    assert (found.micro_batch, found.accumulation) == (2, 4)
     w = 512
     layer = 8 * w * w + 4 * w + w + 2 * w
     root = w * w + w
@@ -152,7 +258,7 @@ def test_every_collective_of_a_step_of_512_ranks_by_hand(tmp_path):
     assert seen == {
         # each micro-batch gathers a layer in forward and in backward, the root once, in bf16;
         # gradients are summed in float32
-        ("all-gather", "8 of a node"): (2 * (2 * 6 + 1), 2 * 2 * (2 * 6 * layer + root)),
+        ("all-gather", "8 of a node"): (4 * (2 * 6 + 1), 4 * 2 * (2 * 6 * layer + root)),
         ("reduce-scatter", "8 of a node"): (7, 4 * found.parameters),
         ("all-reduce", "64, one per node"): (7, 4 * found.parameters // 8),
         ("all-reduce", "8 of a node"): (1, 4 * (6 * 6 + 2)),  # norms of the gradients
@@ -163,7 +269,7 @@ def test_every_collective_of_a_step_of_512_ranks_by_hand(tmp_path):
 
 
 def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):
-    settings = ["--batches.global_batch_size", "1024"]
+    settings = ["--batches.global_batch_size", "1024"]  # 4 micro-batches
     plain = simulated(tmp_path, "multi_node", 4, 8, *settings)
     assert plain.accumulation == 4
     (reduced,) = plain.collectives
@@ -174,8 +280,6 @@ def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):
     hook = ["--distributed.ddp", "{comm_hook: bf16}"]
     half = simulated(tmp_path, "multi_node", 4, 8, *settings, *hook)
     assert half.collectives[0].size_bytes == pytest.approx(2 * plain.parameters, rel=1e-4)
-    with pytest.raises(ConfigError, match="comm_hook power_sgd cannot be simulated; choose one"):
-        simulated(tmp_path, "multi_node", 4, 8, "--distributed.ddp", "{comm_hook: power_sgd}")
 
 
 def collectives_of_a_real_step(folder: str) -> tuple[int, dict[str, int]]:
@@ -186,7 +290,7 @@ def collectives_of_a_real_step(folder: str) -> tuple[int, dict[str, int]]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from my_project.optim import build_optimizer, gradients, normalize_and_clip_
+    from my_project.optim import gradients, normalize_and_clip_
     from my_project.sharding import RecipeModule
 
     init_process_group("gloo")
@@ -256,14 +360,11 @@ def test_a_launch_that_would_not_start_is_refused(tmp_path, where, nodes, gpus, 
 
 
 @pytest.mark.parametrize(("where", "nodes"), [("multi_node", 2), ("multi_node_hsdp", 2)])
-def test_a_recipe_that_reads_values_gets_a_sentence(tmp_path, where, nodes):
-    with pytest.raises(ConfigError) as told:
+def test_a_recipe_that_reads_values_fails_with_a_note(tmp_path, where, nodes):
+    with pytest.raises(RuntimeError) as told:
         simulated(tmp_path, where, nodes, 8, "--recipe.reads_value", "true")
-    sentence = str(told.value)
-    assert "needs the value of a tensor" in sentence
-    assert "test_simulate.py, line" in sentence
-    assert "if self.reads_value and total.item() < 0" in sentence
-    assert "\n" not in sentence
+    assert told.value.__notes__ == [NO_VALUES]
+    assert "if self.reads_value and total.item() < 0" in str(told.getrepr())
     assert not torch.distributed.is_initialized()
 
 
@@ -271,7 +372,7 @@ def test_a_torch_that_counts_too_much_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.__version__", "2.10.0")
     words = arguments(tmp_path)
     with pytest.raises(ConfigError, match=r"simulated by torch 2\.15 or later; this is 2\.10\.0"):
-        simulate(parse(words), words, "multi_node_hsdp", 64, 8)
+        Simulator(parse(words), words).step("multi_node_hsdp", 64, 8)
 
 
 @pytest.mark.skipif(OLD_TORCH, reason=f"needs torch {SHARDED_SINCE}")

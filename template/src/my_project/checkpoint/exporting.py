@@ -43,7 +43,7 @@ class _Content:
 
 
 def export(run: Run, data_info: dict[str, Any], model: nn.Module) -> None:
-    """Write what predict.py needs to export/. Called by every rank; rank 0 writes.
+    """Write what predict needs to export/. Called by every rank; rank 0 writes.
 
     Of a sharded model rank 0 holds one whole tensor at a time, unless the recipe has an `export`
     without `export_tensors`: it gets a whole model.

@@ -61,8 +61,6 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
         counts = {"the lanes of the stream": train_set.lanes}
     else:
         counts = {"the training set": len(train_set)}
-        if whole := getattr(train_set, "all_samples", 0):  # the samples follow from it (overfit)
-            counts["the whole training set"] = whole
     return counts | {f"validation set {name}": len(data) for name, data in validation_sets.items()}
 
 

@@ -60,15 +60,6 @@ def permutation(samples: int, seed: int, epoch: int) -> Permutation:
     return Permutation(samples, seed, "order", epoch)
 
 
-class FirstBatches(Subset):
-    """The samples of the first global batches."""
-
-    @property
-    def all_samples(self) -> int:
-        """Count the samples of the whole dataset."""
-        return len(self.dataset)  # pyright: ignore[reportArgumentType]
-
-
 def first_batches(
     config: Config, train_set: Any, validation_sets: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
@@ -96,5 +87,5 @@ def first_batches(
             f" {samples // size}."
         )
     indices = permutation(samples, config.seed, 0)(np.arange(min(batches * size, samples)))
-    chosen = FirstBatches(train_set, indices.tolist())
+    chosen = Subset(train_set, indices.tolist())
     return chosen, dict.fromkeys(validation_sets, chosen)

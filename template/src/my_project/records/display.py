@@ -14,94 +14,85 @@ from torch import nn
 from ..loading.layout import BatchLayout
 from ..process import CopiedStream
 from ..run_folder import Run
-from .history import History
+from .lines import line_of, numbers
 
 logger = logging.getLogger(__name__)
-DEBUGGING = "debugging"  # a pause that no record tells of
 
 
 class Progress:
-    """The live lines of a terminal (screen.py); elsewhere one plain line per record.
+    """The bar of a terminal (screen.py); elsewhere one plain line per record.
 
-    While a debugger reads commands, it has the terminal; the lines are back after the step.
+    While a debugger reads commands, it has the terminal; the bar is back after the step.
     """
 
     def __init__(self, run: Run) -> None:
-        self.history = History(run)
+        self.total_steps = run.total_steps
         self.is_terminal = False
-        self.live: Any = None
+        self.bar: Any = None
         self.log: CopiedStream | None = None
         self.debuggers = ExitStack()
 
-    def start(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Show where the run is, if this is a terminal.
-
-        Args:
-            step: steps done.
-            records: what metrics.jsonl holds, with the record of this start.
-        """
-        self.history.start(step, records)
+    def start(self, step: int) -> None:
+        """Show where the run is after so many steps, if this is a terminal."""
         is_dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
         self.is_terminal = sys.stdout.isatty() and not is_dumb
         if self.is_terminal:
             self.debuggers.enter_context(called_by_debuggers(self._hide))
-            self._show()
+            self._show(step)
 
     def step_ended(self, step: int) -> None:
         """Note the number of steps done; called after each, so it draws nothing."""
-        self.history.pace.step_ended(step)
-        if self.is_terminal and not self.live:  # a debugger had the terminal
-            self._show()
+        if self.bar:
+            self.bar.step = step
+        elif self.is_terminal:  # a debugger had the terminal
+            self._show(step)
 
     def pause(self, what: str) -> None:
         """Note what training waits for: evaluation, saving; "" when it goes on."""
-        self.history.pace.set_pause(what)
+        if self.bar:
+            self.bar.pause = what
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of metrics.jsonl."""
-        self.history.add(record)
-        line = self.history.line(record)
+        line = line_of(record, self.total_steps)
         if not self.is_terminal:
             if line:
                 logger.info(line)
             return
         if self.log and line:
             self.log.write_to_file(f"{line}\n")
-        if not self.live:  # a debugger had the terminal
-            self._show()
-        if record.get("kind") == "spike":
-            self.live.console.print(line, markup=False, highlight=False)
+        if not self.bar:  # a debugger had the terminal
+            self._show(record["step"])
+        if record["kind"] == "interval":
+            self.bar.numbers = "  ".join(numbers(record))
+        elif record["kind"] == "evaluation":
+            self.bar.say(line)
 
     def stop(self) -> None:
-        """Leave the last state on the screen, with more of the evaluations."""
-        if self.live:
-            self.live.get_renderable().has_ended = True
+        """Leave the bar on the screen as it is."""
         self._remove()
         self.debuggers.close()
 
-    def _show(self) -> None:
-        from . import screen
+    def _show(self, step: int) -> None:
+        from .screen import Bar
 
-        if self.history.pace.pause == DEBUGGING:
-            self.history.pace.set_pause("")
         before = sys.stdout
         self.log = before if isinstance(before, CopiedStream) else None
-        self.live = screen.live(self.history, self.log.stream if self.log else before)
-        self.live.start(refresh=True)
-        if self.log:  # sys.stdout is rich's now, which prints above the lines, but into no log
+        self.bar = Bar(self.log.stream if self.log else before, step, self.total_steps)
+        self.bar.start()
+        if self.log:  # sys.stdout is rich's now, which prints above the bar, but into no log
             sys.stdout = CopiedStream(sys.stdout, self.log.file)
 
     def _hide(self) -> None:
         """Leave the terminal to a debugger."""
-        if self.live:
-            self.live.transient = True
-            self.history.pace.set_pause(DEBUGGING)
+        if self.bar:
+            self.bar.live.transient = True
         self._remove()
 
     def _remove(self) -> None:
-        live, self.live = self.live, None
-        if live:
-            live.stop()
+        bar, self.bar = self.bar, None
+        if bar:
+            bar.stop()
 
 
 @contextmanager

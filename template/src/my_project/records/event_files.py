@@ -1,4 +1,4 @@
-"""TensorBoard's event files: their folder, and the config in them."""
+"""The config in TensorBoard's event files, which lie in the run folder."""
 
 from itertools import islice
 from pathlib import Path
@@ -9,16 +9,6 @@ from ..config import to_yaml
 from ..run_folder import Run
 
 TAG = "config"
-
-
-def folder_of(run: Run) -> str:
-    """Return the folder of the event files below the runs folder, by which TensorBoard names a run.
-
-    It is the run folder; a run that began with an older version goes on where its files are.
-    """
-    name = run.config.run_name
-    before = f"tensorboard/{name}"
-    return f"{name}/{before}" if (run.folder / before).is_dir() else name
 
 
 def write_config(writer: Any, run: Run, settings: dict[str, Any], step: int) -> None:

@@ -1,4 +1,4 @@
-"""What NVML and the allocator tell of a GPU: utilization, temperature, power, memory."""
+"""What NVML and the allocator tell of a GPU: utilization and memory."""
 
 import math
 import resource
@@ -9,7 +9,7 @@ import torch
 
 
 class GpuMonitor:
-    """Reads the sensors of one GPU; without NVML, or without a GPU, every value is NaN."""
+    """Reads the utilization of one GPU; NaN without a GPU, and where NVML cannot be had."""
 
     def __init__(self, device: torch.device) -> None:
         self.nvml: Any = None
@@ -26,20 +26,11 @@ class GpuMonitor:
             except Exception:  # no library, no driver, a part of a GPU (MIG), ROCm
                 self.nvml = None
 
-    def read(self) -> tuple[float, float, float]:
-        """Return utilization (percent), temperature (degrees Celsius) and power (watts)."""
-        if self.nvml is None:
-            return math.nan, math.nan, math.nan
-        return (
-            self._get(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu),
-            self._get(lambda nvml: nvml.nvmlDeviceGetTemperature(self.handle, 0)),
-            self._get(lambda nvml: nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000),
-        )
-
-    def _get(self, read: Any) -> float:
+    def utilization(self) -> float:
+        """Return the percentage of the last moments in which a kernel ran."""
         try:
-            return float(read(self.nvml))
-        except Exception:  # this GPU lacks the sensor, or it has fallen off the bus
+            return float(self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu)
+        except Exception:  # no NVML, or this GPU lacks the sensor or has fallen off the bus
             return math.nan
 
 

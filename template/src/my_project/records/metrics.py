@@ -1,51 +1,9 @@
 """Write the records of a run: metrics.jsonl, trackers, the terminal.
 
-It only records; state.py and the loop decide. metrics.jsonl has one JSON object per line; numbers
-that are not finite are null. Every record has
-
-    kind             start, interval, evaluation, checkpoint, straggler, spike, numerics or stop
-    step             steps done: the number of the last step, counted from 1
-    epoch            passes over the training set so far; of a stream the number of its epoch
-    elapsed_seconds  how long the run has been running, over all its starts, without undone work
-    time             seconds since 1970
-
-and, by kind (a field whose value is not known is left out):
-
-    start       world_size; micro_batch_size; hosts, by rank; resumed_from: a checkpoint, or null
-    interval    every telemetry.every_steps steps, and at the last:
-                steps, skipped       steps since the last record, and how many were skipped
-                skipped_steps        skipped in the whole run
-                loss                 mean over the items of all steps but the skipped; or null
-                learning_rate, gradient_norm     of the last step; the norm before clipping
-                samples_per_second, tokens_per_second, mfu, step_seconds
-                                     without evaluations and saves
-                data_share, forward_share, backward_share, optimizer_share, evaluation_share,
-                saving_share         of the whole time, on rank 0; the rest is something else
-                communication_share  part of backward_share: DDP's all-reduces that did not overlap
-                                     with it, which DDP measures in the first ten steps of a start
-                                     and in every hundredth; their mean
-                rank_seconds_min, _median, _max    over the ranks, per step: data wait and forward
-                                     pass, in which a rank seldom waits for others (under FSDP, in a
-                                     loss that gathers, and for buffers such as BatchNorm's it does)
-                data_seconds_min, _median, _max    over the ranks, per step: data wait
-                slowest_rank, slowest_host         the one with the largest rank_seconds
-                compilations         by torch.compile, of rank 0; 0 after the first steps
-                peak_memory_bytes    the largest of all ranks
-                allocator_retries, gpu_utilization (percent, mean over the ranks), gpu_temperature
-                (degrees Celsius, the largest), gpu_power_watts (mean)             GPUs only
-    evaluation  seconds; each result by its name; is_best; sample, pictures (records/samples.py)
-    checkpoint  a save began; seconds: how long training waited for it
-    straggler   rank, host, cause (data wait or forward pass), seconds per step, median of the other
-                ranks: far above them in three records in a row
-    spike       name (loss or gradient_norm), value, median: far above the steps before
-    numerics    changed: precision and the like, [old, new]
-    stop        reason: the run was preempted here; the next start continues it
-
-A start drops the records that are newer than its checkpoint; while a run goes on, lines are only
-appended. read_records (records/runs.py) reads the file.
+It only records; state.py and the loop decide. docs/run-folder.md describes the records. A start
+drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
 """
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -53,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from torch.profiler import record_function
 
 from ..blocks import Compilations
 from ..loading.layout import BatchLayout
@@ -74,14 +31,11 @@ from .anatomy import (
 from .display import Progress
 from .gpu import GpuMonitor, allocator_retries, peak_memory_bytes
 from .profiling import Profiler
-from .ranks import Gather, RankReport, Stragglers, summarize
+from .ranks import Gather, RankReport, summarize
 from .record_file import RecordFile
-from .spikes import Spikes
 from .throughput import Throughput
-from .trace_table import PAUSED
 from .trackers import Trackers
 
-logger = logging.getLogger(__name__)
 PAUSES = ("evaluation", "saving")
 
 
@@ -129,8 +83,6 @@ class MetricsWriter:
         self.throughput = Throughput(accelerator, run.config, layout, model)
         self.compilations = Compilations(model, state.step)
         self.anatomy = make_anatomy(self.device)
-        self.stragglers = Stragglers()
-        self.spikes = Spikes()
         self.profiler = Profiler(run, accelerator.process_index, accelerator.device)
         self.feed: Any = None
         self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
@@ -146,7 +98,7 @@ class MetricsWriter:
     # ---- start and end ---------------------------------------------------------------------------
     def __enter__(self) -> "MetricsWriter":
         if self.is_main:
-            records = self.file.drop_newer(self.state)
+            self.file.drop_newer(self.state)
             self.trackers.start(self.state.step, self.file.newest)
             if changed := self.run.changed_numerics:
                 self.write({"kind": "numerics", "changed": changed})
@@ -157,7 +109,8 @@ class MetricsWriter:
                 "hosts": self.run.hosts,
                 "resumed_from": self.run.continued_from,
             }
-            self.progress.start(self.state.step, [*records, self.write(start)])
+            self.write(start)
+            self.progress.start(self.state.step)
             self.recorded = self._now(0, None)  # trackers may take seconds to start
         return self
 
@@ -243,8 +196,7 @@ class MetricsWriter:
         if self.is_main:
             self.progress.pause(what)
         start = time.perf_counter()
-        with record_function(PAUSED):  # a range in the trace of the profiler
-            yield
+        yield
         self.last_pause = time.perf_counter() - start
         self.pauses[what] += self.last_pause
         self.run.paused_seconds = sum(self.pauses.values())
@@ -263,10 +215,6 @@ class MetricsWriter:
         phases = self.anatomy.read(ended.phases)
         self.interval_phases = [a + b for a, b in zip(self.interval_phases, phases, strict=True)]
         done = report.step + 1
-        if self.is_main:
-            loss = report.loss_sum / (report.num_items or math.nan)
-            for spike in self.spikes.observe(done, loss, report.grad_norm):
-                self.write({"kind": "spike", "step": done} | spike)
         if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
             self._end_interval(report, ended)
             if self.layout.world_size == 1:
@@ -311,15 +259,12 @@ class MetricsWriter:
             compiled = ended.compilations - self.recorded.compilations
             done = report.step + 1
             record |= self.compilations.field(done - steps + 1, done, compiled)
-        utilization, temperature, power = self.gpu.read()
         mine = RankReport(
             rank_seconds=(phases[DATA] + phases[FORWARD]) / steps,
             data_seconds=phases[DATA] / steps,
             peak_memory_bytes=peak_memory_bytes(self.device),
             allocator_retries=allocator_retries(self.device),
-            gpu_utilization=utilization,
-            gpu_temperature=temperature,
-            gpu_power_watts=power,
+            gpu_utilization=self.gpu.utilization(),
         )
         self.gathering = record, Gather(mine, self.layout.world_size, self.device)
 
@@ -337,21 +282,6 @@ class MetricsWriter:
         if reports and self.is_main:
             record |= rounded(summarize(reports, self.run.hosts))
         self.write(record)
-        for straggler in self.stragglers.observe(reports) if self.is_main else ():
-            self._report_straggler(straggler | {"step": record["step"]})
-
-    def _report_straggler(self, found: dict[str, Any]) -> None:
-        host = self.run.hosts[found["rank"]]
-        logger.warning(
-            "rank %d on %s is a straggler: its %s takes %.3g s per step, where the median of the"
-            " other ranks is %.3g s; all ranks wait for the slowest",
-            found["rank"],
-            host,
-            found["cause"],
-            found["seconds"],
-            found["median"],
-        )
-        self.write({"kind": "straggler", "host": host} | rounded(found))
 
     def _epoch(self, step: int, of_stream: int | None = None) -> float:
         """Return the passes over the training set, or the number of a stream's epoch."""

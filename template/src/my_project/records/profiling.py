@@ -3,7 +3,7 @@
 Each of these ranks writes into the run folder
 
     profile/rank_00000_steps_20_25.json.gz   for https://ui.perfetto.dev or chrome://tracing
-    profile/rank_00000_steps_20_25.txt       where the time went, in a short table
+    profile/rank_00000_steps_20_25.txt       torch's table of the operators that took most time
 
 A profile that is there already is kept: the next one of the same steps ends in -2. One step before
 the first is a warm-up, which is not recorded. The profiler itself takes time, so the speed of an
@@ -11,7 +11,6 @@ interval with profiled steps says little. Nothing that fails here ends the run.
 """
 
 import gzip
-import json
 import logging
 import os
 import shutil
@@ -23,13 +22,12 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from ..files import write_atomically
-from ..process import world
 from ..run_folder import Run
-from .trace_table import STEP, table
 
 logger = logging.getLogger(__name__)
 NEVER = float("inf")
-LARGEST_BYTES = 300_000_000  # of a trace that is read for the table, which takes ten times as much
+STEP = "ProfilerStep#"  # the range of a step, by the name that other tools for traces look for
+OPERATORS = 15  # in the table
 
 
 class Profiler:
@@ -156,16 +154,21 @@ class Profiler:
         packed = self.folder / f".{stem}.json.gz"
         try:
             profile.export_chrome_trace(str(temporary))
-            lines = self._table(temporary)
             with temporary.open("rb") as source, gzip.open(packed, "wb", 6) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
+                source.seek(max(0, source.tell() - 16))
+                if not source.read().rstrip().endswith(b"}"):  # torch reports no full disk
+                    raise OSError("the trace is incomplete; is the disk full?")
+            kind = "cuda" if self.device.type == "cuda" else "cpu"
+            table = profile.key_averages().table(
+                sort_by=f"self_{kind}_time_total", row_limit=OPERATORS, max_name_column_width=50
+            )
             os.replace(packed, self.folder / f"{stem}.json.gz")
-            write_atomically(self.folder / f"{stem}.txt", "\n".join(lines) + "\n")
+            write_atomically(self.folder / f"{stem}.txt", table)
         finally:
             self._remove_temporary()
         if self.rank == 0:
-            shown = "\n".join(lines).split("\n\noperators")[0]
-            logger.info("%s\n%s", self.folder / f"{stem}.json.gz", shown)
+            logger.info("%s\n%s", self.folder / f"{stem}.json.gz", table.rstrip())
 
     def _remove_temporary(self) -> None:
         """Remove the files that are not complete, those of torch too."""
@@ -181,22 +184,3 @@ class Profiler:
             number += 1
             stem = f"{name}-{number}"
         return stem
-
-    def _table(self, path: Path) -> list[str]:
-        """Return the lines of the table.
-
-        Raises:
-            OSError: the trace is incomplete, since torch reports no full disk.
-        """
-        title = f"rank {self.rank} of {world()[0]}, steps {self.first} to"
-        title += f" {max(self.done, self.first)}" + " (not ended)" * (self.done < self.first)
-        if not path.is_file():
-            raise OSError("torch.profiler has written no trace; is the disk full?")
-        if path.stat().st_size > LARGEST_BYTES:
-            return [f"{title}: the trace is too large for a table; profile fewer steps"]
-        try:
-            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-            first, *others = table(trace, self.done)
-        except (ValueError, KeyError, TypeError) as error:
-            raise OSError(f"the trace is incomplete ({error}); is the disk full?") from error
-        return [f"{title}: {first}", *others]

@@ -4,17 +4,14 @@ import json
 import logging
 import os
 import time
-from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from ..files import finite, move_aside, writing
+from ..files import each_record, finite, kind_of, move_aside, writing
 from ..run_folder import Run
 from ..state import TrainState
-from .runs import each_record, kind_of
 
 logger = logging.getLogger(__name__)
-INTERVALS = 50  # as many are kept in memory at a start
 
 
 class RecordFile:
@@ -27,16 +24,10 @@ class RecordFile:
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
         self.newest: dict[str, int] = {}  # of an earlier start: the last step of each kind
 
-    def drop_newer(self, state: TrainState) -> list[dict[str, Any]]:
-        """Drop the records that are newer than the state.
-
-        Returns:
-            What the terminal shows of the others: all but the intervals before the last ones.
-        """
+    def drop_newer(self, state: TrainState) -> None:
+        """Drop the records that are newer than the state."""
         if not os.path.lexists(self.path):
-            return []
-        recent: deque[dict[str, Any]] = deque(maxlen=INTERVALS)
-        shown: list[dict[str, Any]] = []
+            return
         is_changed = is_damaged = False
         try:
             for record in each_record(self.path):
@@ -47,16 +38,13 @@ class RecordFile:
                 self.newest[kind] = max(record["step"], self.newest.get(kind, 0))
                 if not _is_kept(record, state):
                     is_changed = True
-                    continue
-                if isinstance(elapsed := record.get("elapsed_seconds"), (int, float)):
+                elif isinstance(elapsed := record.get("elapsed_seconds"), (int, float)):
                     self.elapsed_before = max(elapsed, self.elapsed_before)
-                (recent if kind == "interval" else shown).append(record)
         except OSError:  # a folder
             is_damaged = True
         if is_damaged or is_changed:
             with writing(self.run.folder):
                 self._rewrite(state, is_damaged=is_damaged)
-        return sorted([*shown, *recent], key=lambda record: record["step"])
 
     def _rewrite(self, state: TrainState, *, is_damaged: bool) -> None:
         """Write the file anew, without what is newer; a damaged one is kept aside."""

@@ -1,14 +1,56 @@
 """Throughput in samples, tokens and FLOPs: model FLOPs utilization (MFU)."""
 
+import re
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
-from .. import blocks, cost
+from .. import blocks
 from ..config import Config
 from ..loading.layout import BatchLayout
 from ..recipe import optional
 from ..sharding import RecipeModule
+
+# Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16; fp16 where
+# there is no bf16), TF32, float32. The first that stands in the device's name as a word decides.
+PEAK_TFLOPS = {
+    "H100 PCIe": (756, 378, 51),
+    "H100 NVL": (835, 417, 60),
+    "H100": (989, 494, 67),
+    "H200 NVL": (835, 417, 60),
+    "H200": (989, 494, 67),
+    "GH200": (989, 494, 67),
+    "A100": (312, 156, 19.5),
+    "L40S": (362, 183, 91.6),
+    "L4": (121, 60, 30.3),
+    "A40": (149.7, 74.8, 37.4),
+    "RTX A6000": (154.8, 77.4, 38.7),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71, 35.6, 35.6),
+    "V100-SXM2": (125, 15.7, 15.7),
+    "T4": (65, 8.1, 8.1),
+    "MI300X": (1307, 653, 163),
+}
+
+
+def peak_tflops(device: Any, precision: str, *, tf32: bool) -> float | None:
+    """Return the peak TFLOP/s of a GPU by its name; None for one that is not known.
+
+    Args:
+        device: a torch.device.
+        precision: no, bf16 or fp16.
+        tf32: whether float32 matrix products may use TF32.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if re.search(r"\b(MIG|Laptop|Max-Q|D|Ti)\b", name):  # parts and other editions of a GPU
+        return None
+    for part, peaks in PEAK_TFLOPS.items():
+        if re.search(rf"(?<![\w-]){part}(?!\w)", name):
+            return peaks[0 if precision != "no" else 1 if tf32 else 2]
+    return None
 
 
 class Throughput:
@@ -33,7 +75,7 @@ class Throughput:
         self.layout = layout
         self.steps = 0  # since this process started
         self.seconds = 0.0  # of these steps, without evaluations and saves
-        self.peak_tflops = config.telemetry.peak_tflops or cost.peak_tflops(
+        self.peak_tflops = config.telemetry.peak_tflops or peak_tflops(
             accelerator.device, accelerator.mixed_precision, tf32=config.tf32
         )
         self.per_sample: dict[str, float] = {}

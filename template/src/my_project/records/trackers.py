@@ -1,12 +1,11 @@
 """The trackers of a run: accelerate's, by their names. One that fails never ends the run.
 
-The project is the package or, where it is set, the tool's own variable (WANDB_PROJECT and the
-like); in it a run has the name of its folder, and a resumed run goes on under it.
+The project is the package (W&B: or WANDB_PROJECT). A resumed run goes on in TensorBoard and W&B,
+which get texts and pictures too; any other tracker gets a run for each start.
 """
 
 import logging
 import os
-import posixpath
 import re
 from collections.abc import Callable
 from html import escape
@@ -25,16 +24,8 @@ logger = logging.getLogger(__name__)
 TRAIN = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}
 ABOUT = {"kind", "step", "epoch", "elapsed_seconds", "time"}  # in every record
 LEFT_OUT = (ABOUT - TRAIN) | {"steps", "skipped", "slowest_rank", "slowest_host"}
-PROJECT_VARIABLES = {
-    "wandb": "WANDB_PROJECT",
-    "comet_ml": "COMET_PROJECT_NAME",
-    "mlflow": "MLFLOW_EXPERIMENT_NAME",
-    "clearml": "CLEARML_PROJECT",
-    "swanlab": "SWANLAB_PROJ_NAME",
-}
-WITH_OWN_CONFIG = {"tensorboard", "mlflow"}  # accelerate's would open a file, or fail on a resume
-WITH_SAMPLES = {"tensorboard", "wandb", "mlflow", "trackio"}  # take texts and pictures
-RUN_TAG = "run_folder_id"  # of MLflow: "run" in run.json
+RUN_NAME = {"mlflow": "run_name", "trackio": "name", "swanlab": "name", "clearml": "task_name"}
+WITH_SAMPLES = {"tensorboard", "wandb"}  # take texts and pictures
 
 
 class Trackers:
@@ -45,7 +36,6 @@ class Trackers:
         self.run = run
         self.logged: dict[str, int] = {}
         self.with_samples = set(WITH_SAMPLES)
-        self.variables: list[str] = []  # of the environment, set by this run
 
     def start(self, step: int, logged: dict[str, int] | None = None) -> None:
         """Start the trackers one by one, so that a failing one does not affect the others.
@@ -53,10 +43,10 @@ class Trackers:
         Args:
             step: steps done; a resumed run continues the same curves.
             logged: by kind, the step of the newest record that an earlier start has logged. A
-                killed run repeats steps, of which trackers already hold the values.
+                killed run repeats steps, of which W&B already holds the values.
         """
         self.logged = logged or {}
-        package, name = __name__.partition(".")[0], self.run.config.run_name
+        package = __name__.partition(".")[0]
         settings = flat(self.run.config)
         started: list[Any] = []
         for kind in self.accelerator.log_with:
@@ -64,15 +54,13 @@ class Trackers:
             self.accelerator.log_with = [kind]
             self.accelerator.trackers = []
             try:
-                kwargs = self._init_kwargs(step)
-                project = os.environ.get(PROJECT_VARIABLES.get(tracker, "")) or package
-                if tracker == "mlflow":
-                    kwargs["mlflow"] |= self._use_local_mlflow()
-                    kwargs["mlflow"] |= find_mlflow_run(project, self.run.id)
-                # two take the name of the run here, the others that of the project
-                first = {"tensorboard": event_files.folder_of(self.run), "aim": name}
-                config = None if tracker in WITH_OWN_CONFIG else settings
-                self.accelerator.init_trackers(first.get(tracker, project), config, kwargs)
+                project, config = package, settings
+                if tracker == "tensorboard":  # takes the run's name here; its config is below
+                    project, config = self.run.config.run_name, None
+                elif tracker == "wandb":
+                    project = os.environ.get("WANDB_PROJECT") or package
+                kwargs = {tracker: self._init_kwargs(tracker, step)}
+                self.accelerator.init_trackers(project, config, kwargs)
                 started += self.accelerator.trackers
             except Exception as error:
                 report(tracker, "start", error)
@@ -93,16 +81,13 @@ class Trackers:
     def finish(self) -> None:
         """Flush and close each tracker."""
         self._each("finish", lambda tracker: tracker.finish())
-        for name in self.variables:
-            os.environ.pop(name, None)
 
     def _each(
         self, action: str, function: Callable[[Any], Any], kind: str = "", step: int = 0
     ) -> None:
         for tracker in [*self.accelerator.trackers]:
-            # TensorBoard alone discards what comes after the step that a run resumes from
-            is_logged = kind and self.logged.get(kind, -1) >= step
-            if is_logged and tracker.name != "tensorboard":
+            # TensorBoard discards what comes after the step that a run resumes from
+            if tracker.name == "wandb" and kind and self.logged.get(kind, -1) >= step:
                 continue
             try:
                 function(tracker)
@@ -110,40 +95,20 @@ class Trackers:
                 report(tracker.name, action, error)
                 self.accelerator.trackers.remove(tracker)
 
-    def _init_kwargs(self, step: int) -> dict[str, dict[str, Any]]:
-        """Return what accelerate passes on to each tool."""
-        config, run_id = self.run.config, self.run.id
-        name = config.run_name
-        same_run = {"name": name, "id": run_id, "resume": "allow"}
-        folder = os.environ.get("WANDB_DIR") or str(Path(config.runs_folder).absolute())
-        return {
-            "tensorboard": {"purge_step": step + 1},
-            "wandb": same_run | {"dir": folder},
-            "swanlab": same_run,
-            # found by the name alone: a run that starts anew is another one
-            "trackio": {"name": name, "resume": "allow" if step else "never"},
-            "mlflow": {"run_name": name},
-            "comet_ml": {"experiment_key": 4 * run_id},  # at least 32 characters
-            "clearml": {"task_name": name},
-            "dvclive": {"dir": str(self.run.folder / "dvclive"), "resume": step > 0},
-        }
+    def _init_kwargs(self, tracker: str, step: int) -> dict[str, Any]:
+        """Return what accelerate passes on to the tool."""
+        name = self.run.config.run_name
+        if tracker == "tensorboard":
+            return {"purge_step": step + 1}
+        if tracker == "wandb":
+            runs = Path(self.run.config.runs_folder).absolute()
+            folder = os.environ.get("WANDB_DIR") or str(runs)
+            return {"name": name, "id": self.run.id, "resume": "allow", "dir": folder}
+        return {RUN_NAME[tracker]: name} if tracker in RUN_NAME else {}
 
     def _store_config(self, tracker: Any, settings: dict[str, Any], step: int) -> None:
         if tracker.name == "tensorboard":
             event_files.write_config(tracker.tracker, self.run, settings, step)
-        elif tracker.name == "mlflow":
-            store_in_mlflow(tracker, self.run, settings)
-        elif tracker.name == "comet_ml":
-            tracker.tracker.set_name(self.run.config.run_name)
-
-    def _use_local_mlflow(self) -> dict[str, str]:
-        """Let MLflow write into the runs folder, unless its variable names another place."""
-        if os.environ.get("MLFLOW_TRACKING_URI"):
-            return {}
-        folder = Path(self.run.config.runs_folder).absolute()
-        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlflow.db'}"
-        self.variables.append("MLFLOW_TRACKING_URI")
-        return {"logging_dir": str(folder / "mlflow.artifacts")}
 
     def _show(self, tracker: Any, text: str | None, images: dict[str, Path], step: int) -> None:
         """Log a text and pictures; where that fails, the tracker keeps to numbers."""
@@ -207,65 +172,27 @@ def flat(config: Config) -> dict[str, str | int | float | bool | None]:
 
 
 def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
-    """Log numbers; what a tracker does to its dict is no other's concern."""
-    is_mlflow = tracker.name == "mlflow"
-    tracker.log({mlflow_name(n) if is_mlflow else n: v for n, v in values.items()}, step=step)
+    """Log numbers; tools other than these two may refuse characters in names, such as @."""
+    if tracker.name not in WITH_SAMPLES:
+        values = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in values.items()}
+    tracker.log({**values}, step=step)
 
 
 def log_text(tracker: Any, text: str, step: int) -> None:
     """Log a text of several lines as it stands."""
-    if tracker.name == "mlflow":
-        import_module("mlflow").log_text(text, f"samples/step_{step:08d}/text.txt")
-    elif tracker.name == "wandb":
+    if tracker.name == "wandb":
         page = f"<pre style='white-space: pre-wrap'>{escape(text)}</pre>"
         html = import_module("wandb").Html(page, inject=False)
         tracker.log({"samples/text": html}, step=step)
     else:  # Markdown, in which an indented text is literal
-        is_trackio = tracker.name == "trackio"
-        markdown = getattr(import_module("trackio"), "Markdown", str) if is_trackio else str
-        tracker.log({"samples/text": markdown(indent(text, "    "))}, step=step)
+        tracker.log({"samples/text": indent(text, "    ")}, step=step)
 
 
 def log_images(tracker: Any, images: dict[str, Path], step: int) -> None:
     """Log image files by the names of the files."""
-    if tracker.name == "mlflow":
-        for path in images.values():
-            tracker.log_artifact(str(path), f"samples/step_{step:08d}")
-        return
-    if tracker.name == "trackio":
-        image_of = import_module("trackio").Image
-        tracker.log({f"samples/{name}": image_of(p) for name, p in images.items()}, step=step)
-        return
     import numpy as np
 
     read = import_module("PIL.Image").open
     pixels = {f"samples/{n}": np.asarray(read(p).convert("RGB")) for n, p in images.items()}
     how = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
     tracker.log_images({name: image[None] for name, image in pixels.items()}, step=step, **how)
-
-
-# ---- MLflow --------------------------------------------------------------------------------------
-def mlflow_name(name: str) -> str:
-    """Replace characters that MLflow refuses in names, such as @."""
-    return posixpath.normpath(re.sub(r"[^\w\-. :/]", "_", name))
-
-
-def find_mlflow_run(project: str, run_id: str) -> dict[str, str]:
-    """Return the MLflow run of a run folder as an argument, if there is one."""
-    mlflow = import_module("mlflow")
-    experiment = mlflow.get_experiment_by_name(project)
-    found = experiment and mlflow.search_runs(
-        [experiment.experiment_id],
-        filter_string=f"tags.{RUN_TAG} = '{run_id}'",
-        output_format="list",
-    )
-    return {"run_id": found[0].info.run_id} if found else {}
-
-
-def store_in_mlflow(tracker: Any, run: Run, settings: dict[str, Any]) -> None:
-    """Store the settings that the MLflow run lacks: a parameter cannot change."""
-    mlflow = import_module("mlflow")
-    mlflow.set_tag(RUN_TAG, run.id)
-    held = mlflow.get_run(tracker.tracker.info.run_id).data.params
-    named = {mlflow_name(name): value for name, value in settings.items()}
-    tracker.store_init_configuration({n: v for n, v in named.items() if n not in held})

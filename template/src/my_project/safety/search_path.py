@@ -1,7 +1,7 @@
 """Keep Python from importing files beside untrusted weights.
 
 `python -m` puts the current folder first on sys.path, which may be the folder of the weights. So
-predict.py and evaluate.py call this module before any other import, and it imports only modules
+__main__.py calls this module before any other import, and it imports only modules
 that Python has imported already. It cannot protect the imports of `python -m` itself (such as
 contextlib.py or the package's name): `python -P -m` leaves the current folder out from the start.
 """

@@ -1,7 +1,7 @@
 """Read the config.yaml beside untrusted weights without importing classes that are not trusted.
 
 Weights are data, but the config.yaml beside them names classes, and importing a class runs code. So
-predict.py and evaluate.py read only the recipe and a few numbers from the file. A class is imported
+commands.py reads only the recipe and a few numbers from the file. A class is imported
 only if --trust names it or if it belongs to this project:
 
 - a class that is defined in the top-level package of the loop, as the recipe, or as the value of a
@@ -15,7 +15,6 @@ is checked before its import. A string for a field that takes settings is refuse
 jsonargparse would read the file of that name. train.py imports all that its user's config names.
 """
 
-import argparse
 import importlib.util
 import pkgutil
 import sys
@@ -86,17 +85,6 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
     check = _Check(path, run_folder(str(given or path.parent)), trusted)
     settings["recipe"] = check.recipe(saved["recipe"])
     return parse(settings)
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Add the option --trust."""
-    parser.add_argument(
-        "--trust",
-        action="append",
-        default=[],
-        metavar="CLASS_PATH",
-        help="import this class, which config.yaml names and which is not part of this project",
-    )
 
 
 class _Check:

@@ -4,33 +4,35 @@
         --nodes 4 --gpus-per-node 8 --gpu-memory-gb 80
 
 It prints each config for the cluster, the same global batch on fewer GPUs, and which to use; also
-where more GPUs would not help. The cluster need not exist. One step of the recipe's model on fake
-tensors, which take no memory, gives its parameters, activations and FLOPs (cost.py). The rest
-is arithmetic; each formula has its source in its function. The speed of a GPU comes from
---samples-per-second, measured on one GPU, or else from --gpu-tflops and --mfu; the bandwidths come
-from preflight.py (--measured runs/preflight.json) or from options.
+where more GPUs would not help. The cluster need not exist. Simulated steps (simulate.py) give the
+memory, the traffic and the FLOPs: one step of rank 0 with the accelerate config, real sharding or
+DDP, on fake tensors in one process. The time of a step is arithmetic on them. The speed of a GPU
+comes from --samples-per-second, measured on one GPU, or else from --gpu-tflops and --mfu; the
+bandwidths come from preflight.py (--measured runs/preflight.json) or from options.
 
-With --simulate it takes one step of rank 0 on the whole cluster instead, with an accelerate config:
-real sharding or DDP, on fake tensors in one process; it prints the memory of a GPU and every
-collective (simulate.py).
+With --simulate it prints one of these steps: the memory of a GPU by kind, and every collective.
 
     python -m my_project planner --simulate --config configs/image_classification.yaml \
         --nodes 64 --gpus-per-node 8 --where multi_node_hsdp
 
-Tests compare the predicted memory with torch and with the simulated step, and the predicted traffic
-with the interface counters of two hosts. Step times are estimates.
+Tests compare the simulated memory with what torch allocates and with real processes, and the
+traffic with the interface counters of two hosts. Step times are estimates.
 """
 
 import argparse
 import json
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..cli import make_parser, run
 from ..command_line import parse
-from ..config import ConfigError
+from ..config import BatchesConfig, Config, ConfigError
+from ..loading.layout import BatchLayout, batch_layout
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     add("gpus-per-node", type=int, default=8)
     add("gpu-memory-gb", type=float, default=80.0)
     add("reserved-gb", type=float, default=2.0, help="assumed for context, NCCL, fragmentation")
-    add("precision", choices=("no", "bf16", "fp16"), default="bf16")
     add("samples-per-second", type=float, help="speed of one GPU, as a run on one reports it")
     add("gpu-tflops", type=float, default=989.0, help="peak by the data sheet; an H100's in bf16")
     add("mfu", type=float, default=0.4, help="MFU, if no speed is given")
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
     add("over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")
     add("latency-us", type=float, default=20.0, help="latency of one message over the network")
-    add("simulate", action="store_true", help="simulate one step in place of predicting")
+    add("simulate", action="store_true", help="print one simulated step in place of a plan")
     add("where", default="multi_node", help="simulate: accelerate_configs/NAME.yaml, or a path")
     add("json", action="store_true")
     return options
@@ -61,8 +62,10 @@ def parser() -> argparse.ArgumentParser:
 
 ARGUMENTS = parser().parse_known_args() if __name__ == "__main__" else None  # before torch
 
-from ..cost import Model, inspect_recipe
-from .simulate import Simulation, simulate
+from rich.console import Console
+from rich.table import Column, Table
+
+from .simulate import Collective, Simulation, Simulator, sharding_refusal
 
 GB = 1e9
 KINDS = ("DDP", "HSDP", "FSDP2")
@@ -94,196 +97,179 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
 
-# ---- memory --------------------------------------------------------------------------------------
-def shards(kind: str, cluster: Cluster) -> int:
-    """Return the number of GPUs that the state is divided over."""
-    return {"DDP": 1, "HSDP": cluster.gpus_per_node, "FSDP2": cluster.world_size}[kind]
+# ---- the simulated steps -------------------------------------------------------------------------
+# Simulates a step of DDP, HSDP or FSDP2. Arguments: the kind, the nodes, the GPUs of each, the
+# micro-batch size and the accumulation.
+TakeStep = Callable[[str, int, int, int, int], Simulation]
 
 
-def memory_bytes(
-    kind: str, model: Model, cluster: Cluster, micro_batch: int, accumulation: int = 1
-) -> float:
-    """Predict the peak memory of a GPU.
+def simulated_steps(config: Config, arguments: list[str]) -> TakeStep:
+    """Return a function that simulates a step of this run, each once.
 
-    - Weights, gradients and optimizer state are float32 and divided by the shards (ZeRO, section 3,
-      arxiv.org/abs/1910.02054). Accumulated gradients are not sharded. The root, the current block
-      and the prefetched next block are gathered, in the precision of the forward.
-    - DDP's gradients are in its buckets, which it keeps: once, or twice when they are accumulated
-      with find_unused_parameters.
-    - Otherwise gradients are allocated while activations are freed, so the larger of the two
-      counts; with DDP or accumulation, both count.
-    - Sharded gradients are copied in float32 to be reduced, a block at a time and the root at the
-      end: the peak can be in the second block of the backward pass, in its last, or in the root.
+    Args:
+        config: of the run.
+        arguments: the command line that config was read from.
     """
-    s = shards(kind, cluster)
-    held = model.activations if s == 1 else model.sharded_activations
-    activations = held.bytes_of(micro_batch)
-    gradients = 4 * model.trained / s
-    if accumulation > 1:
-        gradients = 4 * model.trained
-    state = 4 * model.parameters / s + model.optimizer_bytes * model.trained / s
-    gathered = 0 if s == 1 else model.weight_bytes * (model.root + model.two_blocks)
-    in_buckets = kind == "DDP" and cluster.world_size > 1
-    if in_buckets and accumulation > 1 and model.finds_unused:
-        gradients *= 2
-    if accumulation > 1 or in_buckets:
-        peak = activations + gradients
-    else:
-        peak = max(activations, gradients)
-    if s > 1 and accumulation == 1:
-        copied = 4 * model.block
-        in_second = model.in_second_block.bytes_of(micro_batch) + copied * (1 + 1 / s)
-        # its own gradients come after its activations, and no other block after it
-        in_last = max(0, model.in_last_block.bytes_of(micro_batch) - copied / s)
-        in_last += copied + gradients - model.weight_bytes * (model.two_blocks - model.block)
-        peak = max(peak, in_second, in_last, 4 * model.root + gradients)
-    return state + model.buffer_bytes + gathered + peak
+    simulator = Simulator(config, arguments)
 
-
-def start_bytes(kind: str, model: Model, cluster: Cluster) -> dict[str, float]:
-    """Predict the memory that the start takes at its peak, on a GPU and on the first node.
-
-    - DDP: each process builds the model in host memory, then moves it.
-    - With sharding, rank 0 builds it in host memory and scatters it weight by weight; a weight is
-      at most the largest block or the root. Other nodes hold none of it (sharded_start.py).
-    """
-    s = shards(kind, cluster)
-    if kind == "DDP":
-        whole = 4.0 * model.parameters + model.buffer_bytes
-        return {"gpu": whole, "host": whole * cluster.gpus_per_node}
-    one_weight = 4 * max(model.root, model.block)
-    return {
-        "gpu": 4 * model.parameters / s + model.buffer_bytes + one_weight,
-        "host": 4.0 * model.parameters + model.buffer_bytes,
-    }
-
-
-def largest_micro_batch(
-    kind: str, model: Model, cluster: Cluster, global_batch: int
-) -> tuple[int, int]:
-    """Find the largest micro-batch that fits into the memory of a GPU.
-
-    Returns:
-        The micro-batch size and the accumulation: global batch = micro-batch x world size x
-        accumulation; (0, 0) if none fits.
-
-    Raises:
-        ConfigError: the global batch is not a multiple of the world size.
-    """
-    if global_batch % cluster.world_size:
-        raise ConfigError(
-            f"the global batch of {global_batch} is not a multiple of {cluster.nodes} nodes x"
-            f" {cluster.gpus_per_node} GPUs = {cluster.world_size}; change"
-            " batches.global_batch_size or the nodes."
+    @cache
+    def take(kind: str, nodes: int, gpus: int, micro_batch: int, accumulation: int) -> Simulation:
+        layout = BatchLayout(
+            global_batch_size=nodes * gpus * micro_batch * accumulation,
+            micro_batch_size=micro_batch,
+            world_size=nodes * gpus,
+            accumulation=accumulation,
         )
-    per_gpu = global_batch // cluster.world_size
-    available = cluster.gpu_bytes - cluster.reserved_bytes
-    divisors = [size for size in range(1, per_gpu + 1) if per_gpu % size == 0]
-    for micro_batch in reversed(divisors):
-        accumulation = per_gpu // micro_batch
-        if memory_bytes(kind, model, cluster, micro_batch, accumulation) <= available:
-            return micro_batch, accumulation
-    return 0, 0
+        return simulator.step(config_name(kind, nodes, gpus), nodes, gpus, layout)
+
+    return take
 
 
-# ---- traffic -------------------------------------------------------------------------------------
-def sent_bytes(
-    kind: str, model: Model, cluster: Cluster, accumulation: int = 1
-) -> dict[str, float]:
-    """Predict the bytes that a GPU sends per step, in its node and over the network.
+def share_of(global_batch: int, world_size: int) -> int:
+    """Return the samples of a GPU in a step; refuse parts that are not equal, or empty."""
+    batches = BatchesConfig(global_batch_size=global_batch)
+    return batch_layout(batches, world_size).micro_batch_size
 
-    - DDP: once per step, a ring all-reduce of float32 gradients sends 2 (N-1)/N of their size
-      (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009).
-    - Sharded over S GPUs: each micro-batch gathers the weights of the blocks for forward and
-      backward and the root once, (S-1)/S of 2 bytes per parameter each (4 in float32); once per
-      step the gradients are reduce-scattered, 4 bytes.
-    - HSDP shards in each node, then all-reduces the shards over the nodes.
 
-    In a ring over all nodes, a node sends as much over the network as one of its GPUs.
+def largest_that_fits(
+    take: TakeStep, kind: str, cluster: Cluster, global_batch: int, limits: dict[Any, float]
+) -> Simulation | None:
+    """Return the step with the largest micro-batch that fits into a GPU, or else one of 1 sample.
+
+    None if it is known that none fits.
+
+    Of a step that does not fit, the activations shrink at most in proportion to the micro-batch and
+    the rest does not, which excludes more sizes.
+
+    Args:
+        take: simulates a step.
+        kind: of KINDS.
+        cluster: that it is taken on.
+        global_batch: on all GPUs.
+        limits: of the micro-batch, to which those found here are added; a limit on a larger cluster
+            is one on this, too, since a GPU holds the same there or smaller shards.
     """
-    n = cluster.world_size
-    s = shards(kind, cluster)
-    r = cluster.nodes
-    if kind == "DDP":
-        ring = 2 * (n - 1) / n * 4 * model.trained
-        return {"in node": ring, "network": ring if r > 1 else 0.0}
-    gathered = model.weight_bytes * (2 * model.parameters - model.root) * accumulation
-    sharded = (s - 1) / s * (gathered + 4 * model.trained)
-    over_nodes = 2 * (r - 1) / r * 4 * model.trained / s if kind == "HSDP" else 0.0
-    if kind == "HSDP" or r == 1:
-        return {"in node": sharded, "network": over_nodes}
-    return {"in node": sharded, "network": sharded}
+    nodes, gpus = cluster.nodes, cluster.gpus_per_node
+    share = share_of(global_batch, cluster.world_size)
+    key = (kind, nodes * gpus > 1)
+    if limits.get(key, share) < 1:
+        return None
+    while True:
+        limit = limits.get(key, share)
+        sizes = [size for size in range(1, share + 1) if share % size == 0 and size <= limit]
+        micro_batch = max(sizes, default=1)
+        step = take(kind, nodes, gpus, micro_batch, share // micro_batch)
+        if fits(step, cluster):
+            return step
+        activations = step.memory_bytes["activations"]
+        left = cluster.gpu_bytes - cluster.reserved_bytes - (step.peak_bytes - activations)
+        limits[key] = min(micro_batch - 1, micro_batch * left / max(1, activations))
+        if micro_batch == 1:
+            return step
+
+
+def fits(step: Simulation, cluster: Cluster) -> bool:
+    """Return whether a GPU has the memory for a step."""
+    return step.peak_bytes + cluster.reserved_bytes <= cluster.gpu_bytes
+
+
+def host_bytes(kind: str, step: Simulation) -> int:
+    """Return the host memory that the start takes on the first node.
+
+    With DDP each process builds the model there and moves it. With sharding only rank 0 does, and
+    scatters it weight by weight; other nodes hold none of it (sharded_start.py).
+    """
+    return step.model_bytes * (step.gpus_per_node if kind == "DDP" else 1)
 
 
 # ---- time ----------------------------------------------------------------------------------------
-def step_seconds(
-    kind: str, model: Model, cluster: Cluster, micro_batch: int, accumulation: int
-) -> dict[str, float]:
+def step_seconds(kind: str, step: Simulation, cluster: Cluster) -> dict[str, float]:
     """Estimate the seconds of a step: computation, communication, and both with their overlap.
 
-    DDP's communication overlaps the backward of the last micro-batch, except for the last bucket;
-    that of sharding overlaps all computation, except for one block. Each message has a latency
-    proportional to log2 of the number of GPUs; a message is a bucket of 25 MB in DDP, a block in
-    sharding.
+    A collective takes its bytes through a ring, and for each message a latency proportional to log2
+    of the number of GPUs. DDP's communication overlaps the backward of the last micro-batch, except
+    for the last bucket; that of sharding overlaps all computation, except for one block.
     """
-    compute = micro_batch * accumulation / cluster.samples_per_second
-    if cluster.world_size == 1:
-        return {"compute": compute, "communicate": 0.0, "step": compute}
-    bandwidth = cluster.over_nodes if cluster.nodes > 1 else cluster.in_node
-    sent = sent_bytes(kind, model, cluster, accumulation)
-
-    def latency(messages: int, gpus: int) -> float:
-        return cluster.latency_seconds * messages * math.ceil(math.log2(max(2, gpus)))
-
+    micro_batch_seconds = step.micro_batch / cluster.samples_per_second
+    compute = micro_batch_seconds * step.accumulation
+    communicate = sum(collective_seconds(one, cluster) for one in step.collectives)
+    reduces = "all-reduce" if kind == "DDP" else "reduce-scatter"  # by bucket or block
+    messages = max((one.number for one in step.collectives if one.operation == reduces), default=1)
     if kind == "DDP":
-        buckets = max(1, math.ceil(4 * model.trained / 25e6))
-        communicate = sent["in node"] / bandwidth + latency(buckets, cluster.world_size)
-        overlappable = communicate * (1 - 1 / buckets)
-        hidden = min(overlappable, BACKWARD_SHARE * compute / accumulation)
+        messages = max(1, messages - 1)  # one is of the step's sums
+        overlapped = BACKWARD_SHARE * micro_batch_seconds
     else:
-        blocks = model.blocks + 1  # with the root
-        shard_bandwidth = bandwidth if kind == "FSDP2" else cluster.in_node
-        communicate = sent["in node"] / shard_bandwidth
-        communicate += latency(blocks * (2 * accumulation + 1), shards(kind, cluster))
-        if kind == "HSDP":  # the GPUs of a node share its network link
-            communicate += sent["network"] * cluster.gpus_per_node / cluster.over_nodes
-            communicate += latency(blocks, cluster.nodes)
-        hidden = min(communicate * (1 - 1 / blocks), compute)
+        overlapped = compute
+    hidden = min(communicate * (1 - 1 / messages), overlapped)
+    seconds = compute + communicate - hidden
     return {
         "compute": compute,
         "communicate": communicate,
-        "step": compute + communicate - hidden,
+        "step": seconds,
+        "efficiency": compute / seconds,
     }
 
 
+def collective_seconds(collective: Collective, cluster: Cluster) -> float:
+    """Estimate the seconds of the collectives of one kind in a step.
+
+    In a ring over nodes, a node sends as much over the network as one of its GPUs; if the groups
+    have not all GPUs of a node, several rings share its link.
+    """
+    bandwidth = cluster.in_node
+    if not collective.is_in_node:
+        bandwidth = cluster.over_nodes * collective.group_per_node / cluster.gpus_per_node
+    hops = math.ceil(math.log2(max(2, collective.group_size)))
+    latency = cluster.latency_seconds * collective.number * hops
+    return collective.sent_bytes / bandwidth + latency
+
+
 # ---- the choice ----------------------------------------------------------------------------------
-def choose(model: Model, cluster: Cluster, global_batch: int) -> dict[str, Any]:
-    """Predict each kind, and choose the simplest that fits and is within 10 % of the fastest."""
+def choose(
+    take: TakeStep,
+    cluster: Cluster,
+    global_batch: int,
+    kinds: tuple[str, ...],
+    limits: dict[Any, float],
+    *,
+    tries_all: bool,
+) -> dict[str, Any]:
+    """Predict each kind, and choose the simplest that fits and is within 10 % of the fastest.
+
+    Args:
+        take: simulates a step.
+        cluster: for the run.
+        global_batch: on all GPUs.
+        kinds: of KINDS, those that this torch can simulate.
+        limits: of the micro-batch; see largest_that_fits.
+        tries_all: go on after a kind than which no other can be faster by 10 %.
+    """
     rows: list[dict[str, Any]] = []
-    for kind in KINDS:
-        if (kind != "DDP" and cluster.world_size == 1) or (kind == "HSDP" and cluster.nodes == 1):
+    for kind in kinds:
+        if kind == "FSDP2" and cluster.world_size == 1:
             continue
-        micro_batch, accumulation = largest_micro_batch(kind, model, cluster, global_batch)
-        peak = memory_bytes(kind, model, cluster, max(1, micro_batch), max(1, accumulation))
-        row: dict[str, Any] = {
+        if kind == "HSDP" and 1 in (cluster.nodes, cluster.gpus_per_node):
+            continue
+        step = largest_that_fits(take, kind, cluster, global_batch, limits)
+        if step is None:
+            continue
+        row = {
             "kind": kind,
-            "config": config_name(kind, cluster),
-            "micro_batch": micro_batch,
-            "accumulation": accumulation,
-            "memory_bytes": peak,
-            "start_bytes": start_bytes(kind, model, cluster),
+            "config": config_name(kind, cluster.nodes, cluster.gpus_per_node),
+            "fits": fits(step, cluster),
+            "micro_batch": step.micro_batch,
+            "accumulation": step.accumulation,
+            "memory_bytes": step.peak_bytes,
+            "host_bytes": host_bytes(kind, step),
+            "sent": step.sent_bytes(),
+            **step_seconds(kind, step, cluster),
         }
-        if micro_batch:
-            times = step_seconds(kind, model, cluster, micro_batch, accumulation)
-            ideal = global_batch / cluster.samples_per_second / cluster.world_size
-            row |= times | {
-                "sent": sent_bytes(kind, model, cluster, accumulation),
-                "efficiency": ideal / times["step"],
-            }
         rows.append(row)
-    fitting = [row for row in rows if row["micro_batch"]]
+        if not tries_all and row["fits"] and row["step"] <= similar(row["compute"]):
+            break
+    fitting = [row for row in rows if row["fits"]]
     shortest = min((row["step"] for row in fitting), default=0.0)
-    best = next((row for row in fitting if row["step"] <= SIMILAR * shortest), None)
+    best = next((row for row in fitting if row["step"] <= similar(shortest)), None)
     return {
         "nodes": cluster.nodes,
         "gpus_per_node": cluster.gpus_per_node,
@@ -292,28 +278,33 @@ def choose(model: Model, cluster: Cluster, global_batch: int) -> dict[str, Any]:
     }
 
 
-def config_name(kind: str, cluster: Cluster) -> str:
-    """Return the file name of the accelerate config."""
-    if cluster.nodes == 1:
-        name = "gpu" if cluster.gpus_per_node == 1 else "multi_gpu"
-        return f"{name}.yaml" if kind == "DDP" else "fsdp2.yaml"
-    names = {"DDP": "multi_node", "HSDP": "multi_node_hsdp", "FSDP2": "multi_node_fsdp2"}
-    return f"{names[kind]}.yaml"
+def similar(seconds: float) -> float:
+    """Return the longest step that is as good as one of these seconds, if it is simpler."""
+    return SIMILAR * max(seconds, SHORT_STEP_SECONDS)
 
 
-def scaling(model: Model, cluster: Cluster, global_batch: int) -> list[dict[str, Any]]:
+def config_name(kind: str, nodes: int, gpus_per_node: int) -> str:
+    """Return the name of the accelerate config."""
+    if nodes == 1:
+        name = "gpu" if gpus_per_node == 1 else "multi_gpu"
+        return name if kind == "DDP" else "fsdp2"
+    return {"DDP": "multi_node", "HSDP": "multi_node_hsdp", "FSDP2": "multi_node_fsdp2"}[kind]
+
+
+def scaling(
+    take: TakeStep, cluster: Cluster, global_batch: int, kinds: tuple[str, ...] = KINDS
+) -> list[dict[str, Any]]:
     """Predict 1, 2, 4, ... GPUs of a node, then nodes, up to the cluster, with one global batch."""
     sizes = [(1, gpus) for gpus in _doubled(cluster.gpus_per_node)]
     sizes += [(nodes, cluster.gpus_per_node) for nodes in _doubled(cluster.nodes)[1:]]
+    limits: dict[Any, float] = {}
     plans = []
-    for nodes, gpus in sizes:
+    for nodes, gpus in reversed(sizes):  # a micro-batch too large for many GPUs is so for fewer
         part = replace(cluster, nodes=nodes, gpus_per_node=gpus)
-        try:
-            plans.append(choose(model, part, global_batch))
-        except ConfigError:
-            if part == cluster:
-                raise
-    return plans
+        if part == cluster or global_batch % part.world_size == 0:
+            tries_all = part == cluster
+            plans.append(choose(take, part, global_batch, kinds, limits, tries_all=tries_all))
+    return plans[::-1]
 
 
 def _doubled(last: int) -> list[int]:
@@ -343,7 +334,7 @@ def advice(plans: list[dict[str, Any]], micro_batch_size: int) -> list[str]:
     option = ""
     if min(micro_batch_size or share, share) != best["micro_batch"]:
         option = f" with --batches.micro_batch_size {best['micro_batch']}"
-    sentences = [f"Choose accelerate_configs/{best['config']}{option}."]
+    sentences = [f"Choose accelerate_configs/{best['config']}.yaml{option}."]
     if at and (alone := plans[0]["best"]):
         ratio = alone["step"] / best["step"]
         sentences.append(f"{_gpus(plan)} GPUs are {ratio:.3g} times as fast as one.")
@@ -354,15 +345,12 @@ def advice(plans: list[dict[str, Any]], micro_batch_size: int) -> list[str]:
         added = larger["step"] - best["step"] + saved
         helps = "not" if added > saved else "hardly"
         sentences.append(
-            f"{_beyond(plan, more)} would {helps} help: per step, {_gpus(more)} GPUs in place of"
-            f" {_gpus(plan)} save {_duration(saved)} of computation and add {_duration(added)} of"
-            " communication."
+            f"More GPUs would {helps} help: per step, {_gpus(more)} in place of {_gpus(plan)} save"
+            f" {_duration(saved)} of computation and add {_duration(added)} of communication."
         )
-    start = best["start_bytes"]
     sentences.append(
-        f"The start takes {start['host'] / GB:.3g} GB of host memory on"
-        f" {'each' if best['kind'] == 'DDP' else 'the first'} node, and"
-        f" {start['gpu'] / GB:.3g} GB per GPU."
+        f"The start takes {best['host_bytes'] / GB:.3g} GB of host memory on"
+        f" {'each' if best['kind'] == 'DDP' else 'the first'} node."
     )
     if best["step"] < SHORT_STEP_SECONDS:
         sentences.append(
@@ -375,15 +363,6 @@ def advice(plans: list[dict[str, Any]], micro_batch_size: int) -> list[str]:
 
 def _gpus(plan: dict[str, Any]) -> int:
     return plan["nodes"] * plan["gpus_per_node"]
-
-
-def _beyond(plan: dict[str, Any], more: dict[str, Any]) -> str:
-    """Name what the larger plan has more than the other."""
-    if _gpus(plan) == 1:
-        return "A second GPU"
-    if plan["nodes"] == 1:
-        return "A second node" if more["nodes"] > 1 else f"More than {_gpus(plan)} GPUs"
-    return f"More than {plan['nodes']} nodes"
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -399,16 +378,17 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     for name in ("nodes", "gpus_per_node"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}, but must be at least 1.")
+    nodes, gpus = arguments.nodes, arguments.gpus_per_node
     if arguments.simulate:
-        simulated = simulate(
-            config, typed, arguments.where, arguments.nodes, arguments.gpus_per_node
-        )
+        simulated = Simulator(config, typed).step(arguments.where, nodes, gpus)
         if arguments.json:
             print(json.dumps(simulated.as_json()))
         else:
             show_simulation(simulated, arguments.gpu_memory_gb * GB, arguments.reserved_gb * GB)
         return
-    model = inspect_recipe(config, arguments.precision)
+    global_batch = config.batches.global_batch_size
+    take = simulated_steps(config, typed)
+    model = take("DDP", nodes, gpus, share_of(global_batch, nodes * gpus), 1)
     speed = arguments.samples_per_second
     origin = "given"
     if speed is None:
@@ -420,8 +400,8 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
         speed = arguments.gpu_tflops * 1e12 * arguments.mfu / model.flops_per_sample
         origin = f"{arguments.mfu:.0%} of {arguments.gpu_tflops:g} TFLOPS, assumed"
     cluster = Cluster(
-        nodes=arguments.nodes,
-        gpus_per_node=arguments.gpus_per_node,
+        nodes=nodes,
+        gpus_per_node=gpus,
         gpu_bytes=arguments.gpu_memory_gb * GB,
         reserved_bytes=arguments.reserved_gb * GB,
         in_node=measured.get("in_node_bytes_per_second") or arguments.in_node_gb_per_second * GB,
@@ -430,27 +410,32 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
         latency_seconds=arguments.latency_us * 1e-6,
         samples_per_second=speed,
     )
-    plans = scaling(model, cluster, config.batches.global_batch_size)
+    refusal = sharding_refusal()
+    plans = scaling(take, cluster, global_batch, ("DDP",) if refusal else KINDS)
     sentences = advice(plans, config.batches.micro_batch_size)
+    if refusal:
+        sentences.append(f"FSDP2 and HSDP are not predicted: {refusal}")
     if arguments.json:
-        known = {"model": asdict(model), "cluster": asdict(cluster)}
-        print(json.dumps(known | {"plans": plans, "advice": sentences}))
+        names = ("parameters", "model_bytes", "flops_per_sample")
+        known = {"model": {name: getattr(model, name) for name in names}}
+        known |= {"cluster": asdict(cluster), "plans": plans, "advice": sentences}
+        print(json.dumps(known))
         return
-    show(model, cluster, plans, config.batches.global_batch_size, origin, sentences)
+    show(model, cluster, plans, global_batch, origin, sentences)
 
 
 def show(
-    model: Model,
+    model: Simulation,
     cluster: Cluster,
     plans: list[dict[str, Any]],
     global_batch: int,
     origin: str,
     sentences: list[str],
 ) -> None:
-    """Print the model, each kind on the whole cluster, the scaling with the GPUs, and the advice.
+    """Print the model, the steps that were predicted for a growing number of GPUs, and the advice.
 
     Args:
-        model: of the recipe.
+        model: any step of it.
         cluster: the whole one.
         plans: for a growing number of GPUs; the last is for the whole cluster.
         global_batch: the same for all.
@@ -458,16 +443,8 @@ def show(
         sentences: the advice.
     """
     console, facts = _console_and_grid()
-    facts.add_row(
-        "model",
-        f"{_rounded(model.parameters)} parameters, {_rounded(model.trained)} trained; the largest"
-        f" block {_rounded(model.block)}",
-    )
-    facts.add_row(
-        "one sample",
-        f"{_rounded(model.activations.bytes_per_sample)}B of activations,"
-        f" {_rounded(model.flops_per_sample)}FLOPs",
-    )
+    facts.add_row("model", f"{_rounded(model.parameters)} parameters")
+    facts.add_row("one sample", f"{_rounded(model.flops_per_sample)}FLOPs")
     speed = _rounded(cluster.samples_per_second)
     facts.add_row("one GPU", f"{speed} samples per second ({origin})")
     facts.add_row(
@@ -477,9 +454,9 @@ def show(
     facts.add_row("global batch", f"{global_batch}")
     console.print(facts)
 
-    whole = _table(
-        f"Each config on {cluster.nodes} x {cluster.gpus_per_node} GPUs, with the largest"
-        " micro-batch that fits",
+    table = _table(
+        "With the largest micro-batch that fits",
+        "GPUs",
         "config",
         "GB per\nGPU",
         "micro-\nbatch",
@@ -489,49 +466,29 @@ def show(
         "step",
         "effi-\nciency",
     )
-    for row in plans[-1]["kinds"]:
-        config = row["config"].removesuffix(".yaml")
-        memory_gb = f"{(row['memory_bytes'] + cluster.reserved_bytes) / GB:.1f}"
-        if not row["micro_batch"]:
-            whole.add_row(config, memory_gb, "does not", "fit")
-            continue
-        whole.add_row(
-            config,
-            memory_gb,
-            f"{row['micro_batch']}",
-            f"{row['accumulation']}",
-            f"{row['sent']['in node'] / GB:.2f}",
-            f"{row['sent']['network'] / GB:.2f}",
-            _duration(row["step"]),
-            f"{row['efficiency']:.0%}",
-        )
-    console.print(whole)
-    parts = _table(
-        "The same global batch on one GPU and more",
-        "GPUs",
-        "config",
-        "micro-\nbatch",
-        "accumu-\nlation",
-        "step",
-        "samples per\nsecond",
-        "effi-\nciency",
-    )
     for plan in plans:
-        best = plan["best"]
         gpus = f"{plan['nodes']} x {plan['gpus_per_node']}"
-        if best is None:
-            parts.add_row(gpus, "does not fit")
-            continue
-        parts.add_row(
-            gpus,
-            best["config"].removesuffix(".yaml"),
-            f"{best['micro_batch']}",
-            f"{best['accumulation']}",
-            _duration(best["step"]),
-            _rounded(global_batch / best["step"]),
-            f"{best['efficiency']:.0%}",
-        )
-    console.print(parts)
+        if not plan["kinds"]:
+            table.add_row(gpus, "none fits")
+        for row in plan["kinds"]:
+            cells = [
+                gpus,
+                row["config"],
+                f"{(row['memory_bytes'] + cluster.reserved_bytes) / GB:.1f}",
+            ]
+            if row["fits"]:
+                cells += [
+                    f"{row['micro_batch']}",
+                    f"{row['accumulation']}",
+                    f"{sum(row['sent'].values()) / GB:.2f}",
+                    f"{row['sent']['network'] / GB:.2f}",
+                    _duration(row["step"]),
+                    f"{row['efficiency']:.0%}",
+                ]
+            else:
+                cells += ["does not", "fit"]
+            table.add_row(*cells)
+    console.print(table)
     console.print()
     for sentence in sentences:
         console.print(sentence)
@@ -554,7 +511,7 @@ def show_simulation(simulation: Simulation, gpu_bytes: float, reserved_bytes: fl
         f" processes {world_size} x accumulation {s.accumulation}",
     )
     console.print(facts)
-    memory = _table("Memory of a GPU at the peak of a step, in GB", *s.memory_bytes, "sum")
+    memory = _table("Memory of a GPU at the peak, in GB", *s.memory_bytes, "sum")
     sizes = [*s.memory_bytes.values(), s.peak_bytes]
     memory.add_row(*(f"{size / GB:.3g}" for size in sizes))
     console.print(memory)
@@ -587,19 +544,12 @@ def show_simulation(simulation: Simulation, gpu_bytes: float, reserved_bytes: fl
 
 def _console_and_grid() -> tuple[Any, Any]:
     """Return rich's console, 80 columns wide in a file, and a grid for facts."""
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
     return console, Table.grid(padding=(0, 2))
 
 
 def _table(title: str, *columns: str) -> Any:
     """Return a table of rich with a title, whose first column is text."""
-    from rich.table import Column, Table
-
     first, *others = columns
     return Table(
         Column(first, no_wrap=True),
@@ -608,7 +558,7 @@ def _table(title: str, *columns: str) -> Any:
         title_justify="left",
         title_style="bold",
         box=None,
-        padding=(0, 2, 0, 0),
+        padding=(0, 1, 0, 0),
     )
 
 

@@ -1,7 +1,7 @@
 """Check the nodes, storage and network of a cluster before training.
 
     accelerate launch --config_file accelerate_configs/multi_node.yaml ... \
-        -m my_project.cluster.preflight --config configs/image_classification.yaml
+        -m my_project.tools.preflight --config configs/image_classification.yaml
 
 It takes about a minute, the arguments of training, and all processes. It prints a table of the
 nodes, then the bandwidths measured between them. It exits with 0, or with 1 and, for each problem

@@ -11,19 +11,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import cli
 from ..config import ConfigError, read_yaml
+from ..files import parse_record, printable
+from ..records.outcome import format_metric
 from ..run_folder import is_locked, read_status
-from .outcome import format_metric
+from .reader import format_problem, is_run
 
-PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
 # These settings name and place a run, or say how it starts and stops.
-NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after", "stage_to"}
+NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}
 WIDE = 100  # columns of a terminal from which on the settings have a column of their own
 STYLES = {
     "finished": "green",
@@ -33,75 +33,6 @@ STYLES = {
     "failed": "red",
     "damaged": "red",
 }
-
-
-# ---- the records of a run ------------------------------------------------------------------------
-def read_records(run: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a run, finished or not: `pandas.DataFrame(read_records(run))`.
-
-    Args:
-        run: the run folder.
-
-    Returns:
-        The records of metrics.jsonl, in its order, as records/metrics.py describes them.
-
-    Raises:
-        ConfigError: this is not a run folder.
-    """
-    check_run(Path(run))
-    return parse_records(Path(run))[0]
-
-
-def check_run(folder: Path) -> None:
-    """Refuse a folder that is not of a run."""
-    if not _is_run(folder):
-        raise ConfigError(
-            f"{folder} is not a run folder; give the path of one such as runs/image_classification."
-        )
-
-
-def parse_records(folder: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the records of metrics.jsonl, and whether the file is damaged."""
-    try:
-        found = list(each_record(folder / "metrics.jsonl"))
-    except OSError:  # a folder
-        return [], True
-    records = [record for record in found if record]
-    return records, len(records) < len(found)
-
-
-def each_record(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
-
-    A last line cut off by a kill is no damage.
-    """
-    with path.open("rb") as file:
-        for line in file:
-            record = _parse(line)
-            if record or line.endswith(b"\n") or not line.startswith(b"{"):
-                yield record
-
-
-def kind_of(record: dict[str, Any]) -> str:
-    """Return the kind of a record (records/metrics.py); older runs did not state it."""
-    if "kind" in record:
-        return str(record["kind"])
-    if "changed" in record:
-        return "numerics"
-    return "interval" if "samples_per_second" in record else "evaluation"
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """Return the record in a line; {} if it holds none."""
-    try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {}
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in PARTS_OF_A_RUN)
 
 
 # ---- the runs of a folder ------------------------------------------------------------------------
@@ -160,9 +91,9 @@ def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
         lines = path.read_bytes().splitlines()
     except OSError:
         return 0, []
-    last = next((record for line in reversed(lines) if (record := _parse(line))), {})
+    last = next((record for line in reversed(lines) if (record := parse_record(line))), {})
     name = json.dumps(metric).encode() + b":"
-    values = [_parse(line).get(metric) for line in lines if name in line]
+    values = [parse_record(line).get(metric) for line in lines if name in line]
     return last.get("step", 0), [value for value in values if isinstance(value, (int, float))]
 
 
@@ -194,10 +125,10 @@ def list_runs(folder: Path) -> list[Summary]:
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; give the folder that holds the runs.")
-    if _is_run(folder):
+    if is_run(folder):
         raise ConfigError(f"{folder} is itself a run; give the folder that holds it.")
     folders = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    if not (runs := [summarize(path) for path in folders if path.is_dir() and _is_run(path)]):
+    if not (runs := [summarize(path) for path in folders if path.is_dir() and is_run(path)]):
         raise ConfigError(f"{folder} holds no runs; give the folder that holds them.")
     return runs
 
@@ -260,11 +191,6 @@ def print_runs(runs: list[Summary]) -> None:
         console.print(Text(f"best: {printable(common)}", "dim"))
 
 
-def printable(text: str) -> str:
-    """Replace characters that are not printable, such as those that control a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def _age(seconds: float) -> str:
     seconds = max(0, seconds)
     for unit, unit_seconds, least in (("d", 86400, 2), ("h", 3600, 1), ("m", 60, 1)):
@@ -275,7 +201,10 @@ def _age(seconds: float) -> str:
 
 def main(arguments: argparse.Namespace) -> None:
     """List the runs."""
-    print_runs(list_runs(Path(arguments.folder)))
+    folder = Path(arguments.folder)
+    print_runs(runs := list_runs(folder))
+    for problem in filter(None, (format_problem(folder / one.name) for one in runs)):
+        print(problem, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Simulate one step of rank 0 on a cluster that need not exist: `planner --simulate`.
+"""Simulate one step of rank 0 on a cluster that need not exist, for planner.py.
 
 One process, fake tensors and torch's fake process group, in which no other rank answers: the
 recipe's model is wrapped by DDP or sharded by accelerate's own function, as the accelerate config
-says, and takes a real step. Counted are the memory of each kind and every collective. Tensors have
-no values, so neither a loss nor a time comes out.
+says, and takes a real step. Counted are the memory of each kind, every collective and the FLOPs.
+Tensors have no values, so neither a loss nor a time comes out.
 
 Not simulated: torch.compile, SyncBatchNorm's collectives, the scaler of fp16, what CUDA and NCCL
 allocate, fragmentation.
@@ -11,18 +11,43 @@ allocate, fragmentation.
 
 import os
 import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from .. import launch
+import torch
+import torch.distributed
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin, clear_environment
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import init
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import contract, devices, launch, optim, sharding
 from ..config import Config, ConfigError
-from ..loading.layout import batch_layout
-from ..stack_traces import library_of
+from ..loading.layout import BatchLayout, batch_layout, is_stream
+from ..loading.loader import Fetch
+from ..step_sums import StepSums
 from ..train_command import find_where
 
 # What torch's trackers call the kinds of memory, and what is printed.
@@ -36,8 +61,10 @@ KINDS = {
 OF_THIS_MACHINE = re.compile(r"ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|CUDA_VISIBLE_DEVICES$")
 # Torch 2.10 counts whole tensors, with which DTensor finds the shapes of the optimizer's results.
 SHARDED_SINCE = "2.15"
-# What fake tensors raise where a value is read.
-NO_VALUE = re.compile(r"data is not allocated|data pointer|non-Fake|numpy\(\)", re.IGNORECASE)
+NO_VALUES = (
+    "The step is simulated on fake tensors, whose values a recipe cannot read, as by .item()."
+)
+READ_SAMPLES = 8  # a larger micro-batch has the shapes of these, grown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +74,29 @@ class Collective:
     operation: str
     group: str
     group_size: int
+    group_per_node: int  # ranks of the group on one node
     number: int
     size_bytes: int  # of the whole tensors: gathered, or before they are scattered or reduced
 
     @property
+    def is_in_node(self) -> bool:
+        """Return whether all ranks of the group are on one node."""
+        return self.group_size == self.group_per_node
+
+    @property
     def sent_bytes(self) -> float:
-        """Return what a rank sends in a ring."""
+        """Return what a rank sends in a ring.
+
+        An all-reduce of N ranks sends 2 (N-1)/N of its size, the others half of it (Patarasuk and
+        Yuan, Bandwidth optimal all-reduce algorithms, 2009).
+        """
         passes = 2 if self.operation == "all-reduce" else 1
         return passes * (self.group_size - 1) / self.group_size * self.size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a rank holds and communicates in a step."""
+    """What a rank holds, communicates and computes in a step."""
 
     where: str
     nodes: int
@@ -68,6 +105,8 @@ class Simulation:
     micro_batch: int
     accumulation: int
     parameters: int
+    model_bytes: int  # weights and buffers of the whole model
+    flops_per_sample: float  # of forward and backward, those of recomputed activations included
     memory_bytes: dict[str, int]  # by kind, at the peak
     collectives: list[Collective]
 
@@ -81,63 +120,75 @@ class Simulation:
         return asdict(self) | {"peak_bytes": self.peak_bytes, "sent_bytes": self.sent_bytes()}
 
     def sent_bytes(self) -> dict[str, float]:
-        """Sum what a rank sends, in groups that lie in one node and in the others."""
+        """Sum what a rank sends, in groups that are on one node and in the others."""
         sent = {"in node": 0.0, "network": 0.0}
         for collective in self.collectives:
-            link = "in node" if collective.group.endswith("of a node") else "network"
-            sent[link] += collective.sent_bytes
+            sent["in node" if collective.is_in_node else "network"] += collective.sent_bytes
         return sent
 
 
 # ---- the launch ----------------------------------------------------------------------------------
-def simulate(
-    config: Config, arguments: list[str], where: str, nodes: int, gpus_per_node: int
-) -> Simulation:
-    """Simulate the step that this launch would take.
+class Simulator:
+    """Takes steps of one run on clusters of any size; its data is prepared once."""
 
-    Args:
-        config: of the run.
-        arguments: the command line that config was read from.
-        where: the name or the path of an accelerate config.
-        nodes: of the cluster.
-        gpus_per_node: one process each.
+    def __init__(self, config: Config, arguments: list[str]) -> None:
+        """Simulate this run.
 
-    Raises:
-        ConfigError: the launch would be refused, or the recipe reads the value of a tensor.
-    """
-    path = find_where(where)
-    world_size = nodes * gpus_per_node
-    words = ["--config_file", str(path), "--num_machines", str(nodes)]
-    words += ["--num_processes", str(world_size), "--main_process_port", "0"]
-    _, launched = launch.parse([*words, "-m", launch.TRAIN, *arguments])
-    layout = batch_layout(config.batches, world_size)
-    with _as_rank_0(launched):
-        from .. import devices
-        from ..contract import build_datasets, check_recipe, prepare_data
+        Args:
+            config: of the run.
+            arguments: the command line that config was read from.
+        """
+        self.config = config
+        self.arguments = arguments
 
-        with _gpus_found(launched.gpus):
-            devices.check_launch(config, layout.accumulation)
-        check_recipe(config)
-        data_info, reader = prepare_data(replace(config, stage_to=None))
-        train_set, _ = build_datasets(reader, data_info)
-        precision = config.precision or launched.precision
-        step = _Step(config, layout.accumulation, precision, world_size)
-        with _fake_tensors() as make, _fake_process_group(world_size):
+    @cached_property
+    def data(self) -> tuple[dict[str, Any], Any]:
+        """Return what the recipe knows of its data, and the training set."""
+        contract.check_recipe(self.config)
+        data_info = contract.prepare_data(self.config)
+        return data_info, contract.build_datasets(self.config.recipe, data_info)[0]
+
+    def step(
+        self, where: str, nodes: int, gpus_per_node: int, layout: BatchLayout | None = None
+    ) -> Simulation:
+        """Simulate the step that a launch would take.
+
+        Args:
+            where: the name or the path of an accelerate config.
+            nodes: of the cluster.
+            gpus_per_node: one process each.
+            layout: of the global batch; None for the config's.
+
+        Raises:
+            ConfigError: the launch would be refused.
+            RuntimeError: the recipe reads the value of a tensor.
+        """
+        path = find_where(where)
+        world_size = nodes * gpus_per_node
+        words = ["--config_file", str(path), "--num_machines", str(nodes)]
+        words += ["--num_processes", str(world_size), "--main_process_port", "0"]
+        _, launched = launch.parse([*words, "-m", launch.TRAIN, *self.arguments])
+        layout = layout or batch_layout(self.config.batches, world_size)
+        precision = self.config.precision or launched.precision
+        gpus = {"is_available": lambda: True, "device_count": lambda: launched.gpus}
+        with _as_rank_0(launched):
+            with _replaced(torch.accelerator, gpus if launched.gpus else {}):
+                devices.check_launch(self.config, layout.accumulation)
+            data_info, train_set = self.data
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
             try:
-                return _count(step, launched, path.name, data_info, train_set, make)
+                with fake, _fake_process_group(world_size):
+                    batch = _batch(self.config, train_set, layout.micro_batch_size, fake)
+                    step = _Step(self.config, layout, precision, data_info)
+                    return _count(step, batch, path.name, nodes, gpus_per_node)
             except RuntimeError as error:
-                if refusal := _refusal(error, config):
-                    raise refusal from error
+                error.add_note(NO_VALUES)
                 raise
 
 
 @contextmanager
 def _as_rank_0(launched: launch.Launch) -> Iterator[None]:
     """Set the environment that accelerate launch gives to rank 0."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils import clear_environment
-    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-
     typed = [*launched.flags, "-m", launched.module]
     kept = {name: os.environ[name] for name in os.environ if not OF_THIS_MACHINE.match(name)}
     with clear_environment():  # restores it at the end
@@ -154,19 +205,6 @@ def _as_rank_0(launched: launch.Launch) -> Iterator[None]:
 
 
 @contextmanager
-def _gpus_found(count: int) -> Iterator[None]:
-    """Let torch find the GPUs of a node that has this many, unless there are none."""
-    import torch
-
-    if not count:
-        yield
-        return
-    found = {"is_available": lambda: True, "device_count": lambda: count}
-    with _replaced(torch.accelerator, found):
-        yield
-
-
-@contextmanager
 def _replaced(module: Any, functions: dict[str, Callable[..., Any]]) -> Iterator[None]:
     """Replace functions of a module of torch for a while."""
     before = {name: getattr(module, name) for name in functions}
@@ -179,9 +217,6 @@ def _replaced(module: Any, functions: dict[str, Callable[..., Any]]) -> Iterator
 
 @contextmanager
 def _fake_process_group(world_size: int) -> Iterator[None]:
-    import torch.distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if world_size == 1:
         yield
         return
@@ -193,81 +228,100 @@ def _fake_process_group(world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _fake_tensors() -> Iterator[Callable[[Any], Any]]:
-    """Let new tensors be fake, and return what makes a fake one of a real one."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _uninitialized_weights() -> Iterator[None]:
+    """Turn torch.nn.init's functions off: some of them read values, which fake tensors lack."""
+    names = [name for name, f in vars(init).items() if name[-1] == "_" and callable(f)]
+    with _replaced(init, {name: lambda tensor, *_, **__: tensor for name in names}):
+        yield
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode.from_tensor
 
-
-def _refusal(error: RuntimeError, config: Config) -> ConfigError | None:
-    """Return a sentence if the error says that the value of a fake tensor was read."""
-    is_fake = type(error).__module__ == "torch._subclasses.fake_tensor"
-    if not is_fake and not NO_VALUE.search(str(error)):
+def sharding_refusal() -> str | None:
+    """Return why this torch cannot simulate a sharded step, if it cannot."""
+    if TorchVersion(torch.__version__) >= SHARDED_SINCE:
         return None
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if library_of(frame.filename) is None]
-    at = f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}: {own[-1].line}"
-    reason = str(error).split("\n")[0].rstrip(".")
-    return ConfigError(
-        f"the step cannot be simulated: it needs the value of a tensor, and a fake tensor has none"
-        f" ({at}; {reason}). Compute with tensors there, or run planner without --simulate, which"
-        f" then takes a real step with {type(config.recipe).__name__}."
+    return (
+        f"a sharded step is simulated by torch {SHARDED_SINCE} or later; this is"
+        f" {torch.__version__}, which would count too much memory: pip install -U torch."
     )
+
+
+# ---- the batch -----------------------------------------------------------------------------------
+def _batch(config: Config, train_set: Any, micro_batch: int, fake: FakeTensorMode) -> Any:
+    """Return a micro-batch of fake tensors, from a few real samples fetched as in training.
+
+    In a larger one each dimension that differs between these samples once and twice grows on, so
+    that no large batch is ever in memory; one of other things than tensors is read in full.
+    """
+
+    def read(size: int) -> Any:
+        keys = [(0, index % min(READ_SAMPLES, len(samples))) for index in range(size)]
+        with unset_fake_temporarily():
+            batch = fetch.__getitems__(keys)
+        return tree_map_only(torch.Tensor, fake.from_tensor, batch)
+
+    def grown(once: Any, twice: Any) -> Any:
+        if not isinstance(once, torch.Tensor):
+            return once
+        more = micro_batch - READ_SAMPLES
+        shapes = zip(once.shape, twice.shape, strict=True)
+        return once.new_empty([x + (y - x) * more // READ_SAMPLES for x, y in shapes])
+
+    samples = train_set
+    if is_stream(train_set):
+        with unset_fake_temporarily():
+            samples = list(islice(train_set.lane(0, 0, 0, config.seed), READ_SAMPLES))
+    collate = getattr(config.recipe, "collate", None)
+    fetch = Fetch(samples, collate, config.seed, config.batches.seed_samples)
+    if micro_batch <= READ_SAMPLES:
+        return read(micro_batch)
+    once, structure = tree_flatten(read(READ_SAMPLES))
+    twice, structure_of_twice = tree_flatten(read(2 * READ_SAMPLES))
+    is_known = all(isinstance(leaf, (torch.Tensor, int, float)) for leaf in once)
+    if structure != structure_of_twice or not is_known:
+        return read(micro_batch)
+    return tree_unflatten(map(grown, once, twice), structure)
 
 
 # ---- the step ------------------------------------------------------------------------------------
 class _Step:
     """Model and optimizer of rank 0, wrapped as accelerate would, and the step of train.py."""
 
-    def __init__(self, config: Config, accumulation: int, precision: str, world_size: int) -> None:
-        import torch
-
-        self.config = config
-        self.accumulation = accumulation
-        self.precision = precision
-        self.world_size = world_size
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        self.model: Any = None
-        self.autocast: Any = nullcontext()
-        self.averages: Any = torch.nn.Module()  # the EMA's, as what the trackers know
-        self.buckets: dict[int, Any] = {}  # DDP's
-        self.ema: Any = None
-
-    def build(self, data_info: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Config, layout: BatchLayout, precision: str, data_info: dict[str, Any]
+    ) -> None:
         """Build and wrap the model and its optimizer as train.py does, and the EMA."""
-        import torch
-
-        from .. import optim
-        from ..cost import uninitialized_weights
-        from ..devices import wants_sharding
-        from ..sharding import RecipeModule, checkpoint_activations, has_gradients_in_buckets, shard
-
-        with uninitialized_weights():
-            self.raw_model = self.config.recipe.build_model(data_info)
+        self.config = config
+        self.layout = layout
+        self.precision = precision
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.autocast: Any = nullcontext()
+        self.buckets: dict[int, Any] = {}  # DDP's
+        with _uninitialized_weights():
+            self.raw_model: Any = config.recipe.build_model(data_info)
         self.raw_model.train()
-        self.parameters = sum(p.numel() for p in self.raw_model.parameters())
-        accelerator = self._accelerator(is_sharded=wants_sharding())
-        checkpoint_activations(accelerator, self.config, self.raw_model)
-        self.optimizer = optim.build_optimizer(
-            self.config.optim, self.config.recipe, self.raw_model
-        )
-        if wants_sharding():
-            self.model = shard(accelerator, self.raw_model, self.optimizer, None)
+        weights = [*self.raw_model.parameters()]
+        self.parameters = sum(p.numel() for p in weights)
+        self.model_bytes = sum(tensor.nbytes for tensor in (*weights, *self.raw_model.buffers()))
+        accelerator = self._accelerator(is_sharded=devices.wants_sharding())
+        sharding.checkpoint_activations(accelerator, config, self.raw_model)
+        self.optimizer = optim.build_optimizer(config.optim, config.recipe, self.raw_model)
+        if devices.wants_sharding():
+            self.model: Any = sharding.shard(accelerator, self.raw_model, self.optimizer, None)
         else:
             if self.dtype:
                 self.autocast = torch.autocast("cpu", self.dtype)
-            if self.accumulation > 1:
+            if layout.accumulation > 1:
                 optim.set_zero_gradients(self.optimizer)
-            self.model = RecipeModule(self.raw_model)
-            if self.world_size > 1:
+            self.model = sharding.RecipeModule(self.raw_model)
+            if layout.world_size > 1:
                 self.model = self._replicated(self.model)
-        self.in_buckets = has_gradients_in_buckets(self.model)
+        self.in_buckets = sharding.has_gradients_in_buckets(self.model)
         if not self.in_buckets:
             self.optimizer.zero_grad()
-        if self.config.optim.ema_decay:
-            self.ema = optim.EMA(self.raw_model, self.config.optim.ema_decay)
+        self.ema: Any = None
+        self.averages: Any = torch.nn.Module()  # the EMA's, as what the trackers know
+        if config.optim.ema_decay:
+            self.ema = optim.EMA(self.raw_model, config.optim.ema_decay)
             for index, average in enumerate(self.ema.averages):
                 self.averages.register_buffer(str(index), average)
 
@@ -277,15 +331,6 @@ class _Step:
         Accelerate's `prepare` finds parameters by addresses, which fake tensors lack: this one is
         the part of it that shards.
         """
-        import torch
-        from accelerate.utils import FullyShardedDataParallelPlugin
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.torch_version import TorchVersion
-
-        from ..devices import uses_mesh
-
         accelerator: Any = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=None),
             mixed_precision=self.precision,
@@ -294,16 +339,13 @@ class _Step:
         )
         if not is_sharded:
             return accelerator
-        if TorchVersion(torch.__version__) < SHARDED_SINCE:
-            raise ConfigError(
-                f"a sharded step is simulated by torch {SHARDED_SINCE} or later; this is"
-                f" {torch.__version__}, which would count too much memory: pip install -U torch."
-            )
+        if refusal := sharding_refusal():
+            raise ConfigError(refusal)
         plugin = FullyShardedDataParallelPlugin()  # reads the environment
         if self.dtype:
             plugin.set_mixed_precision(self.precision)
-        sizes = {"dp_replicate": 1, "dp_shard": self.world_size}
-        if uses_mesh():
+        sizes = {"dp_replicate": 1, "dp_shard": self.layout.world_size}
+        if devices.uses_mesh():
             for name in sizes:
                 sizes[name] = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
@@ -321,12 +363,7 @@ class _Step:
 
     def _replicated(self, model: Any) -> Any:
         """Wrap in DDP, less the three places where it reads values."""
-        import torch
-        from torch.nn.parallel import DistributedDataParallel, distributed
-
-        from ..devices import ddp_options
-
-        options = ddp_options(self.config)
+        options = devices.ddp_options(self.config)
         dtypes = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
         if options.comm_hook.value not in dtypes:
             raise ConfigError(
@@ -350,7 +387,10 @@ class _Step:
 
         with (
             # it compares shapes over the ranks
-            _replaced(distributed, {"_verify_param_shape_across_processes": lambda *_: None}),
+            _replaced(
+                distributed,
+                {"_verify_param_shape_across_processes": lambda *_: None},
+            ),
             # the buckets of the second step and all later ones
             _replaced(dist, {compute.__name__: in_order_of_backward}),
         ):
@@ -360,7 +400,7 @@ class _Step:
             buffer = bucket.buffer()
             self.buckets[bucket.index()] = buffer
             reduced = buffer.to(compressed) if compressed else buffer
-            dist.all_reduce(reduced.div_(self.world_size))
+            dist.all_reduce(reduced.div_(self.layout.world_size))
             future: Any = torch.futures.Future()
             future.set_result(buffer.copy_(reduced) if compressed else buffer)
             return future
@@ -374,7 +414,7 @@ class _Step:
         if hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2
             self.model.set_requires_gradient_sync(is_last)
             return nullcontext()
-        return nullcontext() if is_last or self.world_size == 1 else self.model.no_sync()
+        return nullcontext() if is_last or self.layout.world_size == 1 else self.model.no_sync()
 
     def take(self, batches: list[Any], between: Callable[[], None] = lambda: None) -> None:
         """Take the step of train.py.
@@ -383,14 +423,9 @@ class _Step:
             batches: one per micro-batch.
             between: called after each backward pass.
         """
-        import torch
-        from torch.distributed.tensor import DTensor
-
-        from .. import optim
-        from ..sharding import unused_parameter_finder
-        from ..step_sums import StepSums
-
-        here: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=self.world_size)
+        here: Any = SimpleNamespace(
+            device=torch.device("cpu"), num_processes=self.layout.world_size
+        )
         sums = StepSums(here)
         for j, batch in enumerate(batches):
             is_last = j == len(batches) - 1
@@ -406,7 +441,7 @@ class _Step:
             between()
         sums.wait()
         trained = {n: p for n, p in self.raw_model.named_parameters() if p.requires_grad}
-        gradients = optim.gradients(trained, unused_parameter_finder(self.model))
+        gradients = optim.gradients(trained, sharding.unused_parameter_finder(self.model))
         # optim.normalize_and_clip_ without reading the norm
         norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
         if isinstance(norm, DTensor):
@@ -433,115 +468,117 @@ class _Reducer:
 
 
 # ---- counting ------------------------------------------------------------------------------------
-def _count(
-    step: _Step,
-    launched: launch.Launch,
-    where: str,
-    data_info: dict[str, Any],
-    train_set: Any,
-    make: Callable[[Any], Any],
-) -> Simulation:
-    """Take two steps, and count in the second: the first allocates the optimizer state."""
-    import torch
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-    from torch.distributed._tools.mem_tracker import MemTracker
-    from torch.distributed.fsdp import FSDPModule
+def _count(step: _Step, batch: Any, where: str, nodes: int, gpus_per_node: int) -> Simulation:
+    """Take two steps, and count in the second: the first allocates the optimizer state.
 
-    from ..cost import sample_batch
-
-    micro_batch = step.config.batches.global_batch_size // launched.world_size // step.accumulation
-    step.build(data_info)
-    batches = [
-        sample_batch(step.config, train_set, micro_batch, make, "cpu")
-        for _ in range(step.accumulation)
-    ]
-    step.take(batches)
-    if isinstance(step.model, FSDPModule):
+    Of the micro-batches before the last, which are alike, one is taken. Those of DDP send nothing.
+    """
+    layout = step.layout
+    step.take([batch])
+    is_sharded = isinstance(step.model, FSDPModule)
+    if is_sharded:
         tracker: Any = FSDPMemTracker(step.model, step.optimizer)  # type: ignore[arg-type]
         tracker.track_inputs(tuple(step.averages.buffers()))
     else:
         tracker = MemTracker()
         tracker.track_external(step.model, step.optimizer, step.averages, *step.buckets.values())
-    collectives = _collectives_recorder()
-    with tracker, collectives:
-        step.take(batches, between=tracker.reset_mod_stats)
+    tracker.memory_tracking = _NoPeaks()
+    counter = FlopCounterMode(display=False)
+    collectives = _Recorder()
+    batches = [batch] * min(layout.accumulation, 2)
+    if len(batches) == 2 and is_sharded:
+        collectives.weight = layout.accumulation - 1
+    flops = 0
+
+    def after_backward() -> None:
+        nonlocal flops
+        flops = counter.get_total_flops()
+        collectives.weight = 1
+        tracker.reset_mod_stats()
+
+    # the counter sees an operation last, since it takes some of them apart
+    with counter, tracker, collectives:
+        step.take(batches, between=after_backward)
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-    found = {getattr(kind, "value", kind): size for kind, size in peak.items() if kind != "Total"}
-    assert found.keys() <= {name for names in KINDS.values() for name in names}, found
+    sizes = {getattr(kind, "value", kind): size for kind, size in peak.items() if kind != "Total"}
+    assert sizes.keys() <= {name for names in KINDS.values() for name in names}, sizes
     return Simulation(
         where=where,
-        nodes=launched.nodes,
-        gpus_per_node=launched.processes_per_node,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
         precision=step.precision,
-        micro_batch=micro_batch,
-        accumulation=step.accumulation,
+        micro_batch=layout.micro_batch_size,
+        accumulation=layout.accumulation,
         parameters=step.parameters,
+        model_bytes=step.model_bytes,
+        flops_per_sample=flops / (layout.micro_batch_size * len(batches)),
         memory_bytes={
-            kind: sum(found.get(name, 0) for name in names) for kind, names in KINDS.items()
+            kind: sum(sizes.get(name, 0) for name in names) for kind, names in KINDS.items()
         },
-        collectives=collectives.found(launched.nodes, launched.processes_per_node),
+        collectives=collectives.recorded(nodes, gpus_per_node),
     )
 
 
-def _collectives_recorder() -> Any:
-    """Return a mode that records each collective."""
-    from torch._C._distributed_c10d import _resolve_process_group
-    from torch.distributed import get_process_group_ranks
-    from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
-    from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
+class _NoPeaks(WeakIdKeyDictionary):
+    """What a tracker notes of each module, less the peaks, which take most of its time."""
 
-    class Recorder(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
-            self.sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    def values(self) -> Any:
+        return ()
 
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if DTensor in types:  # then this mode sees what DTensor does for it
-                return NotImplemented
-            result = func(*args, **(kwargs or {}))
-            if func in collective_ops and func not in sync_ops:
-                name = CollectiveOp.get_process_group(func, args).group_name
-                ranks = tuple(get_process_group_ranks(_resolve_process_group(name)))
-                key = (func.overloadpacket.__name__, ranks)
-                self.numbers[key] += 1
-                if key[0] in ("allreduce_", "broadcast_"):  # of a view torch counts the storage
-                    self.sizes[key] += sum(tensor.nbytes for tensor in args[0])
-                else:
-                    size = CollectiveOp.get_comm_tensor_size(func, result, args, kwargs)
-                    self.sizes[key] += size
-            return result
 
-        def found(self, nodes: int, gpus_per_node: int) -> list[Collective]:
-            return [
-                Collective(
-                    operation=_operation(name),
-                    group=_group(ranks, nodes, gpus_per_node),
-                    group_size=len(ranks),
-                    number=number,
-                    size_bytes=self.sizes[name, ranks],
-                )
-                for (name, ranks), number in self.numbers.items()
-            ]
+class _Recorder(TorchDispatchMode):
+    """Records each collective, `weight` times."""
 
-    return Recorder()
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = 1
+        self.numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # then this mode sees what DTensor does for it
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if func in collective_ops and func not in sync_ops:
+            name = CollectiveOp.get_process_group(func, args).group_name
+            ranks = torch.distributed.get_process_group_ranks(_resolve_process_group(name))
+            key = (func.overloadpacket.__name__, tuple(ranks))
+            if key[0] in ("allreduce_", "broadcast_"):  # of a view torch counts the storage
+                size = sum(tensor.nbytes for tensor in args[0])
+            else:
+                size = CollectiveOp.get_comm_tensor_size(func, result, args, kwargs)
+            self.numbers[key] += self.weight
+            self.sizes[key] += self.weight * size
+        return result
+
+    def recorded(self, nodes: int, gpus_per_node: int) -> list[Collective]:
+        """Return what was recorded, on a cluster of this size."""
+        collectives = []
+        for (name, ranks), number in self.numbers.items():
+            per_node = sum(rank < gpus_per_node for rank in ranks)
+            one = Collective(
+                operation=_operation(name),
+                group=_group(len(ranks), per_node, nodes * gpus_per_node),
+                group_size=len(ranks),
+                group_per_node=per_node,
+                number=number,
+                size_bytes=self.sizes[name, ranks],
+            )
+            collectives.append(one)
+        return collectives
 
 
 def _operation(name: str) -> str:
     """Return the common name of an operation of torch.ops.c10d: _allgather_base_ is all-gather."""
-    known = {"allgather": "all-gather", "all_gather": "all-gather", "allreduce": "all-reduce",
-             "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}  # fmt: skip
-    return next((said for part, said in known.items() if part in name), name.strip("_"))
+    name = name.replace("_", "")
+    common = ("all-gather", "all-reduce", "reduce-scatter")
+    return next((known for known in common if known.replace("-", "") in name), name)
 
 
-def _group(ranks: tuple[int, ...], nodes: int, gpus_per_node: int) -> str:
-    """Name a group of ranks by where they lie."""
-    on = {rank // gpus_per_node for rank in ranks}
-    if len(on) == 1:
-        return f"{len(ranks)} of a node"
-    if len(ranks) == nodes * gpus_per_node:
-        return f"all {len(ranks)}"
-    return f"{len(ranks)}, one per node" if len(on) == len(ranks) else f"{len(ranks)} of all"
+def _group(size: int, per_node: int, world_size: int) -> str:
+    """Name a group of ranks by where they are."""
+    if size == per_node:
+        return f"{size} of a node"
+    if size == world_size:
+        return f"all {size}"
+    return f"{size}, one per node" if per_node == 1 else f"{size} of all"

@@ -5,15 +5,13 @@ noisy one: more than DEVIATIONS times the median absolute deviation above the me
 TAILS times as far as the 95th percentile, since small batches have long tails upward. A curve that
 falls, as at the start, is below its median and marks nothing. A curve that stays high after a jump
 is marked once: half a window later the median is there too.
-
-It starts with an empty window at each start of a run, so the first steps of a start mark nothing.
 """
 
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable, Iterator
 from statistics import median
-from typing import Any
 
 WINDOW = 64  # values that the median is of
 LEAST = 32  # values, before which nothing is marked
@@ -22,35 +20,24 @@ TO_SIGMA = 1.4826  # the median absolute deviation times this is the sigma of a 
 TAILS = 3.0
 LEAST_RELATIVE = 0.02  # deviation relative to the median: below it is noise, even on a flat curve
 LEAST_ABSOLUTE = 1e-9  # deviation, for a median of 0
-PAUSE_STEPS = WINDOW // 2  # after a mark, in which the same name is not marked again
+PAUSE = WINDOW // 2  # values after a mark, in which none is marked again
 
 
-class Spikes:
-    """The running medians of the loss and of the gradient norm."""
+def spikes(values: Iterable[float]) -> Iterator[tuple[int, float]]:
+    """Yield the index of each value that is marked, and the median of the values before it.
 
-    def __init__(self) -> None:
-        self.windows = {"loss": Window(), "gradient_norm": Window()}
-
-    def observe(self, step: int, loss: float, gradient_norm: float) -> list[dict[str, Any]]:
-        """Take the numbers of a step, which may be not finite; return what is marked.
-
-        Args:
-            step: its number.
-            loss: mean over the items of all ranks.
-            gradient_norm: before clipping.
-
-        Returns:
-            For each spike name, value and the median of the steps before; almost always nothing.
-        """
-        found = []
-        for name, value in (("loss", loss), ("gradient_norm", gradient_norm)):
-            if not math.isfinite(value):  # reported as a skipped step
-                continue
-            window = self.windows[name]
-            if window.is_far(step, value):
-                found.append({"name": name, "value": value, "median": window.median})
-            window.add(value)
-        return found
+    Args:
+        values: of the records of a run, in their order; those that are not finite are passed over.
+    """
+    window = Window()
+    quiet_until = 0
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            continue
+        if index >= quiet_until and window.is_far(value):
+            quiet_until = index + PAUSE
+            yield index, window.median
+        window.add(value)
 
 
 class Window:
@@ -59,7 +46,6 @@ class Window:
     def __init__(self) -> None:
         self.values: deque[float] = deque()
         self.ordered: list[float] = []
-        self.quiet_until = 0  # the step from which on a value is marked again
 
     @property
     def median(self) -> float:
@@ -75,9 +61,9 @@ class Window:
         self.values.append(value)
         insort(self.ordered, value)
 
-    def is_far(self, step: int, value: float) -> bool:
-        """Return whether a value is far above the median, and remember that it was marked."""
-        if len(self.ordered) < LEAST or step < self.quiet_until:
+    def is_far(self, value: float) -> bool:
+        """Return whether a value is far above the median."""
+        if len(self.ordered) < LEAST:
             return False
         middle = self.median
         tail = self.ordered[int(0.95 * len(self.ordered))] - middle
@@ -85,7 +71,4 @@ class Window:
         if value <= middle + max(TAILS * tail, DEVIATIONS * least):
             return False  # almost always, so that the deviation is seldom computed
         deviation = TO_SIGMA * median(abs(other - middle) for other in self.ordered)
-        if value <= middle + DEVIATIONS * deviation:
-            return False
-        self.quiet_until = step + PAUSE_STEPS
-        return True
+        return value > middle + DEVIATIONS * deviation

@@ -3,13 +3,15 @@
 What is known, since a file says so, stands apart from what is only likely, and why.
 """
 
+import math
 import re
 import shutil
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ..failures import CONSEQUENCES
+from ...failures import CONSEQUENCES
+from ..spikes import spikes
 from .evidence import Evidence, place, ranks_in_words
 
 FULL_DISK = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
@@ -172,12 +174,7 @@ def _not_finite(evidence: Evidence, failure: dict[str, Any]) -> Cause:
         at = intervals[begins]["step"]
         known.append(f"the first interval with skipped steps is that of step {at}")
         first_step = min(first_step or at, at)
-    if spike := _spike_before(evidence, first_step):
-        name, value, median = (spike.get(key) for key in ("name", "value", "median"))
-        likely.append(
-            f"training was unstable before, since {name} was {_number(value)} at step"
-            f" {spike['step']}, against a median of {_number(median)}"
-        )
+    likely += _spike_before(evidence, first_step)
     if "num_items 0" in failure["reason"]:
         remedy = ("check the labels: all items of these steps are masked",)
         return of(failure, "not finite", known=(*known,), remedy=remedy)
@@ -201,13 +198,23 @@ def _skipped(interval: dict[str, Any], before: dict[str, Any]) -> bool:
     return _int(interval.get("skipped_steps")) > _int(before.get("skipped_steps"))
 
 
-def _spike_before(evidence: Evidence, step: int | None) -> dict[str, Any]:
-    """Return the last spike shortly before a step; {} without one."""
-    every = _int(evidence.setting("telemetry.every_steps"))
+def _spike_before(evidence: Evidence, step: int | None) -> list[str]:
+    """Return a sentence about the last spike shortly before a step; [] without one."""
+    intervals = evidence.intervals()
     last = evidence.step if step is None else step
-    near = range(last - max(100, 10 * every), last + 1)
-    spikes = [one for one in evidence.records if one.get("kind") == "spike"]
-    return next((one for one in reversed(spikes) if one["step"] in near), {})
+    every = _int(evidence.setting("telemetry.every_steps"))
+    found = []
+    for name in ("loss", "gradient_norm"):
+        values = [one.get(name) for one in intervals]
+        numbers = [v if isinstance(v, (int, float)) else math.nan for v in values]
+        for index, median in spikes(numbers):
+            found.append((intervals[index]["step"], name, numbers[index], median))
+    found = [one for one in found if one[0] in range(last - max(100, 10 * every), last + 1)]
+    return [
+        f"training was unstable before, since {name} was {_number(value)} at step {at}, against a"
+        f" median of {_number(median)}"
+        for at, name, value, median in sorted(found)[-1:]
+    ]
 
 
 # ---- memory and disk -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ earlier_failures (starts of this run that failed before).
 
 import argparse
 import json
+import sys
 import time
 from datetime import datetime
 from itertools import pairwise
@@ -26,11 +27,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..cli import make_parser, run
-from ..files import step_of
-from ..records.outcome import checkpoints, format_seconds, print_block, rows
-from ..run_folder import lock_of
-from ..safety.redaction import mask
+from ...cli import make_parser, run
+from ...files import step_of
+from ...records.outcome import checkpoints, format_seconds, print_block, rows
+from ...run_folder import lock_of
+from ...safety.redaction import mask
+from ..reader import format_problem
 from . import hangs
 from .causes import FULL_DISK, Cause, more_room, reported
 from .evidence import Evidence, ranks_in_words, read
@@ -259,6 +261,8 @@ def print_diagnosis(found: dict[str, Any]) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Print what happened."""
     found = diagnose(Path(arguments.run))
+    if problem := format_problem(Path(arguments.run)):
+        print(problem, file=sys.stderr)
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:

@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, read_yaml
-from ..failures import own_frame, short_path
-from ..files import read_json
-from ..records.runs import PARTS_OF_A_RUN, parse_records
-from ..run_folder import is_locked, read_status
+from ...config import ConfigError, read_yaml
+from ...failures import own_frame, short_path
+from ...files import read_json
+from ...run_folder import is_locked, read_status
+from ..reader import PARTS_OF_A_RUN, parse_records
 from . import exits
 
 SILENT = re.compile(r"rank (\d+) on ([^\s,:;]+)")  # in a reason of stopping.likely_cause
@@ -58,8 +58,8 @@ class Evidence:
         return max([*steps, *(one["step"] or 0 for one in self.failures)], default=0)
 
     def intervals(self) -> list[dict[str, Any]]:
-        """Return the records of intervals; those of old runs have no kind."""
-        return [one for one in self.records if one.get("kind") == "interval" or "loss" in one]
+        """Return the records of intervals."""
+        return [one for one in self.records if one.get("kind") == "interval"]
 
     def setting(self, name: str, default: Any = None) -> Any:
         """Return the value of a setting by its dotted name."""

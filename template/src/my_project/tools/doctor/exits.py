@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..failures import frame
-from ..files import read_json
-from ..records.logs import newest
+from ...failures import frame
+from ...files import read_json
 
 NEEDED = {"rank": int, "host": str, "reason": str, "cause": str, "launch": str}
 TAIL_BYTES = 1 << 18  # of a log: what tells of the end stands there
@@ -87,13 +86,14 @@ def newest_logs(folder: Path, after: float) -> dict[str, list[Path]]:
         after: when that start began, in seconds since 1970; 0 where that is not known.
     """
     found: dict[str, list[Path]] = {}
-    for label, path in newest(folder):
-        found.setdefault(label.split()[1], []).append(path)
-    return {
-        node: paths
-        for node, paths in found.items()
-        if max(path.stat().st_mtime for path in paths) > after - COPIED_SECONDS
-    }
+    nodes = [path for path in folder.glob("logs/node_*/") if path.name[5:].isdecimal()]
+    for node in sorted(nodes, key=lambda path: int(path.name[5:])):
+        # the names of starts begin with the time
+        starts = sorted(path for path in node.iterdir() if path.is_dir())
+        paths = sorted(starts[-1].glob("*.log")) if starts else []
+        if paths and max(path.stat().st_mtime for path in paths) > after - COPIED_SECONDS:
+            found[node.name[5:]] = paths
+    return found
 
 
 def start_of(paths: list[Path]) -> float:

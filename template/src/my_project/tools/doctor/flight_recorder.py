@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json
-from ..stack_traces import library_of
+from ...files import read_json
+from ...stack_traces import library_of
 from .causes import Cause
 from .evidence import Evidence, ranks_in_words
 

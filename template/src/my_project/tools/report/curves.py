@@ -200,8 +200,6 @@ def speed(runs: list[History]) -> str:
     gpu = [
         one("Allocator retries", "allocator_retries", "sum over ranks") if has_retries else "",
         one("GPU utilization, %", "gpu_utilization", "mean"),
-        one("GPU temperature, °C", "gpu_temperature", "hottest"),
-        one("GPU power, W", "gpu_power_watts", "mean"),
     ]
     where = anatomy(runs)
     parts = [how_drawn(runs), _together([*throughput, *memory, where, *ranks, slowest(runs), *gpu])]

@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections import Counter
 from pathlib import Path
 
-from ..records.outcome import checkpoints
+from ...records.outcome import checkpoints
 from .axes import brief
 from .charts import timeline
 from .history import History, Start

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ConfigError, read_yaml
-from ..failures import CONSEQUENCES
-from ..files import read_json
-from ..records.runs import each_record, state_of
-from ..run_folder import read_errors, read_status
-from ..safety.redaction import MASK, is_secret, mask
+from ...config import ConfigError, read_yaml
+from ...failures import CONSEQUENCES
+from ...files import each_record, kind_of, read_json
+from ...run_folder import read_errors, read_status
+from ...safety.redaction import MASK, is_secret, mask
+from ..reader import format_problem
+from ..runs import state_of
+from ..spikes import spikes
 
 SHARES = ("data", "forward", "backward", "communication", "optimizer", "evaluation", "saving")
 CURVES = (
@@ -31,7 +33,7 @@ CURVES = (
     *(f"{part}_share" for part in SHARES),
     *(f"{part}_seconds_{end}" for part in ("rank", "data") for end in ("min", "median", "max")),
     *("peak_memory_bytes", "allocator_retries"),
-    *("gpu_utilization", "gpu_temperature", "gpu_power_watts"),
+    *("gpu_utilization", "elapsed_seconds"),
 )
 NOT_RESULTS = {"step", "epoch", "elapsed_seconds", "time", "seconds", "is_best"}
 MOST_FIELDS = 100  # of an evaluation
@@ -158,6 +160,8 @@ def read_history(folder: Path) -> History:
     run.about = read_json(folder / "run.json")
     if not run.about:
         run.problems.append("run.json is missing or damaged, so its provenance is not known.")
+    if problem := format_problem(folder):
+        run.problems.append(problem)
     with suppress(ConfigError):
         run.settings = flat(read_yaml(folder / "config.yaml"))
     if not run.settings:
@@ -239,17 +243,26 @@ def _read_records(run: History) -> None:
         values[~(np.abs(values) < LARGEST)] = math.nan
         if np.isfinite(values).any():
             run.curves[name] = values
+    run.curves.setdefault("elapsed_seconds", np.full(len(run.steps), math.nan))
+    run.spikes = _spikes(run)
     if damaged:
         run.problems.append(f"metrics.jsonl has {damaged:,} damaged lines, which are left out.")
 
 
-def kind_of(record: dict[str, Any]) -> str:
-    """Return the kind of a record; those of older runs are known by their fields."""
-    if isinstance(record.get("kind"), str):
-        return record["kind"]
-    if "changed" in record:
-        return "numerics"
-    return "interval" if "samples_per_second" in record or "loss" in record else "evaluation"
+def _spikes(run: History) -> list[Event]:
+    """Return the spikes of the loss and of the gradient norm."""
+    found = [
+        Event(
+            step=int(run.steps[index]),
+            elapsed=float(run.curve("elapsed_seconds")[index]),
+            time=math.nan,
+            name=name,
+            value=float(run.curve(name)[index]),
+        )
+        for name in ("loss", "gradient_norm")
+        for index, _ in spikes(run.curve(name).tolist())
+    ]
+    return sorted(found, key=lambda one: one.step)
 
 
 def _start(record: dict[str, Any], event: Event) -> Start:
@@ -278,9 +291,6 @@ def _note(run: History, kind: str, event: Event, record: dict[str, Any]) -> None
             run.pictures_step = event.step
     elif kind == "checkpoint":
         run.checkpoints.append(event)
-    elif kind == "spike":
-        event.name, event.value = text(record.get("name")), number(record.get("value"))
-        run.spikes.append(event)
     elif kind == "numerics" and isinstance(changed := record.get("changed"), dict):
         for name, values in changed.items():
             before, now = values if isinstance(values, list) and len(values) == 2 else ("?", values)

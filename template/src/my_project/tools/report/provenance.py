@@ -1,12 +1,13 @@
 """The settings of runs and where they come from, for the report."""
 
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..config import read_yaml
-from ..records.runs import NOT_COMPARED
-from ..safety.redaction import mask, mask_command
+from ...config import read_yaml
+from ...safety.redaction import mask, mask_command
+from ..runs import NOT_COMPARED
 from .history import MOST_CHARACTERS, History, as_typed, text
 from .page import details, escape, table
 
@@ -121,9 +122,7 @@ def accelerate_config(about: dict[str, Any]) -> tuple[str, str]:
     no accelerate config: the path may be a stranger's.
     """
     words = [*command_of(about.get("launcher")), *command_of(about.get("command"))]
-    pairs = [
-        f"{word}={after}".split("=") for word, after in zip(words, [*words[1:], ""], strict=True)
-    ]
+    pairs = [f"{one}={two}".split("=") for one, two in pairwise([*words, ""])]
     name = next((parts[1] for parts in pairs if parts[0] == "--config_file" and parts[1]), "")
     folder = about.get("folder")
     if not name or not isinstance(folder, str):

@@ -15,10 +15,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import cli
-from ..config import ConfigError
-from ..files import write_atomically
-from ..records.runs import check_run
+from ... import cli
+from ...config import ConfigError
+from ...files import write_atomically
+from ..reader import check_run
 from .page import GENERATOR, page
 
 if TYPE_CHECKING:

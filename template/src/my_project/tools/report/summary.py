@@ -4,8 +4,8 @@ import math
 import shlex
 from typing import Any
 
-from ..failures import own_frame
-from ..records.outcome import format_seconds
+from ...failures import own_frame
+from ...records.outcome import format_seconds
 from .axes import brief
 from .curves import learning, speed
 from .events import evaluations, timeline_of
@@ -13,7 +13,7 @@ from .history import History, number, text
 from .page import escape, table
 from .provenance import configuration, provenance
 
-PACKAGE = (__package__ or "").rpartition(".")[0]
+PACKAGE = (__package__ or "").removesuffix(".tools.report")
 REMARKS = {
     "running": "The run is under way; this page shows it as it was when the page was written.",
     "interrupted": "The process is gone: killed, or its machine is down. The same command as before"

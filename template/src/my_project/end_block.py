@@ -1,0 +1,181 @@
+"""How a launch ended, and the block that says so, last on the screen. Imports no torch."""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .failures import CONSEQUENCES, folded, own_frame, short_path
+from .files import step_of
+from .process import PREEMPTED
+from .records import outcome
+from .stack_traces import library_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended, as its launcher knows it."""
+
+    folder: Path
+    logs: Path
+    status: dict[str, Any]  # the content of status.json
+    is_new: bool  # whether this start has changed it
+    is_first_node: bool  # the others show one line
+    failures: list[dict[str, Any]]  # error files of this start (failures.py), the first first
+    stop_signal: str  # which the launcher has received
+    stop_signal_time: float = float("inf")  # seconds since 1970
+    was_killed: bool  # by a second signal
+    command: str  # what continues the run; "" where that is not known
+    code: int  # the exit code of accelerate launch
+
+    @property
+    def kind(self) -> str:
+        """Return finished, preempted, stopped (nothing saved), refused, failed, or unknown."""
+        state = self.status.get("outcome")
+        if self.is_new and state == "preempted":
+            return "preempted"
+        if state == "finished" and (self.is_new or self.code == 0):
+            return "finished"
+        # stopped in startup, each process exits by itself, and others may report a lost connection
+        unsaved = not self.is_new or state == "running" or "unexplained" in self.status
+        failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
+        if self.stop_signal and self.code and (self.was_killed or (unsaved and not failed_before)):
+            return "stopped"
+        if self.code == 2 and not self.failures and not self.is_new:
+            return "refused"  # by accelerate's parser
+        refused = self._first is not None and self._first["cause"] == "setting"
+        if self.code == 0:
+            return "unknown"
+        return "refused" if refused and not self._first_step else "failed"
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0 finished; 75 preempted or stopped; 2 if a retry would fail too; 1 else."""
+        kind = self.kind
+        if kind in ("preempted", "stopped"):
+            return PREEMPTED
+        if kind == "finished":
+            return 0
+        codes = [one["exit_code"] for one in self.failures if one["cause"] == "setting"]
+        if codes and kind != "unknown":
+            return max(codes)
+        return self.code if self.code > 0 else 1
+
+    @property
+    def _first(self) -> dict[str, Any] | None:
+        """Return the failure that the others follow from, as far as is known."""
+        causes = [one for one in self.failures if one["cause"] not in CONSEQUENCES]
+        return next(iter(causes or self.failures), None)
+
+    @property
+    def _first_step(self) -> int:
+        return (self._first or {}).get("step") or 0
+
+    def _continues(self) -> str:
+        """Return from which step the same command continues."""
+        if found := outcome.checkpoints(self.folder):
+            return f"continues from step {step_of(found[-1])}"
+        return "starts again from step 0"
+
+    def print(self) -> None:
+        """Print the block; on other nodes than the first one line."""
+        kind = self.kind
+        if not self.is_first_node and kind != "refused":
+            reason = self.status.get("reason", "") if self.is_new else ""
+            if not reason and self._first:
+                at = own_frame(self._first["frames"])
+                place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
+                reason = f"{self._first['reason']}{place}; see {self.logs}"
+            print(f"{self.folder}: {kind}: {reason}", flush=True)
+        elif kind == "finished":
+            outcome.print_finished_block(self.folder, self.status)
+        elif kind == "refused":
+            reason = self._first["reason"] if self._first else self._launcher_error()
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+        elif kind in ("preempted", "stopped"):
+            self._print_stopped()
+        elif kind == "unknown":
+            print(
+                f"error: the processes exited with 0, but {self.folder}/status.json does not say"
+                " finished: some code in them called os._exit. The same command continues the run.",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            self._print_failed()
+
+    def _print_stopped(self) -> None:
+        step, steps = self.status.get("step", 0), self.status.get("steps", 0)
+        reason = self.status.get("reason", "")
+        if self.kind == "preempted":
+            title = f"stopped: saved at step {step} of {steps}"
+            pairs = [("reason", reason), ("run", str(self.folder))]
+        else:
+            title = "stopped before it could save"
+            pairs = [("reason", self.stop_signal), ("run", str(self.folder))]
+        lines = outcome.rows(pairs)
+        if self.stop_signal:
+            print()  # the terminal may have shown ^C
+        outcome.print_block(title, [*lines, *self._next("the same command")])
+
+    def _next(self, what: str) -> list[str]:
+        """Return the lines about what continues the run."""
+        if not self.command:
+            return [f"{what} {self._continues()}"]
+        return [f"{what} {self._continues()}:", f"  {self.command}"]
+
+    def _print_failed(self) -> None:
+        failure = self._first or {}
+        follows = failure.get("cause") in CONSEQUENCES  # where this rank noticed it says little
+        frames = [] if follows else failure.get("frames", [])
+        lines = []
+        if frames:
+            lines += ["traceback, the innermost frame last:", *folded(frames)]
+        step = failure.get("step")
+        title = "failed" + (f" after step {step} of {self.status.get('steps')}" if step else "")
+        if failure:
+            title += f", rank {failure['rank']} on {failure['host']}"
+        reason = failure.get("reason") or self._unexplained()
+        pairs = [("error", reason)]
+        status_reason = self.status.get("reason", "") if self.is_new else ""
+        if (follows or not failure) and status_reason:
+            pairs = [("error", status_reason)]
+        if (at := own_frame(frames)) and failure.get("cause") != "setting":
+            place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
+            pairs.append(("at", place))
+        others = len({one["rank"] for one in self.failures}) - 1
+        if others > 0:
+            text = f"{others} more rank{'s' * (others > 1)} failed: {self.folder / 'errors'}"
+            pairs.append(("ranks", text))
+        pairs.append(("logs", str(self.folder / "logs")))
+        lines = [*(f"{line}"[: 4 * outcome.width()] for line in lines), *outcome.rows(pairs)]
+        if outcome.has_tool("doctor"):
+            lines.append(f"  {'doctor':8} {outcome.command_line('doctor', self.folder)}")
+        lines += self._next("fix it; then the same command")
+        outcome.print_block(title, lines, to=sys.stderr)
+
+    def _launcher_error(self) -> str:
+        """Return the last line of the launcher's log that tells of a signal or an error."""
+        try:
+            text = (self.logs / "launcher.log").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        found = re.findall(r"(?m)^.*(?:Signal \d|Error: |error: ).*$", text)
+        if not found:
+            return ""
+        # an import that fails, of a module of the loop, ends a process before it can report
+        places = re.findall(r'File "([^"<>]+)", line (\d+)', text)
+        own = [(file, line) for file, line in places if not library_of(file)]
+        syntax = next((line for line in found if "SyntaxError" in line), found[0] if own else "")
+        if own and syntax:
+            return f"{syntax.strip()[:300]} ({short_path(own[-1][0])}, line {own[-1][1]})"
+        return found[-1].strip()[:300]
+
+    def _unexplained(self) -> str:
+        """Return what is known of processes that left no error file."""
+        hint = self._launcher_error()
+        return (
+            "a process ended without an error file: killed, out of host memory, or crashed in C"
+            f" code{f' ({hint})' if hint else ''}."
+        )

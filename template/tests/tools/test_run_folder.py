@@ -1,0 +1,64 @@
+"""docs/run-folder.md, which the tools read by, and its format number."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from documents import PROJECT
+from ragged import Ragged
+from runs import change, make_config, records, train
+
+from my_project.files import RUN_FORMAT
+from my_project.tools import reader
+from my_project.tools.report.report import write_report
+
+
+def test_every_file_and_field_of_a_run_folder_is_described(tmp_path):
+    described = (PROJECT / "docs/run-folder.md").read_text(encoding="utf-8")
+    config = make_config(
+        tmp_path, steps=4, evaluation__best_metric="validation/accuracy",
+        checkpoints__every_steps=2, evaluation__every_steps=2, profile__steps="2:3",
+        optim__ema_decay=0.9, telemetry__trackers=["tensorboard"],
+    )  # fmt: skip
+    assert train(change(config, stop_after="0s")) == 75
+    assert train(config) == 0
+    with pytest.raises(ValueError, match="told to fail"):
+        train(
+            change(
+                config, run_name="failed", recipe=Ragged(fault="raise", fault_at=1, fault_on_rank=0)
+            )
+        )
+    named = set(re.findall(r"`([^`]+)`", described))
+    contents = [json.loads(path.read_text()) for path in tmp_path.glob("*/*.json")]
+    contents += [json.loads(path.read_text()) for path in tmp_path.glob("*/errors/*.json")]
+    contents += records(config, "kind")
+    assert {one["format"] for one in contents if "format" in one} == {RUN_FORMAT}
+    assert f'"format": {RUN_FORMAT}' in described
+    for content in contents:
+        fields = {name for name in content if "/" not in name}  # results
+        assert fields - named == set()
+        assert {content["kind"]} <= named if "kind" in content else True
+    assert {*contents[0].get("numerics", {})} <= named
+    tops = {path.name for path in config.folder.iterdir()} | {"errors", "logs"}
+    for name in tops:
+        assert re.search(rf"`{re.escape(name[:20])}", described), name
+
+
+@pytest.mark.parametrize("number", [None, RUN_FORMAT + 1])
+def test_a_tool_that_meets_another_format_says_so_and_shows_what_it_can(tmp_path, number, capsys):
+    config = make_config(tmp_path, steps=2)
+    assert train(config) == 0
+    path = config.folder / "run.json"
+    about = json.loads(path.read_text())
+    assert reader.format_problem(config.folder) == ""
+    path.write_text(json.dumps(about | {"format": number} if number else {"run": about["run"]}))
+    assert f"has format {number or 0} of a run folder" in reader.format_problem(config.folder)
+    words = [sys.executable, "-m", "my_project"]
+    for command in (["runs", str(tmp_path)], ["doctor", str(config.folder)]):
+        done = subprocess.run([*words, *command], capture_output=True, text=True, check=False)
+        (line,) = done.stderr.splitlines()
+        assert "of a run folder" in line
+        assert "finished" in done.stdout
+    assert "of a run folder" in write_report([config.folder]).read_text()

@@ -1,0 +1,89 @@
+"""Count the files of the package that one training step passes, from its data to its checkpoint.
+
+    python tests/step_files.py                       # names them, and exits 0
+    python tests/step_files.py OTHER_CLONE/template  # of another commit
+
+Counted by running: on rank 0 of two processes under DDP, a profile function notes in all threads
+which files are entered between the loss of one step and that of the step after the next, when the
+checkpoint in between is on the disk. The recipe's own files do not count.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FIRST, SAVED, LAST = 2, 4, 4  # the steps of both losses, and that of the checkpoint (steps done)
+
+
+def entered(folder: str) -> list[str]:
+    """Train on this process; return the files that were entered, below the package."""
+    import golden_harness
+    import my_project
+    from my_project.train import main
+
+    package = os.path.dirname(my_project.__file__) + os.sep
+    config = golden_harness.make_config(
+        golden_harness.Ragged(), steps=6, checkpoints__every_steps=SAVED, runs_folder=folder,
+        evaluation__every_steps=None, evaluation__sanity_check=False,
+    )  # fmt: skip
+    is_on = threading.Event()
+    files: set[str] = set()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if is_on.is_set() and event == "call":
+            files.add(frame.f_code.co_filename)
+
+    loss = golden_harness.Ragged.loss
+
+    def marked(self: Any, model: Any, batch: Any, step: int) -> Any:
+        if step == FIRST:
+            is_on.set()
+        elif step == LAST and is_on.is_set():
+            manifest = config.folder / f"checkpoints/step_{SAVED:08d}/manifest.json"
+            deadline = time.monotonic() + 60
+            while not manifest.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            is_on.clear()
+        return loss(self, model, batch, step)
+
+    golden_harness.Ragged.loss = marked
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        assert main(config) == 0
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return sorted(f.removeprefix(package) for f in files if f.startswith(package))
+
+
+def count(template: Path, folder: Path) -> list[str]:
+    """Return the files, counted in processes that import this template's package."""
+    paths = [template / "src", Path(__file__).parent]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+    words = [sys.executable, __file__, "--here", str(folder)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return done.stdout.split()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--here"]:
+        from golden_harness import run_processes
+        from step_files import entered as entered_on_this_rank
+
+        print(*run_processes(2, entered_on_this_rank, sys.argv[2], seconds=240)[0], sep="\n")
+    else:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as temporary:
+            template = Path(sys.argv[1]) if sys.argv[1:] else REPOSITORY / "template"
+            found = count(template.resolve(), Path(temporary))
+            print(*found, f"{len(found)} files", sep="\n")

@@ -1,0 +1,112 @@
+"""Small is a feature: ceilings of what a user owns, which may only fall.
+
+A line of code is one that is not blank, a comment or part of a docstring, so documentation costs
+nothing. The files of recipes/ belong to the user and do not count.
+"""
+
+import ast
+import io
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+import step_files
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TEMPLATE = REPOSITORY / "template"
+PACKAGE = TEMPLATE / "src/my_project"
+CEILINGS = {
+    "lines of train.py and all that it imports": 7_700,
+    "files of train.py and all that it imports": 53,
+    "lines of the package without tools/": 9_000,
+    "lines of tools/": 4_600,
+    "lines of template/tests": 14_400,
+    "lines of template/tests and tests": 17_200,
+    "settings": 53,
+    "methods of a recipe": 18,
+    "lines of train.py": 182,
+}
+STEP_FILES = 28  # 31 at a9ab39b, counted in the same way
+NO_CODE = {
+    getattr(tokenize, name)
+    for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")
+}
+
+
+@cache
+def code_lines(path: Path) -> int:
+    """Count the lines that hold code."""
+    text = path.read_text(encoding="utf-8")
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text and isinstance(node.value.value, str):
+            lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(lines)
+
+
+def imported(module: Path) -> set[Path]:
+    """Return the modules of the package that a module imports, inside its functions too."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = module.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            found |= {base.with_suffix(".py"), *(base / f"{name.name}.py" for name in node.names)}
+    return {path for path in found if path.is_file()}
+
+
+def counts() -> dict[str, int]:
+    """Count all that has a ceiling."""
+    modules = [path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts]
+    tools = [path for path in modules if "tools" in path.relative_to(PACKAGE).parts]
+    loop, left = set(), {PACKAGE / "train.py"}
+    while left:
+        loop.add(path := left.pop())
+        left |= imported(path) - loop
+    tests = [
+        sum(map(code_lines, f.rglob("*.py"))) for f in (TEMPLATE / "tests", REPOSITORY / "tests")
+    ]
+    return {
+        "lines of train.py and all that it imports": sum(map(code_lines, loop)),
+        "files of train.py and all that it imports": len(loop),
+        "lines of the package without tools/": sum(map(code_lines, {*modules} - {*tools})),
+        "lines of tools/": sum(map(code_lines, tools)),
+        "lines of template/tests": tests[0],
+        "lines of template/tests and tests": sum(tests),
+        "settings": settings(),
+        "methods of a recipe": methods(),
+        "lines of train.py": code_lines(PACKAGE / "train.py"),
+    }
+
+
+def settings() -> int:
+    """Count the fields of the dataclasses in config.py, less those that hold another of them."""
+    tree = ast.parse((PACKAGE / "config.py").read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.decorator_list]
+    fields = [line for one in classes for line in one.body if isinstance(line, ast.AnnAssign)]
+    return sum(not ast.unparse(field.annotation).endswith("Config") for field in fields)
+
+
+def methods() -> int:
+    """Count the methods of a recipe: the keys of PARAMETERS in recipe.py."""
+    for node in ast.parse((PACKAGE / "recipe.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PARAMETERS":
+            assert isinstance(node.value, ast.Dict)
+            return len(node.value.keys)
+    return 0
+
+
+@pytest.mark.parametrize("what", CEILINGS)
+def test_nothing_grows_above_its_ceiling(what):
+    found = counts()[what]
+    assert 0 < found <= CEILINGS[what], f"{what}: {found}"
+
+
+def test_a_step_passes_few_files(tmp_path):
+    found = step_files.count(TEMPLATE, tmp_path)
+    assert {"train.py", "checkpoint/saving.py", "loading/sampler.py"} <= {*found}
+    assert len(found) <= STEP_FILES, found
