@@ -136,7 +136,7 @@ def test_a_setting_that_holds_a_secret_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
+def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys, caplog):
     """Of the command line, of the environment, and of what is said where it fails."""
     monkeypatch.setenv("MASTER_PASSWORD", SECRET)
     monkeypatch.setenv("NCCL_SOME_TOKEN", SECRET)
@@ -148,6 +148,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Logged, "loss", fail)
     config: Config = make_config(tmp_path, Logged(), steps=2, evaluation__sanity_check=False)
+    caplog.set_level(logging.INFO)  # undone after the test, and with it what follows
     cli.set_up_logging(is_run=True)
     try:
         with pytest.raises(OSError, match="cannot read") as told:
