@@ -24,7 +24,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .config import REMOVED, Config, ConfigError, check_yaml, fixed_settings, read_yaml
+from .config import REMOVED, Config, ConfigError, fixed_settings
 from .failures import (
     exit_with_error,
     exit_with_exception,
@@ -32,6 +32,7 @@ from .failures import (
     own_frame,
     short_path,
 )
+from .files import check_yaml, read_yaml
 from .process import LAUNCHER
 from .recipe import problems_of
 from .recipe_source import check_recipe_exists, did_you_mean, fields_of

@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+from .files import ConfigError
 from .recipe import Recipe
 from .safety.redaction import secrets_problem
 
@@ -24,18 +25,6 @@ REMOVED = {
     "stage_to": "copy the data to a disk of each node before the run, as launch/slurm.sbatch shows,"
     " and give the recipe its path",
 }
-
-
-class ConfigError(ValueError):
-    """An error that the user can fix: value, limit and remedy. Shown without a traceback."""
-
-    exit_code = 2  # a retry would fail in the same way
-
-
-class TransientError(ConfigError):
-    """An error that may go away without a change, so that a scheduler tries again."""
-
-    exit_code = 1
 
 
 def may_change(default: Any) -> Any:
@@ -447,63 +436,3 @@ def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str,
 
 
 # ---- YAML, checked -------------------------------------------------------------------------------
-MAX_YAML_CHARACTERS = 10_000_000  # with aliases expanded, and 100 more for each value
-MAX_YAML_LEVELS = 100
-
-
-def check_yaml(text: str) -> None:
-    """Refuse YAML that would exhaust memory or the stack.
-
-    A few lines of aliases, each of ten others, can expand to more values than memory holds.
-
-    Raises:
-        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
-    """
-    import yaml
-
-    collections: list[list[Any]] = [["", 0, 0]]  # open collections: anchor, characters, levels
-    anchored: dict[str | None, tuple[int, int]] = {}  # characters and levels
-    has_aliases = False
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        characters, levels = 100, 0
-        if isinstance(event, yaml.ScalarEvent):
-            characters += len(event.value)
-            anchored[event.anchor] = characters, levels
-        elif isinstance(event, yaml.CollectionStartEvent):
-            collections.append([event.anchor, characters, 0])
-            characters, levels = 0, len(collections)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, characters, levels = collections.pop()
-            anchored[anchor] = characters, levels
-        elif isinstance(event, yaml.AliasEvent):
-            has_aliases = True
-            if event.anchor in [anchor for anchor, *_ in collections]:
-                raise yaml.YAMLError(
-                    f"the alias *{event.anchor} refers to a collection that contains it"
-                )
-            characters, levels = anchored.get(event.anchor, (characters, levels))
-        collections[-1][1] += characters
-        collections[-1][2] = max(collections[-1][2], levels + 1)
-        if has_aliases and collections[-1][1] > MAX_YAML_CHARACTERS:
-            raise yaml.YAMLError(f"its aliases expand to over {MAX_YAML_CHARACTERS} characters")
-        if collections[-1][2] > MAX_YAML_LEVELS:
-            raise yaml.YAMLError(f"it is nested more than {MAX_YAML_LEVELS} levels deep")
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file of any settings.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a mapping.
-    """
-    import yaml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        check_yaml(text)
-        settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds a {type(settings).__name__}, not named settings.")
-    return settings

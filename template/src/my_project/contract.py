@@ -18,8 +18,8 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from .config import Config, ConfigError, TransientError, to_yaml
-from .files import writing
+from .config import Config, ConfigError, to_yaml
+from .files import TransientError, writing
 from .loading.layout import is_stream
 from .loading.prepare_once import in_turn, until_all_are_done
 from .loading.sampler import first_batches

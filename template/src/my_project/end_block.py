@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .failures import CONSEQUENCES, folded, own_frame, short_path
+from .failures import CONSEQUENCES, first_failure, folded, own_frame, short_path
 from .files import step_of
 from .process import PREEMPTED
 from .records import outcome
@@ -64,9 +64,7 @@ class Ending:
 
     @property
     def _first(self) -> dict[str, Any] | None:
-        """Return the failure that the others follow from, as far as is known."""
-        causes = [one for one in self.failures if one["cause"] not in CONSEQUENCES]
-        return next(iter(causes or self.failures), None)
+        return first_failure(self.failures) or None
 
     @property
     def _first_step(self) -> int:

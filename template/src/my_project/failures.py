@@ -43,6 +43,16 @@ FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
 WORKER_TRACEBACK = "Original Traceback (most recent call last):"
 
 
+def first_failure(failures: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the error file that the others follow from, as far as is known; {} without one.
+
+    Args:
+        failures: of one launch, sorted by time.
+    """
+    causes = [one for one in failures if one["cause"] not in CONSEQUENCES]
+    return next(iter(causes or failures), {})
+
+
 # ---- frames --------------------------------------------------------------------------------------
 def frame(file: str, line: int, function: str, code: str = "") -> dict[str, Any]:
     """Return a frame as an error file has it."""

@@ -1,9 +1,10 @@
-"""Atomic writes of files and folders, JSON, records, manifests. Imports no other module but config.
+"""Atomic writes of files and folders, JSON, YAML, records, manifests. Imports no other module.
 
 A folder is written under a temporary name, flushed to disk, given a manifest with the size and hash
 of each file, and renamed: a folder under its final name is complete, and damage is detected.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -11,15 +12,30 @@ import math
 import os
 import re
 import shutil
+import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .config import ConfigError
-
 logger = logging.getLogger(__name__)
+
+
+class ConfigError(ValueError):
+    """An error that the user can fix: value, limit and remedy. Shown without a traceback."""
+
+    exit_code = 2  # a retry would fail in the same way
+
+
+class TransientError(ConfigError):
+    """An error that may go away without a change, so that a scheduler tries again."""
+
+    exit_code = 1
+
+
+# ---- JSON and YAML -------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -90,7 +106,112 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
+MAX_YAML_CHARACTERS = 10_000_000  # with aliases expanded, and 100 more for each value
+MAX_YAML_LEVELS = 100
+
+
+def check_yaml(text: str) -> None:
+    """Refuse YAML that would exhaust memory or the stack.
+
+    A few lines of aliases, each of ten others, can expand to more values than memory holds.
+
+    Raises:
+        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
+    """
+    import yaml
+
+    collections: list[list[Any]] = [["", 0, 0]]  # open collections: anchor, characters, levels
+    anchored: dict[str | None, tuple[int, int]] = {}  # characters and levels
+    has_aliases = False
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        characters, levels = 100, 0
+        if isinstance(event, yaml.ScalarEvent):
+            characters += len(event.value)
+            anchored[event.anchor] = characters, levels
+        elif isinstance(event, yaml.CollectionStartEvent):
+            collections.append([event.anchor, characters, 0])
+            characters, levels = 0, len(collections)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, characters, levels = collections.pop()
+            anchored[anchor] = characters, levels
+        elif isinstance(event, yaml.AliasEvent):
+            has_aliases = True
+            if event.anchor in [anchor for anchor, *_ in collections]:
+                raise yaml.YAMLError(
+                    f"the alias *{event.anchor} refers to a collection that contains it"
+                )
+            characters, levels = anchored.get(event.anchor, (characters, levels))
+        collections[-1][1] += characters
+        collections[-1][2] = max(collections[-1][2], levels + 1)
+        if has_aliases and collections[-1][1] > MAX_YAML_CHARACTERS:
+            raise yaml.YAMLError(f"its aliases expand to over {MAX_YAML_CHARACTERS} characters")
+        if collections[-1][2] > MAX_YAML_LEVELS:
+            raise yaml.YAMLError(f"it is nested more than {MAX_YAML_LEVELS} levels deep")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file of any settings.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a mapping.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds a {type(settings).__name__}, not named settings.")
+    return settings
+
+
+# ---- the run folder -----------------------------------------------------------------------------
 RUN_FORMAT = 1  # of a run folder, as run.json states it; docs/run-folder.md says what it means
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Read status.json; return {} for a missing or damaged file."""
+    try:
+        os.listdir(folder)  # makes a network file system refresh its cache
+    except OSError:
+        return {}
+    status = read_json(folder / "status.json")
+    kinds = dict.fromkeys(("outcome", "reason"), str) | {"result": dict}
+    kinds |= dict.fromkeys(("step", "steps", "patience"), int)
+    intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
+    if not intact or not all(
+        value is None or isinstance(value, (int, float))
+        for value in status.get("result", {}).values()
+    ):
+        return {}
+    return status
+
+
+def lock_of(folder: Path) -> Path:
+    """Return the path of the file that a launch locks, beside its run folder."""
+    return folder.parent / f".{folder.name}.lock"
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a launch holds the lock on a run folder; None where that cannot be found out.
+
+    The kernel is asked (F_GETLK), so no lock is taken. Not for the process that holds the lock:
+    closing the file would release it.
+    """
+    if sys.platform != "linux":
+        return None
+    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with lock_of(folder).open("rb") as file:
+            flock = fcntl.fcntl(file, fcntl.F_GETLK, flock)
+    except FileNotFoundError:
+        return False
+    except OSError:  # no permission, or a file system without locks
+        return None
+    return struct.unpack("hhqqi0q", flock)[0] != fcntl.F_UNLCK
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------
@@ -113,6 +234,20 @@ def parse_record(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {}
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by dotted name, those of the recipe as they are typed: recipe.width."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = "recipe" if prefix + key == "recipe.init_args" else prefix + key
+        if name == "recipe.class_path":
+            found["recipe"] = value
+        elif isinstance(value, dict) and value:
+            found |= flat(value, f"{name}.")
+        elif value != {} or name != "recipe":  # a recipe without arguments
+            found[name] = value
+    return found
 
 
 def kind_of(record: dict[str, Any]) -> str:

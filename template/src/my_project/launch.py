@@ -35,11 +35,11 @@ from typing import Any
 from . import cli, failures
 from .child import Child, stop_at_end_of_input
 from .command_line import check
-from .config import Config, ConfigError, read_yaml
+from .config import Config, ConfigError
 from .end_block import Ending
-from .files import read_json, wait_until, writing
+from .files import read_json, read_status, read_yaml, wait_until, writing
 from .process import LOGS, PREEMPTED
-from .run_folder import read_errors, read_status
+from .run_folder import read_errors
 from .safety.redaction import mask_command, secrets_problem
 
 TRAIN = f"{__package__}.train"

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -24,21 +23,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from .config import (
-    Config,
-    ConfigError,
-    TransientError,
-    fixed_settings,
-    read_yaml,
-    saved_fixed_settings,
-    to_yaml,
-)
+from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
 from .failures import report
 from .files import (
     RUN_FORMAT,
+    TransientError,
     finite,
+    lock_of,
     move_aside,
     read_json,
+    read_status,
+    read_yaml,
     unused_name,
     wait_until,
     write_atomically,
@@ -295,24 +290,6 @@ class Run:
             raise ConfigError(other_settings(self.folder, differing))
 
 
-def read_status(folder: Path) -> dict[str, Any]:
-    """Read status.json; return {} for a missing or damaged file."""
-    try:
-        os.listdir(folder)  # makes a network file system refresh its cache
-    except OSError:
-        return {}
-    status = read_json(folder / "status.json")
-    kinds = dict.fromkeys(("outcome", "reason"), str) | {"result": dict}
-    kinds |= dict.fromkeys(("step", "steps", "patience"), int)
-    intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
-    if not intact or not all(
-        value is None or isinstance(value, (int, float))
-        for value in status.get("result", {}).values()
-    ):
-        return {}
-    return status
-
-
 def other_settings(folder: Path, differing: list[str]) -> str:
     """Return the message about a run whose settings differ from those of its folder."""
     return (
@@ -351,30 +328,6 @@ def read_errors(
         ):
             found.append(failure)
     return sorted(found, key=lambda failure: failure["time"])
-
-
-def lock_of(folder: Path) -> Path:
-    """Return the path of the file that a launch locks, beside its run folder."""
-    return folder.parent / f".{folder.name}.lock"
-
-
-def is_locked(folder: Path) -> bool | None:
-    """Return whether a launch holds the lock on a run folder; None where that cannot be found out.
-
-    The kernel is asked (F_GETLK), so no lock is taken. Not for the process that holds the lock:
-    closing the file would release it.
-    """
-    if sys.platform != "linux":
-        return None
-    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        with lock_of(folder).open("rb") as file:
-            flock = fcntl.fcntl(file, fcntl.F_GETLK, flock)
-    except FileNotFoundError:
-        return False
-    except OSError:  # no permission, or a file system without locks
-        return None
-    return struct.unpack("hhqqi0q", flock)[0] != fcntl.F_UNLCK
 
 
 def _masked(name: str, settings: dict[str, Any]) -> str:

@@ -33,13 +33,13 @@ from .command_line import (
     show_help,
     text_of,
 )
-from .config import Config, ConfigError, fixed_settings, read_yaml
+from .config import Config, ConfigError, fixed_settings
 from .failures import short_path
-from .files import read_json, step_of, writing
+from .files import read_json, read_status, read_yaml, step_of, writing
 from .loading.layout import batch_layout
 from .recipe_source import did_you_mean, fields_of, source_of
 from .records import outcome
-from .run_folder import other_settings, read_status, source_hash
+from .run_folder import other_settings, source_hash
 from .safety.redaction import mask, mask_command
 
 FOLDER = Path("accelerate_configs")

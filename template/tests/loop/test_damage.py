@@ -19,8 +19,9 @@ from world import run_world
 from my_project import files, run_folder
 from my_project.checkpoint import resuming
 from my_project.command_line import parse
-from my_project.config import Config, ConfigError, read_yaml
+from my_project.config import Config, ConfigError
 from my_project.failures import record_of
+from my_project.files import read_yaml
 from my_project.run_folder import Run
 
 DEEP = b"[" * 100_000

@@ -13,8 +13,9 @@ from documents import PROJECT
 from test_launch import CONFIG, outcome
 
 from my_project import command_line, failures, launch
-from my_project.config import ConfigError, TransientError
+from my_project.config import ConfigError
 from my_project.end_block import Ending
+from my_project.files import TransientError
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")

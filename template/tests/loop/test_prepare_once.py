@@ -12,7 +12,8 @@ import pytest
 from world import World, run_world
 
 from my_project import stack_traces
-from my_project.config import ConfigError, TransientError
+from my_project.config import ConfigError
+from my_project.files import TransientError
 from my_project.loading import prepare_once
 from my_project.loading.prepare_once import first_alone, in_turn, until_all_are_done
 from my_project.stack_traces import progress_reported

@@ -20,14 +20,8 @@ from world import run_world
 
 from my_project import launch, train_command
 from my_project.command_line import check, parse
-from my_project.config import (
-    Config,
-    ConfigError,
-    ProfileConfig,
-    fixed_settings,
-    read_yaml,
-    to_yaml,
-)
+from my_project.config import Config, ConfigError, ProfileConfig, fixed_settings, to_yaml
+from my_project.files import read_yaml
 from my_project.records.profiling import Profiler
 
 CONFIG = str(min((PROJECT / "configs").glob("*.yaml")))  # any; of a project its own

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from my_project import rendezvous
-from my_project.config import ConfigError, TransientError
+from my_project.config import ConfigError
+from my_project.files import TransientError
 from my_project.rendezvous import Node
 
 

@@ -11,7 +11,8 @@ from ragged import Ragged
 from runs import change, make_config, records, train
 from terminal import Terminal
 
-from my_project.config import Config, ConfigError, TransientError, to_yaml
+from my_project.config import Config, ConfigError, to_yaml
+from my_project.files import TransientError
 from my_project.run_folder import Run
 from my_project.tools.reader import read_records
 from my_project.tools.runs import differences, list_runs, summarize

@@ -16,8 +16,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
 
-from ..config import ConfigError, TransientError
-from ..files import writing
+from ..config import ConfigError
+from ..files import TransientError, writing
 
 logger = logging.getLogger(__name__)
 

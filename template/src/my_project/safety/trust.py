@@ -40,7 +40,8 @@ import yaml
 from jsonargparse import get_loader
 
 from ..command_line import parse
-from ..config import Config, ConfigError, check_yaml, read_yaml
+from ..config import Config, ConfigError
+from ..files import check_yaml, read_yaml
 from ..recipe import problems
 from .search_path import is_inside, run_folder
 

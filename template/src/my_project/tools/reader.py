@@ -1,12 +1,80 @@
-"""Read the records of a run, finished or not."""
+"""Read a run folder, as docs/run-folder.md describes it, and format its times and numbers.
 
+The run may be under way, come from someone else or be damaged: what is missing or damaged is left
+out, and named in `problems`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError
-from ..files import RUN_FORMAT, each_record, read_json
+from ..files import (
+    RUN_FORMAT,
+    ConfigError,
+    each_record,
+    flat,
+    is_locked,
+    read_json,
+    read_status,
+    read_yaml,
+)
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run folder holds."""
+
+    folder: Path
+    status: dict[str, Any]  # status.json; {} where it is missing or damaged
+    state: str  # its outcome; interrupted: it says running, and no process holds the run; damaged
+    about: dict[str, Any]  # run.json
+    settings: dict[str, Any]  # config.yaml by dotted name, such as optim.lr; recipe: its class
+    problems: list[str] = field(default_factory=list)  # what is missing or damaged: a sentence each
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records of metrics.jsonl, in its order, without damaged lines."""
+        return [record for record in self.each_record() if record]
+
+    def each_record(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of metrics.jsonl one by one; {} for a damaged line."""
+        try:
+            yield from each_record(self.folder / "metrics.jsonl")
+        except FileNotFoundError:
+            return
+        except OSError:  # a folder, no permission
+            yield {}
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    check_run(folder)
+    status = read_status(folder)
+    state = status.get("outcome", "damaged")
+    if state == "running" and is_locked(folder) is False:
+        state = "interrupted"
+    run = Run(folder=folder, status=status, state=state, about={}, settings={})
+    run.about = read_json(folder / "run.json")
+    try:
+        run.settings = flat(read_yaml(folder / "config.yaml"))
+    except ConfigError:
+        run.problems.append("config.yaml is missing or damaged, so its settings are not known.")
+    if not status:
+        run.problems.append("status.json is missing or damaged, so the outcome is not known.")
+    if not run.about:
+        run.problems.append("run.json is missing or damaged, so its provenance is not known.")
+    if problem := format_problem(folder):
+        run.problems.append(problem)
+    return run
 
 
 def read_records(run: str | Path) -> list[dict[str, Any]]:
@@ -21,8 +89,7 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: this is not a run folder.
     """
-    check_run(Path(run))
-    return parse_records(Path(run))[0]
+    return read_run(Path(run)).records
 
 
 def check_run(folder: Path) -> None:
@@ -50,11 +117,24 @@ def format_problem(folder: Path) -> str:
     )
 
 
-def parse_records(folder: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the records of metrics.jsonl, and whether the file is damaged."""
-    try:
-        found = list(each_record(folder / "metrics.jsonl"))
-    except OSError:  # a folder
-        return [], True
-    records = [record for record in found if record]
-    return records, len(records) < len(found)
+# ---- how numbers and times are shown -------------------------------------------------------------
+def format_number(value: float | None) -> str:
+    """Format a number in four digits: 0.4312, 3021, 312k, 1.21M; NaN and None: not finite."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 10 * unit:
+            return f"{value / unit:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration: 41 s, 3 min 5 s, 2 h 10 min, 3 d 4 h."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

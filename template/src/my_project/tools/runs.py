@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import cli
-from ..config import ConfigError, read_yaml
-from ..files import parse_record, printable
+from ..files import ConfigError, flat, is_locked, parse_record, printable, read_status, read_yaml
 from ..records.outcome import format_metric
-from ..run_folder import is_locked, read_status
 from .reader import format_problem, is_run
 
 # These settings name and place a run, or say how it starts and stops.
@@ -57,7 +55,7 @@ def summarize(folder: Path) -> Summary:
     settings: dict[str, Any] = {}
     problem = ""
     try:
-        settings = _flat(read_yaml(folder / "config.yaml"))
+        settings = compared(flat(read_yaml(folder / "config.yaml")))
     except ConfigError:
         problem = "config.yaml is missing or damaged"
     best_metric = str(settings.get("evaluation.best_metric") or "")
@@ -103,18 +101,10 @@ def _last_change(folder: Path) -> float:
     return max(path.stat().st_mtime for path in paths or [folder])
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted name, those of the recipe as they are typed (recipe.width)."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        if name == "recipe.class_path":
-            flat["recipe"] = value
-        elif isinstance(value, dict):
-            flat |= _flat(value, f"{name}.".replace("recipe.init_args.", "recipe."))
-        elif name not in NOT_COMPARED and not name.startswith(("telemetry.", "checkpoints.")):
-            flat[name] = value
-    return flat
+def compared(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings by which runs are told apart."""
+    about = (*NOT_COMPARED, "telemetry.", "checkpoints.")
+    return {name: value for name, value in settings.items() if not name.startswith(about)}
 
 
 def list_runs(folder: Path) -> list[Summary]:

@@ -28,9 +28,8 @@ from statistics import median
 from typing import Any
 
 from ...cli import make_parser, run
-from ...files import step_of
+from ...files import lock_of, step_of
 from ...records.outcome import checkpoints, format_seconds, print_block, rows
-from ...run_folder import lock_of
 from ...safety.redaction import mask
 from ..reader import format_problem
 from . import hangs

@@ -11,11 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...config import ConfigError, read_yaml
 from ...failures import own_frame, short_path
-from ...files import read_json
-from ...run_folder import is_locked, read_status
-from ..reader import PARTS_OF_A_RUN, parse_records
+from ...files import ConfigError, each_record, is_locked, read_json, read_status, read_yaml
+from ..reader import PARTS_OF_A_RUN
 from . import exits
 
 SILENT = re.compile(r"rank (\d+) on ([^\s,:;]+)")  # in a reason of stopping.likely_cause
@@ -97,9 +95,12 @@ def read(folder: Path) -> Evidence:
         damaged.append("status.json")
     records: list[dict[str, Any]] = []
     if (folder / "metrics.jsonl").exists():
-        records, is_damaged = parse_records(folder)
-        records = [_with_time(one) for one in records]
-        damaged += ["metrics.jsonl"] * is_damaged
+        try:
+            found = list(each_record(folder / "metrics.jsonl"))
+        except OSError:  # a folder
+            found = [{}]
+        records = [_with_time(one) for one in found if one]
+        damaged += ["metrics.jsonl"] * ({} in found)
     by_launch = exits.read_errors(folder, damaged)
     launch = about["launch"] if isinstance(about.get("launch"), str) else ""
     if by_launch and not launch:  # run.json is damaged: the newest

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ...config import ConfigError, read_yaml
-from ...failures import CONSEQUENCES
-from ...files import each_record, kind_of, read_json
-from ...run_folder import read_errors, read_status
+from ...failures import first_failure
+from ...files import ConfigError, each_record, kind_of, read_json, read_status, read_yaml
+from ...run_folder import read_errors
 from ...safety.redaction import MASK, is_secret, mask
 from ..reader import format_problem
 from ..runs import state_of
@@ -167,7 +166,8 @@ def read_history(folder: Path) -> History:
     if not run.settings:
         run.problems.append("config.yaml is missing or damaged, so its settings are not known.")
     if run.state == "failed":
-        run.failure = first_failure(folder, run.about.get("launch"))
+        launch = run.about.get("launch")
+        run.failure = first_failure(read_errors(folder, launch) if isinstance(launch, str) else [])
     with suppress(OSError):
         _read_records(run)
     if run.step and not run.last:
@@ -194,13 +194,6 @@ def as_typed(name: str, value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return mask(str(value)[:MOST_CHARACTERS])
-
-
-def first_failure(folder: Path, launch: Any) -> dict[str, Any]:
-    """Return the error file that the others follow from, as far as is known; {} without one."""
-    found = read_errors(folder, launch) if isinstance(launch, str) else []
-    causes = [one for one in found if one["cause"] not in CONSEQUENCES]
-    return next(iter(causes or found), {})
 
 
 # ---- records -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ...config import read_yaml
+from ...files import read_yaml
 from ...safety.redaction import mask, mask_command
 from ..runs import NOT_COMPARED
 from .history import MOST_CHARACTERS, History, as_typed, text

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import cli
-from ...config import ConfigError
-from ...files import write_atomically
+from ...files import ConfigError, write_atomically
 from ..reader import check_run
 from .page import GENERATOR, page
 
