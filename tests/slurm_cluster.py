@@ -103,7 +103,7 @@ class SlurmCluster:
         path = self.hosts.folder / f"slurm-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def _until(self, condition, seconds: float = 30) -> None:
+    def _until(self, condition, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             logs = "\n".join(p.read_text(errors="replace") for p in Path(self.folder).glob("*.log"))

@@ -98,7 +98,7 @@ def ssh(hosts):
     return start
 
 
-def nothing_is_left(ssh, seconds: float = 40) -> None:
+def nothing_is_left(ssh, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while left := ssh.left():
         assert time.monotonic() < deadline, left
@@ -110,7 +110,7 @@ def test_ssh_stops_all_nodes_however_it_ends_and_the_same_line_finishes_the_run(
     wait_for(hosts, lambda: steps(hosts) >= 5)
     script = next(p for p in hosts.pids(0) if b"launch/ssh.sh" in cmdline(p))
     os.kill(script, signal.SIGINT)
-    assert first.wait(60) == 75, hosts.output(0)
+    assert first.wait(300) == 75, hosts.output(0)
     assert status(hosts)["outcome"] == "preempted"
     nothing_is_left(ssh)
 
@@ -120,13 +120,13 @@ def test_ssh_stops_all_nodes_however_it_ends_and_the_same_line_finishes_the_run(
     for pid in hosts.pids(0):
         if b"launch/ssh.sh" in cmdline(pid) or cmdline(pid).startswith(b"ssh "):
             os.kill(pid, signal.SIGKILL)
-    second.wait(10)
+    second.wait(60)
     nothing_is_left(ssh)
     assert status(hosts)["outcome"] == "preempted"
 
     total = status(hosts)["step"] + 5
     third = ssh("--steps", str(total))
-    assert third.wait(60) == 0, hosts.output(0)
+    assert third.wait(300) == 0, hosts.output(0)
     nothing_is_left(ssh)
     assert status(hosts)["outcome"] == "finished"
     shown = hosts.output(0)
@@ -144,7 +144,7 @@ def test_ssh_passes_any_text_on_and_ends_all_when_one_process_fails(hosts, ssh):
     folder = hosts.folder / "runs" / name
     wait_for(hosts, (folder / "metrics.jsonl").exists)
     os.kill(hosts.workers(1)[1], signal.SIGKILL)
-    assert running.wait(60) == 1
+    assert running.wait(300) == 1
     nothing_is_left(ssh)
     assert "No report from rank 3 on host1" in (folder / "status.json").read_text()
 
@@ -357,7 +357,7 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts, name):
             **given | ENVIRONMENT | {"GPUS": "2"} | of_rank(host),
             **{"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "1"},
         )  # fmt: skip
-    assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
+    assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
     for host in (0, 1):
         assert f"node {host} of 2 (host{host}, veth0)" in hosts.output(host)
     assert_finished_with_the_right_weights(hosts, 20)
@@ -378,7 +378,7 @@ def check(hosts: TwoHosts, host: int, *flags: str, module: str = "tools.prefligh
 def test_preflight_passes_on_two_hosts_and_then_the_run_starts(hosts):
     for host in (0, 1):
         check(hosts, host, "--preflight", module="train")
-    assert hosts.wait(90) == [0, 0], hosts.output(0) + hosts.output(1)
+    assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
     shown = hosts.output(0)
     for word in ("host0", "host1", "0 to 1", "2 to 3", "MB/s"):
         assert word in shown.split("preflight passed")[0]
@@ -401,7 +401,7 @@ def test_preflight_names_at_once_all_that_differs_on_a_host(hosts):
         hosts, 1, disk=(hosts.folder / "disk1", hosts.folder / "runs"),
         PYTHONPATH=f"{hosts.folder / 'other/src'}:{ENVIRONMENT['PYTHONPATH']}",
     )  # fmt: skip
-    assert hosts.wait(90) == [1, 1]
+    assert hosts.wait(300) == [1, 1]
     said = hosts.output(0)
     assert "packages differs: torchmetrics" in said
     assert "torchmetrics 0.0.1 on host1: use one environment" in said
@@ -451,7 +451,7 @@ def test_a_wrong_launch_ends_in_time_and_names_its_cause(hosts, fault, sentences
         check(hosts, host, *flags.get(fault, ()), **environment)
     if fault == "cable":
         hosts.cable("down")
-    assert hosts.wait(60) == [1] * len(sentences), "another try may find the nodes"
+    assert hosts.wait(300) == [1] * len(sentences), "another try may find the nodes"
     assert time.monotonic() - started < 60
     for host, sentence in enumerate(sentences):
         assert sentence in hosts.output(host)

@@ -35,7 +35,7 @@ def steps(hosts: TwoHosts) -> int:
     return path.read_text().count('"interval"') if path.exists() else 0
 
 
-def wait_for(hosts: TwoHosts, condition, seconds: float = 90) -> None:
+def wait_for(hosts: TwoHosts, condition, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, hosts.output(0) + hosts.output(1)

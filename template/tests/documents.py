@@ -102,5 +102,5 @@ def run_as_typed(
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=280, env=os.environ | {"PATH": path} | environment, input=typed,
+        timeout=600, env=os.environ | {"PATH": path} | environment, input=typed,
     )  # fmt: skip

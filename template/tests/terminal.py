@@ -64,7 +64,7 @@ class Terminal:
             # execv would pass on COLUMNS too, which readline sets unseen by os.environ
             os.execve(sys.executable, [sys.executable, "-m", module, *words], variables)
 
-    def read(self, until: Callable[[str], bool] | None = None, seconds: float = 120) -> str:
+    def read(self, until: Callable[[str], bool] | None = None, seconds: float = 600) -> str:
         """Read until a condition on all text is true, or until the command has ended."""
         deadline = time.monotonic() + seconds
         while not (until and until(self.shown)):

@@ -47,7 +47,7 @@ class World:
             self.pipes.append(ours)
             self.workers.append(worker)
 
-    def results(self, seconds: float = 120) -> list:
+    def results(self, seconds: float = 600) -> list:
         """Wait; return by rank what was returned, or the exit code that is not 0.
 
         A process that raises makes this raise, with the rank and the traceback.
@@ -78,7 +78,7 @@ class World:
             worker.join()
 
 
-def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 120) -> list:
+def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 600) -> list:
     """Run function(*arguments) on each process of a world of its own; return its results."""
     return World(processes, function, *arguments).results(seconds)
 

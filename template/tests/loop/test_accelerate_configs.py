@@ -108,7 +108,7 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, tmp_path)
         if "c10d" in command and node == 0:  # on one machine, whoever comes first has the port
             time.sleep(10)
     for launcher in launchers:
-        shown, _ = launcher.communicate(timeout=120)
+        shown, _ = launcher.communicate(timeout=600)
         assert launcher.returncode == 0, shown
     places = [json.loads(p.read_text()) for p in tmp_path.glob("*.json")]
     total = keys["num_processes"]

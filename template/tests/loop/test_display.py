@@ -124,7 +124,7 @@ def test_the_bar_stays_below_what_is_printed_and_logs_have_plain_lines(tmp_path)
     (tmp_path / "live.py").write_text(RUN + LIVE)
     terminal = Terminal([], tmp_path, columns=60, module="live")
     try:
-        terminal.wait_for("data 2%  evaluation", seconds=60)
+        terminal.wait_for("data 2%  evaluation", seconds=600)
         assert terminal.screen[-4:-2] == ["a line of the recipe, 3", "a line of the recipe, 4"]
         assert terminal.screen[-2].startswith("step 4/8 ")
     finally:

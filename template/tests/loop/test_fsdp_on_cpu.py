@@ -225,7 +225,7 @@ def test_every_config_with_fsdp_trains_like_ddp_through_accelerate_launch(tmp_pa
     names += sorted(p.stem for p in (PROJECT / "accelerate_configs").glob("*hsdp.yaml"))
     assert len(names) == 5
     reference = launch(tmp_path, "cpu_2_processes")
-    shown = [reference.communicate(timeout=200)[0]]
+    shown = [reference.communicate(timeout=600)[0]]
     assert reference.returncode == 0, shown
     for name in names:
         sizes = ()
@@ -241,7 +241,7 @@ def test_every_config_with_fsdp_trains_like_ddp_through_accelerate_launch(tmp_pa
             ]
         else:
             launchers = [launch(tmp_path, name, *sizes)]
-        shown = [launcher.communicate(timeout=200)[0] for launcher in launchers]
+        shown = [launcher.communicate(timeout=600)[0] for launcher in launchers]
         assert [launcher.returncode for launcher in launchers] == [0] * len(launchers), shown
         assert "Warning" not in "".join(shown), "of Python, which nobody could act on"
         ours, theirs = (

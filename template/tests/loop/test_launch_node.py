@@ -276,12 +276,12 @@ def test_a_signal_saves_and_leaves_with_75_and_the_next_start_goes_on(project, w
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.1)
         run.send_signal(signal.SIGUSR1)
-        run.communicate(timeout=240)
+        run.communicate(timeout=600)
     assert run.returncode == 75
     left = outcome(project)
     assert left["outcome"] == "preempted"
     with start(project, where, "--steps", str(left["step"] + 2)) as run:
-        shown, _ = run.communicate(timeout=240)
+        shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     assert f"step_{left['step']:08d}" in shown
 
@@ -302,7 +302,7 @@ def test_whoever_is_killed_nothing_keeps_training(project):
                 if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2] == whom.encode()
             ]  # fmt: skip
             os.kill(victim, signal.SIGKILL)
-            run.communicate(timeout=240)
+            run.communicate(timeout=600)
         assert run.returncode != 0
         if run.returncode == 75:  # on a busy machine the launcher's processes have time to save
             assert outcome(project)["outcome"] == "preempted"

@@ -172,12 +172,12 @@ def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on
     with test_launch.launch(tmp_path, launcher=LAUNCH) as run:
         wait_for(lambda: len(processes_with(run.mark)) == 4)
         os.kill(run.pid, signal.SIGKILL)
-        run.communicate(timeout=240)
+        run.communicate(timeout=600)
     with test_launch.launch(tmp_path, "--recipe", "waiting.Waiting") as run:
         lock = tmp_path / "runs/.tiny.lock"
         wait_for(lambda: (tmp_path / "waiting").exists() and lock.exists() and lock.read_text())
         os.kill(run.pid, signal.SIGKILL)
-        shown, _ = run.communicate(timeout=240)
+        shown, _ = run.communicate(timeout=600)
     assert "rank 1: the launcher has exited, so this process exits" in shown
     # In the loop: the processes save.
     for launcher, where, number in (
@@ -189,7 +189,7 @@ def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on
         with test_launch.launch(tmp_path, *SLOW, launcher=launcher, where=where) as run:
             wait_for(lambda before=before: steps_done(tmp_path) > before)
             os.kill(run.pid, number)
-            shown, _ = run.communicate(timeout=240)
+            shown, _ = run.communicate(timeout=600)
         left = outcome(tmp_path)
         assert left["outcome"] == "preempted", shown
         assert "the launcher has exited" in left["reason"] or where != "cpu"

@@ -21,7 +21,7 @@ def run(command: str, folder: Path, **environment: str) -> subprocess.CompletedP
     search = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT / "src")}
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=280, env=dict(os.environ) | search | environment,
+        timeout=600, env=dict(os.environ) | search | environment,
     )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, listed):
     (tmp_path / "hosts.txt").write_text(f"# the nodes\n{listed}\n")
     done = subprocess.run(
         [PROJECT / "launch/ssh.sh", tmp_path / "hosts.txt", "--config", "tiny.yaml"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()

@@ -357,7 +357,7 @@ def export_counted(rank: int, world: int, config: Config) -> tuple[Any, list[int
     def counted(real: Any) -> Any:
         def call(*arguments: Any) -> Any:
             # gloo's thread lets go of the tensors of a collective a little after it has ended
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             while bytes_held() > held and time.monotonic() < deadline:
                 time.sleep(0.001)
             before.append(bytes_held() - held)
@@ -421,7 +421,7 @@ def export_in_background(
 
     def late(*arguments: Any) -> None:
         threads.append(saving.threading.current_thread().name)
-        trained.wait(60)
+        trained.wait(600)
         real(*arguments)
 
     trained = saving.threading.Event()

@@ -218,10 +218,8 @@ def test_stopped_continued_finished_shown_again_and_refused(project):
     """One run, as its owner would type it: Ctrl-C three times, then the same command."""
     words = "configs/tiny.yaml --steps 100000 --telemetry.every_steps 1"
     terminal = typed(words, project)
-    started = time.monotonic()
     terminal.read(lambda shown: "run folder" in shown or "runs/tiny, new" in shown)
     assert "batch" in terminal.read(lambda shown: "accelerate launch --config_file" in shown)
-    assert time.monotonic() - started < 60
     terminal.read(lambda shown: re.search(r"step +[1-9]\d*/1", shown) is not None)
     for _ in range(3):
         terminal.type("\x03")

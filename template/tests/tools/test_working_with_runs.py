@@ -38,7 +38,7 @@ def run_cells(cells: list[str], folder) -> str:
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, script], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=280, env=environment,
+        timeout=600, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -86,13 +86,13 @@ def test_a_breakpoint_in_a_recipe_has_the_terminal_and_the_watchdog_waits(projec
     environment = {"PYTHONPATH": str(project / "src")}
     terminal = Terminal(words[2:], project, 60, environment)
 
-    terminal.wait_for("(Pdb) ", seconds=120)
+    terminal.wait_for("(Pdb) ", seconds=600)
     assert terminal.shows_nothing(4), "longer than the watchdog's limit; the bar is not drawn"
     terminal.type("p step * 1000\n")
     terminal.wait_for("(Pdb) ", terminal.wait_for("2000\r\n"))
     seen = len(terminal.text)
     terminal.type("c\n")
-    terminal.wait_for("(Pdb) ", terminal.wait_for("3/6", seen), seconds=120)  # the bar was back
+    terminal.wait_for("(Pdb) ", terminal.wait_for("3/6", seen), seconds=600)  # the bar was back
     terminal.type("c\n")
     _, code = terminal.end()
     assert code == 0
