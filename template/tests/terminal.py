@@ -79,7 +79,7 @@ class Terminal:
                 self.text += data.decode(errors="replace")
         return self.shown
 
-    def wait_for(self, text: str, after: int = 0, seconds: float = 30) -> int:
+    def wait_for(self, text: str, after: int = 0, seconds: float = 300) -> int:
         """Read until `self.text` has a text after a position; return where that ends."""
         self.read(lambda _: text in self.text[after:], seconds)
         assert text in self.text[after:], f"it ended without {text!r}: {self.text[after:]!r}"
@@ -106,7 +106,7 @@ class Terminal:
         """Type keys, such as Ctrl-C, which is a byte 3."""
         os.write(self.master, keys.encode())
 
-    def end(self, seconds: float = 120) -> tuple[list[str], int]:
+    def end(self, seconds: float = 600) -> tuple[list[str], int]:
         """Wait for the end; return the last 15 lines on the screen and the exit code."""
         try:
             self.read(seconds=seconds)
