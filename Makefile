@@ -46,6 +46,11 @@ bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEE
 golden: .venv/installed ## Compare what the loop computes, bit by bit, with what it computed at a9ab39b
 	$(BIN)/python tests/golden.py
 
+mutations: .venv/installed ## Try mutations under the tests of a9ab39b and of HEAD: hours; can be stopped and go on
+	$(BIN)/python tests/mutations.py try --tree old
+	$(BIN)/python tests/mutations.py try --tree new
+	$(BIN)/python tests/mutations.py table
+
 clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build
 
@@ -68,4 +73,4 @@ $(PROJECT): | .venv/bin/cookiecutter
 	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(PROJECT)
 	touch $@
 
-.PHONY: help train test test-all test-cpus test-gpu lint bench golden clean
+.PHONY: help train test test-all test-cpus test-gpu lint bench golden mutations clean
