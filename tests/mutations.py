@@ -17,9 +17,9 @@ moved. Where a statement was rewritten, carried/ may hold its mutation by the sa
 hand against the new code; a patch whose code is gone leaves its place to the next.
 
 The quick tests that TARGETS names come first ("targeted"), then the other quick ones ("others");
-survivors get the slow tests that TARGETS names ("slow"). A failure counts if it comes twice; the
-quick tests together have --minutes, the slow ones as long again, and a timeout counts as caught.
-Where others use the machine, give more minutes. A line of results.jsonl is the result of one stage.
+survivors get the slow tests that TARGETS names ("slow"). The quick tests together have --minutes,
+the slow ones as long again, and a timeout counts as caught: give more where others use the machine.
+A line of results.jsonl is the result of one stage; one that is deleted is tried again.
 """
 
 import argparse
@@ -59,8 +59,10 @@ TARGETS = {
     "checkpoint": "checkpoint damage resume sharded export evaluation",
     "loading": "loader streams permutation prepare_once same_curve resume growth overfit",
 }
-FOLDERS = (("template", "tests"), (".", "tests/loop"))  # where pytest runs, and of which tests
+# Where pytest runs, the folder of its tests, and the mark of those that are left out.
+FOLDERS = (("template", "tests", "gpu"), (".", "tests/loop", "root"))
 STAGES = ("targeted", "others", "slow")
+CAUGHT = ("caught", "timeout")
 
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
@@ -252,7 +254,7 @@ def worktree(suite: str) -> Path:
     """Return a clean tree of the old commit or of HEAD."""
     tree = WORK / suite
     if not tree.exists():
-        git("worktree", "add", "--detach", str(tree), BASE)
+        git("worktree", "add", "--force", "--detach", str(tree), BASE)
         (tree / ".venv").symlink_to(REPOSITORY / ".venv")
     commit = BASE if suite == "old" else git("rev-parse", "HEAD").strip()
     git("checkout", "--quiet", "--force", "--detach", commit, folder=tree)
@@ -260,37 +262,31 @@ def worktree(suite: str) -> Path:
     return tree
 
 
-def test_files(tree: Path, patch: Path | None, stage: str) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folders to run pytest in with the test files of a stage; without patch, all."""
-    named: set[str] = set()
-    if patch:
-        source = Path(re.findall(r"^--- a/(.*)", patch.read_text(), re.MULTILINE)[0])
-        kind = source.parent.name if source.parent.name in TARGETS else source.stem
-        words = next(words for stems, words in TARGETS.items() if re.fullmatch(stems, kind))
-        named = {f"test_{word}.py" for word in words.split()}
-    for folder, tests in FOLDERS:
+def test_files(tree: Path, patch: Path, stage: str) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the folders to run pytest in, and the arguments that choose a stage's tests there."""
+    source = Path(re.findall(r"^--- a/(.*)", patch.read_text(), re.MULTILINE)[0])
+    kind = source.parent.name if source.parent.name in TARGETS else source.stem
+    words = next(words for stems, words in TARGETS.items() if re.fullmatch(stems, kind))
+    named = {f"test_{word}.py" for word in words.split()}
+    for folder, tests, left_out in FOLDERS:
         files = sorted((tree / folder / tests).rglob("test_*.py"))
         files = [file for file in files if (file.name in named) == (stage != "others")]
+        marks = f"{'' if stage == 'slow' else 'not '}slow and not {left_out}"
         if files:
-            yield tree / folder, [str(file.relative_to(tree / folder)) for file in files]
+            yield tree / folder, ["-m", marks, *(str(f.relative_to(tree / folder)) for f in files)]
 
 
 def pytest(tree: Path, folder: Path, until: float, *arguments: str) -> tuple[int | None, str]:
     """Run pytest; return its exit code, or None at the end of the time, and what it printed."""
     temporary = tempfile.mkdtemp(prefix="mutant-")  # a short path: it holds sockets
-    code_and_tests = [str(tree / "template/src"), str(tree / "template/tests")]
     environment = os.environ | {
-        "MUTANT": temporary,
-        "TMPDIR": temporary,
-        "PROJECT": str(tree / "template"),
-        "PYTHONPATH": os.pathsep.join(code_and_tests),
-    }
-    command = [REPOSITORY / ".venv/bin/pytest", "-q", "-x", "-n", "2", "--dist", "worksteal"]
+        "MUTANT": temporary, "TMPDIR": temporary, "PROJECT": f"{tree}/template",
+        "PYTHONPATH": f"{tree}/template/src:{tree}/template/tests",
+    }  # fmt: skip
+    command = [REPOSITORY / ".venv/bin/pytest", "-q", "-x", "-n2", "--dist=worksteal", *arguments]
     output = Path(temporary, "output")
     with output.open("w") as file:
-        process = subprocess.Popen(
-            [*command, *arguments], cwd=folder, env=environment, stdout=file, stderr=file
-        )
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
     code = None
     try:
         code = process.wait(max(1.0, until - time.monotonic()))
@@ -307,81 +303,84 @@ def pytest(tree: Path, folder: Path, until: float, *arguments: str) -> tuple[int
     return code, printed
 
 
-def attempt(tree: Path, patch: Path | None, stage: str, until: float) -> tuple[str, str | None]:
-    """Return the outcome of a stage, and the test that failed, twice."""
-    marks = f"{'' if stage == 'slow' else 'not '}slow and not gpu and not root"
+def attempt(tree: Path, patch: Path, suite: str, stage: str, until: float) -> dict[str, str]:
+    """Return the outcome of a stage, the test that caught the mutant, and the unstable ones.
+
+    A failure counts where the test fails twice with the mutation and passes without.
+    """
+    mutant = applied(patch, suite, tree)
+    assert mutant, f"{patch.name} does not apply to {tree}"
+    original = mutant[0].read_text()
     unstable: list[str] = []
-    for folder, files in test_files(tree, patch, stage):
+
+    def result(outcome: str, test: str = "") -> dict[str, str]:
+        return {"outcome": outcome, "test": test, "unstable": " ".join(unstable)}
+
+    for folder, arguments in test_files(tree, patch, stage):
         while True:
-            arguments = ["-m", marks, *files, *(f"--deselect={test}" for test in unstable)]
-            code, printed = pytest(tree, folder, until, *arguments)
+            mutant[0].write_text(mutant[1])
+            but = [f"--deselect={test}" for test in unstable]
+            code, printed = pytest(tree, folder, until, *arguments, *but)
             if code in (0, 5):  # 5: no test has these marks
                 break
-            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
-            if code is not None and not failed:
-                return "caught", " ".join(printed.splitlines()[-1:])
-            if failed:
-                code, _ = pytest(tree, folder, until, "-m", marks, failed[1])
-            if code is None:
-                return "timeout", failed and failed[1]
+            failed = re.search(r"^(?:FAILED|ERROR) (tests.+?)(?: - .*)?$", printed, re.MULTILINE)
+            if code and not failed:
+                return result("error", "".join(printed.splitlines()[-1:]))
+            test = failed[1] if failed else ""
             if code:
-                return "caught", failed and failed[1]
-            unstable += [failed[1]] if failed else []
-    return "survived", ", ".join(f"{test} failed once" for test in unstable) or None
+                code, _ = pytest(tree, folder, until, *arguments[:2], test)
+            if code is None:
+                return result("timeout", test)
+            mutant[0].write_text(original)
+            if code and pytest(tree, folder, until + 600, *arguments[:2], test)[0] == 0:
+                return result("caught", test)
+            unstable.append(test)
+    return result("survived")
 
 
 def results() -> list[dict[str, Any]]:
     """Read results.jsonl."""
-    return (
-        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    )
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return [json.loads(line) for line in lines]
 
 
-def try_all(suite: str, stages: list[str], minutes: float, first: int, control: bool) -> None:
-    """Try the patches that have no result yet, stage by stage; control: the code as it is."""
-    for stage, patch in itertools.product(stages, [None] if control else chosen()):
-        name = patch.name if patch else "none"
-        before = [r for r in results() if (r["patch"], r["suite"]) == (name, suite)]
-        is_done = any(r["outcome"] != "survived" or r["stage"] == stage for r in before)
-        if patch and (is_done or int(name[:3]) < first):
+def try_all(suite: str, stages: list[str], minutes: float, first: int) -> None:
+    """Try the patches that have no result yet, stage by stage."""
+    for stage, patch in itertools.product(stages, chosen()):
+        before = [r for r in results() if (r["patch"], r["suite"]) == (patch.name, suite)]
+        is_done = any(r["outcome"] in CAUGHT or r["stage"] == stage for r in before)
+        if is_done or int(patch.name[:3]) < first:
             continue
-        tree = worktree(suite)
-        if patch:
-            mutant = applied(patch, suite, tree)
-            assert mutant, f"{name} does not apply"
-            mutant[0].write_text(mutant[1])
-        started = time.monotonic()
+        tree, started = worktree(suite), time.monotonic()
         used = sum(r["seconds"] for r in before) if stage == "others" else 0
-        outcome, test = attempt(tree, patch, stage, started + minutes * 60 - used)
-        result = {
-            "patch": name, "suite": suite, "stage": stage, "outcome": outcome, "test": test,
-            "seconds": round(time.monotonic() - started), "minutes": minutes,
+        result = {"patch": patch.name, "suite": suite, "stage": stage}
+        result |= attempt(tree, patch, suite, stage, started + minutes * 60 - used)
+        result |= {
+            "seconds": round(time.monotonic() - started),
             "machine": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
             "commit": git("rev-parse", "--short=7", "HEAD", folder=tree).strip(),
-        }  # fmt: skip
+        }
         with RESULTS.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)
 
 
 def table() -> None:
-    """Print what each suite has caught, and name what not both have."""
-    last = {(r["patch"], r["suite"]): r for r in results()}
-    outcomes: dict[str, list[str]] = {}
+    """Print how many each suite has caught, and the names but where both have."""
+    last = {(result["patch"], result["suite"]): result for result in results()}
+    names: dict[str, list[str]] = {}
     for patch in chosen():
-        ends = []
+        says = []
         for suite in ("old", "new"):
-            result = last.get((patch.name, suite), {"outcome": "survived", "stage": "none"})
-            is_final = result["outcome"] != "survived" or result["stage"] == STAGES[-1]
-            ends.append("not known" if not is_final else str(result["outcome"]))
-        caught = ["not known" if e == "not known" else str(e != "survived") for e in ends]
-        outcomes.setdefault(f"caught by old: {caught[0]}, by new: {caught[1]}", []).append(
-            patch.name
-        )
-    for what, names in sorted(outcomes.items()):
-        print(f"{len(names):3} {what}")
-        if what.count("True") < 2:
-            print("".join(f"      {name}\n" for name in names), end="")
+            result = last.get((patch.name, suite), {"outcome": None, "stage": None})
+            is_last = result["outcome"] == "survived" and result["stage"] == STAGES[-1]
+            caught = "survives" if is_last else "not yet caught"
+            says.append(f"{suite}: {'caught' if result['outcome'] in CAUGHT else caught}")
+        names.setdefault(", ".join(says), []).append(patch.name)
+    for what, patches in sorted(names.items()):
+        print(f"{len(patches):3}  {what}")
+        if what != "old: caught, new: caught":
+            print("".join(f"       {name}\n" for name in patches), end="")
 
 
 def main() -> None:
@@ -394,10 +393,9 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--from", type=int, default=0, dest="first", help="number of a patch")
-    parser.add_argument("--control", action="store_true", help="test the code without mutation")
     given = parser.parse_args()
     if given.command == "try":
-        try_all(given.tree, given.stages, given.minutes, given.first, given.control)
+        try_all(given.tree, given.stages, given.minutes, given.first)
     else:
         {"draw": draw, "table": table}[given.command]()
 
