@@ -17,8 +17,8 @@ moved. Where a statement was rewritten, carried/ may hold its mutation by the sa
 hand against the new code; a patch whose code is gone leaves its place to the next.
 
 The quick tests that TARGETS names come first ("targeted"), then the other quick ones ("others");
-survivors get the slow tests that TARGETS names ("slow"). The quick tests together have --minutes,
-the slow ones as long again, and a timeout counts as caught: give more where others use the machine.
+survivors get the slow tests that TARGETS names ("slow"). Each of these stages has --minutes, and a
+timeout counts as caught: give more where others use the machine, or the tests would seem better.
 A line of results.jsonl is the result of one stage; one that is deleted is tried again.
 """
 
@@ -196,11 +196,9 @@ def draw() -> None:
         old, changed = source.decode(), (source[:start] + new.encode() + source[end:]).decode()
         both = [text.splitlines(keepends=True) for text in (old, changed)]
         diff = difflib.unified_diff(both[0], both[1], f"a/{path}", f"b/{path}")
-        name = f"{len(lines):03}_{Path(path).parent.name}_{Path(path).stem}_{line}.patch"
-        name = name.replace("_my_project_", "_")
-        (PATCHES / name).write_text(f"{what}\n\n{''.join(diff)}")
-    applying = [p for p in sorted(PATCHES.glob("*.patch")) if applied(p, "new", REPOSITORY)]
-    print(f"{len(lines)} of {len(found)} mutations drawn; {len(applying)} apply to this tree")
+        name = path.removeprefix(f"{PACKAGE}/").removesuffix(".py").replace("/", "_")
+        (PATCHES / f"{len(lines):03}_{name}_{line}.patch").write_text(f"{what}\n\n{''.join(diff)}")
+    print(f"{len(lines)} of {len(found)} mutations drawn; {len(applying())} apply to this tree")
 
 
 def mutated(patch: Path, tree: Path) -> tuple[Path, str] | None:
@@ -243,10 +241,9 @@ def applied(patch: Path, suite: str, tree: Path) -> tuple[Path, str] | None:
     return mutated(carried if suite == "new" and carried.exists() else patch, tree)
 
 
-def chosen() -> list[Path]:
-    """Return the patches that are tried: the first that apply to the working tree."""
-    patches = [p for p in sorted(PATCHES.glob("*.patch")) if applied(p, "new", REPOSITORY)]
-    return patches[:TRIED]
+def applying() -> list[Path]:
+    """Return the patches that apply to the working tree; the first of them are tried."""
+    return [p for p in sorted(PATCHES.glob("*.patch")) if applied(p, "new", REPOSITORY)]
 
 
 # ---- try -----------------------------------------------------------------------------------------
@@ -285,19 +282,21 @@ def pytest(tree: Path, folder: Path, until: float, *arguments: str) -> tuple[int
     }  # fmt: skip
     command = [REPOSITORY / ".venv/bin/pytest", "-q", "-x", "-n2", "--dist=worksteal", *arguments]
     output = Path(temporary, "output")
-    with output.open("w") as file:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file)
-    code = None
-    try:
-        code = process.wait(max(1.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
-    finally:  # end all that it has started, orphans too, and nothing else
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if f"MUTANT={temporary}\0".encode() in path.read_bytes():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
-        process.wait()
+    code, left = None, max(1.0, until - time.monotonic())
+    with output.open("w") as file, suppress(subprocess.TimeoutExpired):
+        code = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            timeout=left,
+            check=False,
+        ).returncode
+    for path in Path("/proc").glob("[0-9]*/environ"):  # end all that it has started, orphans too
+        with suppress(OSError):
+            if f"MUTANT={temporary}\0".encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
     printed = output.read_text(errors="replace")
     shutil.rmtree(temporary, ignore_errors=True)
     return code, printed
@@ -346,20 +345,17 @@ def results() -> list[dict[str, Any]]:
 
 def try_all(suite: str, stages: list[str], minutes: float, first: int) -> None:
     """Try the patches that have no result yet, stage by stage."""
-    for stage, patch in itertools.product(stages, chosen()):
+    for stage, patch in itertools.product(stages, applying()[:TRIED]):
         before = [r for r in results() if (r["patch"], r["suite"]) == (patch.name, suite)]
         is_done = any(r["outcome"] in CAUGHT or r["stage"] == stage for r in before)
         if is_done or int(patch.name[:3]) < first:
             continue
         tree, started = worktree(suite), time.monotonic()
-        used = sum(r["seconds"] for r in before) if stage == "others" else 0
-        result = {"patch": patch.name, "suite": suite, "stage": stage}
-        result |= attempt(tree, patch, suite, stage, started + minutes * 60 - used)
-        result |= {
-            "seconds": round(time.monotonic() - started),
-            "machine": f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-            "commit": git("rev-parse", "--short=7", "HEAD", folder=tree).strip(),
-        }
+        result: dict[str, Any] = {"patch": patch.name, "suite": suite, "stage": stage}
+        result |= attempt(tree, patch, suite, stage, started + minutes * 60)
+        result["seconds"] = round(time.monotonic() - started)
+        result["machine"] = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+        result["commit"] = git("rev-parse", "--short=7", "HEAD", folder=tree).strip()
         with RESULTS.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)
@@ -369,13 +365,12 @@ def table() -> None:
     """Print how many each suite has caught, and the names but where both have."""
     last = {(result["patch"], result["suite"]): result for result in results()}
     names: dict[str, list[str]] = {}
-    for patch in chosen():
+    for patch in applying()[:TRIED]:
         says = []
         for suite in ("old", "new"):
-            result = last.get((patch.name, suite), {"outcome": None, "stage": None})
-            is_last = result["outcome"] == "survived" and result["stage"] == STAGES[-1]
-            caught = "survives" if is_last else "not yet caught"
-            says.append(f"{suite}: {'caught' if result['outcome'] in CAUGHT else caught}")
+            result = last.get((patch.name, suite), {"outcome": "not tried", "stage": ""})
+            is_open = result["outcome"] == "survived" and result["stage"] != STAGES[-1]
+            says.append(f"{suite}: {'survived so far' if is_open else result['outcome']}")
         names.setdefault(", ".join(says), []).append(patch.name)
     for what, patches in sorted(names.items()):
         print(f"{len(patches):3}  {what}")
