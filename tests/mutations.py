@@ -323,9 +323,9 @@ def attempt(tree: Path, patch: Path, suite: str, stage: str, until: float) -> di
             if code in (0, 5):  # 5: no test has these marks
                 break
             failed = re.search(r"^(?:FAILED|ERROR) (tests.+?)(?: - .*)?$", printed, re.MULTILINE)
-            if code and not failed:
-                return result("error", "".join(printed.splitlines()[-1:]))
             test = failed[1] if failed else ""
+            if code and (not test or test in unstable):
+                return result("error", "".join(printed.splitlines()[-1:]))
             if code:
                 code, _ = pytest(tree, folder, until, *arguments[:2], test)
             if code is None:
