@@ -267,7 +267,7 @@ def test_cruft_gives_the_same_project(template: Path, repository: Path, desk: De
 
 MOVED = {  # since the commit below
     "src/leafscan/recipes/image_classification.py": "src/leafscan/recipes/image_classification.py",
-    "src/leafscan/doctor/causes.py": "src/leafscan/tools/doctor/causes.py",
+    "src/leafscan/cluster/simulate.py": "src/leafscan/tools/simulate.py",
     "src/leafscan/cluster/rendezvous.py": "src/leafscan/rendezvous.py",
 }
 BEFORE = "a9ab39b"  # the last commit before the moves

@@ -20,7 +20,7 @@ COMMANDS = {  # and their modules; those of a folder that was deleted are left o
     **dict.fromkeys(ON_WEIGHTS, "commands"),
     "runs": "tools.runs",
     "report": "tools.report.report",
-    "doctor": "tools.doctor.doctor",
+    "doctor": "tools.doctor",
     "planner": "tools.planner",
     "preflight": "tools.preflight",
     "launch": "launch",

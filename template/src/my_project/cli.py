@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, exit_with_exception, folded, record_of, report_once
-from .process import LOGS, PREEMPTED, freeze_objects, world, write_logs
+from .failures import exit_with_error, exit_with_exception, record_of, report_once, text_of
+from .process import LOGS, PREEMPTED, freeze_objects, process_name, world, write_logs
 from .safety.redaction import MaskedFormatter
 from .stack_traces import library_of
 
@@ -73,13 +73,7 @@ def run_on_all_ranks(
         code = 130
     except (Exception, SystemExit) as error:  # a recipe's sys.exit(0) is no success
         report_once(error)
-        failure = record_of(error)
-        traceback = "\n".join([*folded(failure["frames"]), failure["reason"]])
-        world_size, rank = world()
-        host = socket.gethostname()
-        logging.getLogger(OUTPUT).error(
-            "rank %d of %d failed on %s\n%s", rank, world_size, host, traceback
-        )
+        logging.getLogger(OUTPUT).error("%s failed\n%s", process_name(), text_of(record_of(error)))
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # on another code torchrun would restart the preempted run at once
     sys.stdout.flush()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .failures import CONSEQUENCES, first_failure, folded, own_frame, short_path
+from .failures import CONSEQUENCES, first_failure, folded, place_of, short_path
 from .files import step_of
 from .process import PREEMPTED
 from .records import outcome
@@ -38,7 +38,7 @@ class Ending:
         if state == "finished" and (self.is_new or self.code == 0):
             return "finished"
         # stopped in startup, each process exits by itself, and others may report a lost connection
-        unsaved = not self.is_new or state == "running" or "unexplained" in self.status
+        unsaved = not self.is_new or state == "running" or "silent" in self.status
         failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
         if self.stop_signal and self.code and (self.was_killed or (unsaved and not failed_before)):
             return "stopped"
@@ -82,7 +82,7 @@ class Ending:
         if not self.is_first_node and kind != "refused":
             reason = self.status.get("reason", "") if self.is_new else ""
             if not reason and self._first:
-                at = own_frame(self._first["frames"])
+                at = self._first["at"]
                 place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
                 reason = f"{self._first['reason']}{place}; see {self.logs}"
             print(f"{self.folder}: {kind}: {reason}", flush=True)
@@ -108,11 +108,12 @@ class Ending:
         reason = self.status.get("reason", "")
         if self.kind == "preempted":
             title = f"stopped: saved at step {step} of {steps}"
-            pairs = [("reason", reason), ("run", str(self.folder))]
+            note = self.status.get("note", "")
+            pairs = [("reason", reason), ("note", note), ("run", str(self.folder))]
         else:
             title = "stopped before it could save"
             pairs = [("reason", self.stop_signal), ("run", str(self.folder))]
-        lines = outcome.rows(pairs)
+        lines = outcome.rows([pair for pair in pairs if pair[1]])
         if self.stop_signal:
             print()  # the terminal may have shown ^C
         outcome.print_block(title, [*lines, *self._next("the same command")])
@@ -139,9 +140,8 @@ class Ending:
         status_reason = self.status.get("reason", "") if self.is_new else ""
         if (follows or not failure) and status_reason:
             pairs = [("error", status_reason)]
-        if (at := own_frame(frames)) and failure.get("cause") != "setting":
-            place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
-            pairs.append(("at", place))
+        if at := not follows and place_of(failure.get("at")):
+            pairs.append(("at", at))
         others = len({one["rank"] for one in self.failures}) - 1
         if others > 0:
             text = f"{others} more rank{'s' * (others > 1)} failed: {self.folder / 'errors'}"

@@ -1,24 +1,11 @@
-"""What a process that fails leaves behind: an error file, read by launch.py and other processes.
+"""What a process that fails leaves behind: an error file, read by launch.py and the tools.
 
-An error file is JSON, in <run folder>/errors/ and, under launch.py, in its own temporary folder:
-
-    rank, host, step   the process, and the steps it had done; step is null before the first
-    launch             the launch it belongs to, as in run.json; "" before the run folder is open
-    time               when, in seconds since 1970
-    reason             what happened, in one sentence
-    cause              setting: an error that the user can fix;  exception: raised by the code
-                       out of memory;  not finite: too many skipped steps;  loader worker: it ended
-                       lost contact: with another process;  stalled: no progress on this rank
-                       waiting: no progress, since another rank did not answer
-    exit_code          of the process
-    attempt            how often torchrun had restarted the processes
-    frames             of the exception or of the main thread, the outermost first: file, line,
-                       function, code, and library: the package it belongs to, or null
-    details            the whole traceback, or the stacks of all threads
-
+docs/run-folder.md describes its fields. It lies in <run folder>/errors/ and, under launch.py, in
+the log folder of the start, there from before the run folder is open, and in a temporary folder.
 The same is written for torchrun, whose last block shows the first failure of all processes.
 """
 
+import errno
 import json
 import os
 import re
@@ -30,27 +17,72 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import ConfigError
-from .files import write_atomically
-from .process import world
+from .files import ConfigError, read_json, write_atomically
+from .process import LAUNCHER, LOGS, world
 from .safety.redaction import mask
 from .stack_traces import library_of
 
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which launch.py looks for error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
+WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
+LATE_SECONDS = 2.0  # a watchdog looks once a second
 # As printed in the message of an exception that a loader worker passed on.
 FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
 WORKER_TRACEBACK = "Original Traceback (most recent call last):"
+# What libraries say, where no type or number tells the cause.
+SENTENCES = {
+    # gloo, of a size that it did not expect
+    "mismatched collectives": re.compile("collective mismatch"),
+    # safetensors passes on only the text of the error
+    "full disk": re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b"),
+    # CUDA and cuBLAS outside of torch's allocator, which has a type for it
+    "out of memory": re.compile(r"(CUDA|HIP) (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
+    "device error": re.compile("device-side assert|illegal memory access|CUDA error"),
+    # torch's allocator for the CPU, fork, and C++
+    "out of host memory": re.compile("[Cc]an(no|')t allocate memory|std::bad_alloc"),
+    # torch's DataLoader: when its queue fails, or from the signal of a child that has ended
+    "loader worker": re.compile("DataLoader worker .*(exited unexpectedly|killed by signal)"),
+    # gloo and NCCL
+    "lost contact": re.compile("gloo/transport|Connection (closed|reset) by peer|NCCL"),
+}
+TYPES = {  # by name, since this module imports no torch
+    "NotFiniteError": "not finite",
+    "KeyboardInterrupt": "stopped",
+    "MemoryError": "out of host memory",
+    "OutOfMemoryError": "out of memory",
+    **dict.fromkeys(("DistStoreError", "DistNetworkError", "DistBackendError"), "lost contact"),
+}
+FULL_DISK = ("ENOSPC", "EDQUOT")
 
 
+# ---- which was first -----------------------------------------------------------------------------
 def first_failure(failures: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the error file that the others follow from, as far as is known; {} without one.
+
+    Of ranks that all skipped too many steps it is one whose own loss was not finite.
 
     Args:
         failures: of one launch, sorted by time.
     """
-    causes = [one for one in failures if one["cause"] not in CONSEQUENCES]
-    return next(iter(causes or failures), {})
+    roots = [one for one in failures if one["cause"] not in CONSEQUENCES]
+    roots.sort(key=lambda one: (one["cause"] == "stopped", one.get("loss_is_finite", False)))
+    return next(iter(roots or late(failures) or failures), {})
+
+
+def late(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the failures of ranks that went on when others had given up waiting for them.
+
+    Such a rank was stopped, or cut off: it has lost contact after more time without progress than
+    its watchdog allows, as it ran for a part of that time only.
+    """
+    waited = [idle_seconds(one) for one in failures if one["cause"] == "waiting"]
+    lost = [one for one in failures if one["cause"] == "lost contact"]
+    return [one for one in lost if waited and idle_seconds(one) > max(waited) + LATE_SECONDS]
+
+
+def idle_seconds(failure: dict[str, Any]) -> float:
+    """Return how long a rank had made no progress when it failed, by the clock of its host."""
+    return failure["time"] - (failure.get("progress_time") or failure["time"])
 
 
 # ---- frames --------------------------------------------------------------------------------------
@@ -72,14 +104,19 @@ def frames_of(error: BaseException) -> list[dict[str, Any]]:
         found = FRAME.findall(message.split(WORKER_TRACEBACK, 1)[1])
         if found:
             return [frame(file, int(line), name, code) for file, line, name, code in found]
-    frames = [
-        frame(f.filename, f.lineno or 0, f.name, f.line or "")
-        for f in traceback.extract_tb(error.__traceback__)
-        if f.name != "failures_recorded"  # the context around the loop
-    ]
+    frames = frames_in(traceback.extract_tb(error.__traceback__))
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(frame(error.filename, error.lineno or 0, "<module>", error.text or ""))
     return frames
+
+
+def frames_in(stack: traceback.StackSummary) -> list[dict[str, Any]]:
+    """Return the frames of a traceback or stack."""
+    return [
+        frame(f.filename, f.lineno or 0, f.name, f.line or "")
+        for f in stack
+        if f.name != "failures_recorded"  # the context around the loop
+    ]
 
 
 def own_frame(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -91,6 +128,14 @@ def own_frame(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
 def short_path(file: str) -> str:
     """Return a path relative to the current folder, if it is below it."""
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+
+
+def place_of(at: dict[str, Any] | None) -> str:
+    """Return a frame in words: "a.py, line 3, in loss: x = 1"; "" for None."""
+    if not at:
+        return ""
+    place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
+    return f"{place}: {at['code']}" if at["code"] else place
 
 
 def folded(frames: list[dict[str, Any]]) -> list[str]:
@@ -116,6 +161,11 @@ def folded(frames: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def text_of(failure: dict[str, Any]) -> str:
+    """Return a failure as it is printed: the folded traceback, and the reason."""
+    return "\n".join([*folded(failure["frames"]), failure["reason"]])
+
+
 def reason_of(error: BaseException) -> str:
     """Return an exception and its notes in one line; of a loader worker the exception in it."""
     message = str(error)
@@ -126,43 +176,121 @@ def reason_of(error: BaseException) -> str:
     return " ".join([text, *getattr(error, "__notes__", [])])
 
 
+def cause_of(error: BaseException) -> str:
+    """Return the cause of an exception, as an error file names it."""
+    if isinstance(error, ConfigError):
+        return "setting"
+    for kind in type(error).__mro__:
+        if kind.__name__ in TYPES:
+            return TYPES[kind.__name__]
+    if errno_of(error) in FULL_DISK:
+        return "full disk"
+    if _is_of_multiprocessing(error):
+        return "loader worker"
+    found = (cause for cause, pattern in SENTENCES.items() if pattern.search(str(error)))
+    cause = next(found, "exception")
+    # torch raises RuntimeErrors; a ConnectionError is the user's
+    is_of_user = cause == "lost contact" and not isinstance(error, RuntimeError)
+    return "exception" if is_of_user else cause
+
+
+def errno_of(error: BaseException) -> str | None:
+    """Return the name of an operating system's error, such as ENOSPC, or of its cause's."""
+    number = getattr(error, "errno", None) or getattr(error.__cause__, "errno", None)
+    return errno.errorcode.get(number) if isinstance(number, int) else None
+
+
+def _is_of_multiprocessing(error: BaseException) -> bool:
+    """Return whether the connection to a loader worker broke, or its socket has gone with it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or not frames:
+        return False
+    return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
+
+
 # ---- error files ---------------------------------------------------------------------------------
-def record_of(error: BaseException, *, step: int | None = None, cause: str = "") -> dict[str, Any]:
+def record_of(error: BaseException) -> dict[str, Any]:
     """Return the content of the error file for an exception."""
-    is_setting = isinstance(error, ConfigError)
-    return record(
-        reason=str(error) if is_setting else reason_of(error),
-        cause=cause or ("setting" if is_setting else "exception"),
-        frames=[] if is_setting else frames_of(error),
+    cause, reason = cause_of(error), reason_of(error)
+    if cause in ("setting", "not finite"):
+        reason = str(error)
+    elif cause == "lost contact":
+        reason = f"lost contact with another process ({str(error).split('. ')[0]})"
+    elif cause == "loader worker":
+        reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
+    found = record(
+        reason=reason,
+        cause=cause,
+        frames=[] if cause in ("setting", "not finite") else frames_of(error),
         details="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1,
-        step=step,
     )
+    if cause == "loader worker":  # where the process noticed it
+        found["at"] = None
+    facts = getattr(error, "facts", {}) if cause == "not finite" else {}
+    return found | {"errno": errno_of(error)} | facts
 
 
 def record(
     *,
     reason: str,
     cause: str,
-    frames: list[dict[str, Any]],
-    details: str,
+    frames: list[dict[str, Any]] | None = None,
+    details: str = "",
     exit_code: int = 1,
-    step: int | None = None,
 ) -> dict[str, Any]:
     """Return the content of an error file; secrets are masked."""
+    frames = [one | {"code": mask(one["code"])} for one in frames or []]
     return {
         "rank": world()[1],
         "host": socket.gethostname(),
-        "step": step,
+        "step": None,
         "launch": "",
         "time": time.time(),
+        "progress_time": None,
         "reason": mask(reason),
         "cause": cause,
+        "at": own_frame(frames),
+        "signal": LAUNCHER.stop_signal or None,
+        "errno": None,
         "exit_code": exit_code,
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        "frames": [one | {"code": mask(one["code"])} for one in frames],
+        "frames": frames,
         "details": mask(details),
     }
+
+
+def without_traceback(failure: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of an error file without what is long, as status.json holds it."""
+    return {name: failure[name] for name in failure if name not in ("frames", "details")}
+
+
+def checked(failure: Any) -> dict[str, Any]:
+    """Return what an error file or status.json holds of a failure; {} where it is damaged."""
+    needed = {"rank": int, "host": str, "reason": str, "cause": str, "time": (int, float)}
+    needed |= {"exit_code": int, "launch": str}
+    needed |= {"frames": list, "at": (dict, type(None))}
+    needed |= {"step": (int, type(None)), "progress_time": (int, float, type(None))}
+    found = {"step": None, "progress_time": None, "at": None, "frames": []}
+    found |= failure if isinstance(failure, dict) else {}
+    return found if all(isinstance(found.get(name), of) for name, of in needed.items()) else {}
+
+
+def read_errors(
+    folder: Path, launch: str, read: dict[str, dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Read the error files of a launch from a run folder, the first failure first.
+
+    Args:
+        folder: the run folder.
+        launch: its token.
+        read: the files read by earlier calls, by name; those read now are added.
+    """
+    read = {} if read is None else read
+    for path in (folder / "errors").glob("*_rank_*_step_*.json"):
+        read[path.name] = read.get(path.name) or checked(read_json(path))
+    found = [failure for failure in read.values() if failure.get("launch") == launch]
+    return sorted(found, key=lambda failure: failure["time"])
 
 
 def report_once(error: BaseException) -> None:
@@ -173,12 +301,13 @@ def report_once(error: BaseException) -> None:
 
 def report(failure: dict[str, Any]) -> None:
     """Write an error file for launch.py, and one for torchrun, where these started this process."""
+    write_to_logs("rank", failure)
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
             path = Path(folder, f"{failure['time']:017.6f}_{os.getpid()}.json")
             write_atomically(path, json.dumps(failure))
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        shown = "\n".join([*folded(failure["frames"]), failure["reason"]])
+        shown = text_of(failure)
         if failure["cause"] == "setting":
             shown = f"error: {shown}"
         # torchrun shows py_callstack of the failure with the smallest timestamp, in whole seconds:
@@ -191,11 +320,26 @@ def report(failure: dict[str, Any]) -> None:
                 write_atomically(Path(file), json.dumps(content))
 
 
+def note_signal(name: str) -> None:
+    """Note that this process has been told to stop: it may be killed before it can report."""
+    LAUNCHER.stop_signal = name
+    told = {"rank": world()[1], "host": socket.gethostname(), "signal": name, "time": time.time()}
+    write_to_logs("signal_rank", told)
+
+
+def write_to_logs(kind: str, content: dict[str, Any]) -> None:
+    """Write what this process reports into the log folder of the start, if launch.py made one."""
+    if folder := os.environ.get(LOGS):
+        with suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder, f"{kind}_{world()[1]:05d}.json")
+            write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
 def exit_with_exception(error: Exception) -> NoReturn:
     """Report an exception, print its traceback, and exit with 1."""
     report_once(error)
-    failure = record_of(error)
-    print(*folded(failure["frames"]), failure["reason"], sep="\n", file=sys.stderr, flush=True)
+    print(text_of(record_of(error)), file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 

@@ -169,7 +169,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 # ---- the run folder -----------------------------------------------------------------------------
-RUN_FORMAT = 1  # of a run folder, as run.json states it; docs/run-folder.md says what it means
+RUN_FORMAT = 2  # of a run folder, as run.json states it; docs/run-folder.md says what it means
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -179,7 +179,8 @@ def read_status(folder: Path) -> dict[str, Any]:
     except OSError:
         return {}
     status = read_json(folder / "status.json")
-    kinds = dict.fromkeys(("outcome", "reason"), str) | {"result": dict}
+    kinds = dict.fromkeys(("outcome", "reason", "note"), str)
+    kinds |= {"result": dict, "failure": dict}
     kinds |= dict.fromkeys(("step", "steps", "patience"), int)
     intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
     if not intact or not all(

@@ -18,6 +18,7 @@ Takes the options of accelerate launch, and in this order:
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,9 +39,8 @@ from .child import Child, stop_at_end_of_input
 from .command_line import check
 from .config import Config, ConfigError
 from .end_block import Ending
-from .files import read_json, read_status, read_yaml, wait_until, writing
+from .files import read_json, read_status, read_yaml, wait_until, write_atomically, writing
 from .process import LOGS, PREEMPTED
-from .run_folder import read_errors
 from .safety.redaction import mask_command, secrets_problem
 
 TRAIN = f"{__package__}.train"
@@ -416,10 +417,11 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> Ending | in
     made = [path for path in (logs, *logs.parents) if not path.exists()]
     code = run_module(launch, child, launch.module, logs)
     found = read_failures(errors)
+    record_end(logs, child, code)
     status = wait_for_status(folder, before, launch.nodes)
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
-        found = sorted([*found, *read_errors(folder, token)], key=lambda one: one["time"])
+        found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
     # a refused start leaves no folder, unless it was there
     refused = next(filter(is_setting, found[:1]), None) if code else None
     if refused and (status == before or _has_begun_here(launch, refused, token, made)):
@@ -440,6 +442,13 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> Ending | in
         command=command,
         code=code,
     )
+
+
+def record_end(logs: Path, child: Child, code: int) -> None:
+    """Write into the log folder how accelerate launch has ended on this node."""
+    ended = {"exit_code": code, "signal": child.stop_signal or None, "time": time.time()}
+    with suppress(OSError):  # a full disk
+        write_atomically(logs / "launcher.json", json.dumps(ended) + "\n")
 
 
 def _has_begun_here(launch: Launch, refused: dict[str, Any], token: str, made: list[Path]) -> bool:

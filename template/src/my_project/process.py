@@ -183,6 +183,7 @@ class Launcher:
         self.pid: int | None = None
         self.ends_process = True  # False in the training loop, which saves first (StopRequest)
         self.leave_at = float("inf")  # time.monotonic()
+        self.stop_signal = ""  # the name of the first signal that told this process to stop
         self._signals = -1  # a pipe that gets the number of each signal Python has a handler for
 
     @property

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
-from .failures import report
+from .failures import read_errors, report, without_traceback
 from .files import (
     RUN_FORMAT,
     TransientError,
@@ -71,6 +71,7 @@ class Run:
         self.rank = rank
         self.total_steps = 0  # until the data is known
         self.step = 0  # steps done, for failure reports
+        self.progress_time: float | None = None  # of the last progress that the watchdog was told
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
         self.token = ""  # of this launch, set by begin() or sees()
         self.hosts: list[str] = []  # by rank
@@ -118,14 +119,28 @@ class Run:
         """Return rank, host and step of this process."""
         return f"rank {self.rank} on {socket.gethostname()}, step {self.step}"
 
-    def fail(self, reason: str, **more: Any) -> None:
+    def fail(self, failure: dict[str, Any], **more: Any) -> None:
         """Record the first failure of any rank: later failures are usually its consequences."""
         if self.token and self.status().get("outcome") != "failed":
-            self.write_status("failed", f"{self.process_label}: {reason}", **more)
+            self.write_failure(failure, **more)
+
+    def write_failure(self, failure: dict[str, Any], note: str = "", **more: Any) -> None:
+        """Write into the status which rank failed, and why.
+
+        Args:
+            failure: the content of its error file.
+            note: what else the reason says.
+            more: other fields.
+        """
+        reason = f"{failure['reason']}. {note}" if note else failure["reason"]
+        reason = f"rank {failure['rank']} on {failure['host']}, step {failure['step']}: {reason}"
+        more |= {"step": failure["step"] or 0, "failure": without_traceback(failure)}
+        self.write_status("failed", reason, **more)
 
     def record_error(self, failure: dict[str, Any]) -> None:
         """Write an error file of this rank into errors/ (failures.py); the names sort by time."""
         failure |= {"rank": self.rank, "step": self.step, "launch": self.token}
+        failure |= {"progress_time": self.progress_time}
         report(failure)
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         path = self.folder / "errors" / f"{now}_rank_{self.rank:05d}_step_{self.step:08d}.json"
@@ -304,30 +319,6 @@ def source_hash(file: str | Path | None) -> str | None:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
     except OSError:
         return None
-
-
-def read_errors(
-    folder: Path, launch: str, read: dict[str, dict[str, Any]] | None = None
-) -> list[dict[str, Any]]:
-    """Read the error files of a launch from a run folder, the first failure first.
-
-    Args:
-        folder: the run folder.
-        launch: its token.
-        read: the files read by earlier calls, by name; those read now are added.
-    """
-    read = {} if read is None else read
-    kinds = {"rank": int, "host": str, "reason": str, "cause": str, "time": (int, float)}
-    kinds |= {"frames": list, "exit_code": int}
-    found = []
-    for path in (folder / "errors").glob("*_rank_*.json"):
-        failure = read.get(path.name) or read_json(path)
-        read[path.name] = failure
-        if failure.get("launch") == launch and all(
-            isinstance(failure.get(name), kind) for name, kind in kinds.items()
-        ):
-            found.append(failure)
-    return sorted(found, key=lambda failure: failure["time"])
 
 
 def _masked(name: str, settings: dict[str, Any]) -> str:

@@ -28,7 +28,16 @@ ROUNDING = 1e-6  # relative: sums differ by less on another CPU or world size
 
 
 class NotFiniteError(RuntimeError):
-    """Too many steps were skipped, since their gradient was not finite or they had no items."""
+    """Too many steps were skipped, since their gradient was not finite or they had no items.
+
+    Args:
+        message: what happened.
+        facts: fields of its error file (docs/run-folder.md).
+    """
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.facts = facts
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,11 @@ class TrainState:
             f"the recipe's loss returned num_items 0 {count} ({limit}): check the data and labels"
             if report.num_items == 0
             else f"the gradient was not finite {count} ({limit}); the loss on this rank is"
-            f" {report.own_loss_sum}: lower optim.lr, or check the data"
+            f" {report.own_loss_sum}: lower optim.lr, or check the data",
+            skipped_from=report.step + 2 - self.consecutive_skipped_steps,
+            skipped_to=report.step + 1,
+            num_items=report.num_items,
+            loss_is_finite=math.isfinite(report.own_loss_sum),
         )
 
     def begin_interval(self) -> None:
@@ -181,7 +194,9 @@ class TrainState:
             remedy = "train longer: fp16 finds its loss scale in the first steps; or " * is_fp16
             raise NotFiniteError(
                 f"all {self.step} steps were skipped (the gradient was not finite, or num_items was"
-                f" 0), so no weight has changed: {remedy}check the data, or lower optim.lr"
+                f" 0), so no weight has changed: {remedy}check the data, or lower optim.lr",
+                skipped_from=1,
+                skipped_to=self.step,
             )
 
 

@@ -4,17 +4,15 @@ runs/<run_name>/errors/ gathers, for all nodes, one file for each rank that fail
 """
 
 import faulthandler
-import fcntl
 import logging
 import os
-import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -22,13 +20,11 @@ import psutil
 import torch
 
 from . import failures
-from .config import Config, ConfigError, seconds_of
+from .config import Config, seconds_of
 from .files import wait_until
 from .process import LAUNCHER
 from .run_folder import Run
-from .safety.redaction import mask
 from .stack_traces import current_line, is_in_debugger, stacks
-from .state import NotFiniteError
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -75,6 +71,7 @@ class StopRequest:
         if self._first is None:
             self.reason = self.reason or name
             self._first = time.monotonic()
+            failures.note_signal(name)
             note = f"{name}: will save and exit after this step; again in 5 s to exit at once\n"
             os.write(2, note.encode())  # print may be what was interrupted
         elif time.monotonic() - self._first > SECOND_SIGNAL_AFTER_SECONDS:
@@ -119,13 +116,17 @@ class Watchdog:
 
     def step_done(self) -> None:
         """Note that a step has been completed."""
-        self._has_progress = True
+        self._note_progress()
         self.limit = self.short
 
     def allow_long_limit(self) -> None:
         """Allow the long limit until a step has been completed."""
-        self._has_progress = True
+        self._note_progress()
         self.limit = self.long
+
+    def _note_progress(self) -> None:
+        self._has_progress = True
+        self.run.progress_time = time.time()
 
     def __enter__(self) -> "Watchdog":
         self._thread.start()
@@ -147,31 +148,24 @@ class Watchdog:
                 self._abort(waited)
 
     def _abort(self, waited: float) -> None:
-        no_progress = f"no progress for {waited:.0f} s"
-        place, waits = current_line(sys._current_frames()[threading.main_thread().ident or 0])
-        stack = stacks()
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        place, waits = current_line(main)
+        waits &= len(self.run.hosts) > 1
+        state = "waits for other ranks" if waits else "stalled"
+        failure = failures.record(
+            reason=f"no progress for {waited:.0f} s; {state} at {place}",
+            cause="waiting" if waits else "stalled",
+            frames=failures.frames_in(traceback.extract_stack(main)),
+            details=stacks(),
+        )
         print(
-            f"{self.run.process_label}: {no_progress}; this process stalled at {place}\n{stack}",
+            f"{self.run.process_label}: {failure['reason']}\n{failure['details']}",
             file=sys.__stderr__,
             flush=True,
         )
-        waits &= len(self.run.hosts) > 1
-        state = "waits for other ranks" if waits else "stalled"
-        main = sys._current_frames()[threading.main_thread().ident or 0]
-        frames = [
-            failures.frame(f.filename, f.lineno or 0, f.name, f.line or "")
-            for f in traceback.extract_stack(main)
-        ]
-        self.run.record_error(
-            failures.record(
-                reason=f"{no_progress}; {state} at {place}",
-                cause="waiting" if waits else "stalled",
-                frames=frames,
-                details=stack,
-            )
-        )
+        self.run.record_error(failure)
         save_nccl_trace(self.run)
-        fail_with_cause(self.run, no_progress, ABORT_WAIT_SECONDS)
+        fail_with_cause(self.run, failure, ABORT_WAIT_SECONDS)
         os._exit(1)
 
 
@@ -198,11 +192,6 @@ def save_nccl_trace(run: Run) -> None:
 
 
 # ---- failures ------------------------------------------------------------------------------------
-# by torch's DataLoader: when its queue fails, or from the signal of a child that has ended
-WORKER_EXITED = re.compile(r"DataLoader worker .*(exited unexpectedly|killed by signal: Killed)")
-LOST_CONTACT = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
-
-
 @contextmanager
 def failures_recorded(run: Run) -> Iterator[None]:
     """Record the exception that ends the run, with rank, host and step, and raise it again."""
@@ -212,18 +201,12 @@ def failures_recorded(run: Run) -> Iterator[None]:
         except BaseException:
             ignore_ended_workers()
             raise
-    except ConfigError as error:
-        run.record_error(failures.record_of(error))
-        setattr(error, "is_reported", True)  # noqa: B010 - see failures.report_once
-        run.fail(str(error))
-        raise
-    except torch.OutOfMemoryError as error:
-        error.add_note(
-            "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the same."
-        )
-        _record(run, error, "out of memory")
-        raise
     except BaseException as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
+                " same."
+            )
         if isinstance(error, SystemExit):
             place = traceback.extract_tb(error.__traceback__)[-1]
             error.add_note(f"(called in {place.filename}, line {place.lineno})")
@@ -247,114 +230,55 @@ def ignore_ended_workers() -> None:
             continue
 
 
-def _record(run: Run, error: BaseException, cause: str = "") -> None:
-    reason = failures.reason_of(error)
-    # torch raises RuntimeErrors; a ConnectionError is a loader worker's or the user's
-    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT)
-    if lost:
-        cause = "lost contact"
-        reason = f"lost contact with another process ({str(error).split('. ')[0]})"
-    elif isinstance(error, NotFiniteError):
-        cause = "not finite"
-        reason = str(error)
-    elif _is_of_multiprocessing(error) or WORKER_EXITED.search(str(error)):
-        cause = "loader worker"
-        reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
-    failure = failures.record_of(error, cause=cause) | {"reason": mask(reason)}
-    if cause == "not finite":  # where the loop noticed it says nothing
-        failure["frames"] = []
+def _record(run: Run, error: BaseException) -> None:
+    failure = failures.record_of(error)
     run.record_error(failure)
-    setattr(error, "is_reported", True)  # noqa: B010
-    if lost and run.hosts:
-        fail_with_cause(run, reason, REPORT_WAIT_SECONDS)
+    setattr(error, "is_reported", True)  # noqa: B010 - see failures.report_once
+    if failure["cause"] == "lost contact" and run.hosts:
+        fail_with_cause(run, failure, REPORT_WAIT_SECONDS)
     else:
-        run.fail(reason)
+        run.fail(failure)
 
 
-def _is_of_multiprocessing(error: BaseException) -> bool:
-    """Return whether the connection to a loader worker broke, or its socket has gone with it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or not frames:
-        return False
-    return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
-
-
-def fail_with_cause(run: Run, reason: str, seconds: float) -> None:
+def fail_with_cause(run: Run, failure: dict[str, Any], seconds: float) -> None:
     """Record a failure that another rank may have caused, and name that rank as far as is known.
 
-    Some ranks notice only when others exit, so later reports are more complete. One rank at a time
-    reads the error files: if each read all of them, N ranks would read N^2 files at every poll. The
-    others wait for what it writes.
+    Some ranks notice only when others exit, so later reports are more complete. The first rank
+    reads the error files: if each read all of them, N ranks would read N^2 files at every poll.
+    The others wait for what it writes.
     """
-    reason = mask(reason)
-    # at once: there may be little time
-    run.fail(reason, unexplained=f"{run.process_label}: {reason}")
-    if not run.hosts:  # not connected yet
+    run.fail(failure, silent=None)  # at once: there may be little time
+    print(f"{run.process_label}: {failure['reason']}", file=sys.__stderr__, flush=True)
+    if not run.hosts or "silent" not in run.status():  # not connected, or a rank failed by itself
         return
-
-    def is_explained() -> bool:
-        status = run.status()
-        is_failed = status.get("outcome") == "failed"  # a full disk may still say running
-        return is_failed and status.get("reason") != status.get("unexplained")
-
-    cause = _look_for_cause(run, seconds)
-    if not cause and not wait_until(is_explained, seconds + 1, poll_seconds=0.5):
-        cause = _look_for_cause(run, seconds)  # the rank that looked has been killed
-    if not cause:
-        status = run.status()
-        cause = status.get("reason", "").removeprefix(f"{status.get('unexplained')}. ")
-    print(f"{run.process_label}: {reason}. {cause}", file=sys.__stderr__, flush=True)
-
-
-def _look_for_cause(run: Run, seconds: float) -> str:
-    """Write the likely cause into the status, and return it; "" if another rank is looking."""
-    cause = ""
-    seen = -1
-    # Again if a rank has reported since: it may have found that this one was still looking.
-    while not cause or len(run.errors()) > seen:
-        with looking_alone(run) as is_alone:
-            if not is_alone:
-                break
-            wait_until(lambda: len(run.errors()) >= len(run.hosts), seconds, poll_seconds=0.1)
-            reports = run.errors()
-            seen = len(reports)
-            cause = likely_cause(run, reports)
-            status = run.status()
-            if first := status.get("unexplained"):
-                step = status.get("step", run.step)
-                run.write_status("failed", f"{first}. {cause}", step=step, unexplained=first)
-    return cause
+    is_first = True
+    try:
+        (run.folder / "errors" / f".first_{run.token}").touch(exist_ok=False)
+    except OSError:
+        is_first = False
+    if is_first:
+        wait_until(lambda: len(run.errors()) >= len(run.hosts), seconds, poll_seconds=0.1)
+    else:
+        wait_until(lambda: run.status().get("silent") is not None, seconds + 1, poll_seconds=0.5)
+    silent = run.status().get("silent")  # None: the rank that looked has been killed
+    seen = 0
+    if is_first or silent is None or run.rank in [one["rank"] for one in silent]:
+        while len(run.errors()) > seen:  # again if a rank has reported since
+            seen = len(run.errors())
+            explain(run, run.errors())
 
 
-@contextmanager
-def looking_alone(run: Run) -> Iterator[bool]:
-    """Yield whether this rank alone looks at the error files; a lock ends with its process."""
-    is_alone = os.environ.get("LOCAL_RANK", "0") == "0"  # on a file system without locks
-    with ExitStack() as opened:
-        try:
-            file = opened.enter_context((run.folder / "errors" / ".looking").open("a"))
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_alone = True
-        except (BlockingIOError, PermissionError):
-            is_alone = False
-        except OSError:
-            logger.debug("no file locks in %s", run.folder)
-        yield is_alone
-
-
-def likely_cause(run: Run, reports: dict[int, dict[str, Any]]) -> str:
-    """Name the ranks to look at: those without a report, or those that wait for no other.
+def explain(run: Run, reports: dict[int, dict[str, Any]]) -> None:
+    """Write into the status which failure was first, and which ranks have not reported.
 
     Args:
         run: the run folder.
         reports: the error files of this launch, by rank.
     """
-    names = [f"rank {rank} on {host}" for rank, host in enumerate(run.hosts)]
-    if silent := [name for rank, name in enumerate(names) if rank not in reports]:
-        return f"No report from {', '.join(silent)}: killed, stopped or cut off; look there first."
-    stalled = [rank for rank in sorted(reports) if reports[rank]["cause"] == "stalled"]
-    if 0 < len(stalled) < len(names):
-        places = {rank: reports[rank]["reason"].partition("stalled at ")[2] for rank in stalled}
-        found = "; ".join(f"{names[rank]} stalled at {places[rank]}" for rank in stalled)
-        return f"Likely cause, for which the other ranks wait: {found}."
-    return f"Every rank has reported: see {run.folder / 'errors'}."
+    in_order = sorted(reports.values(), key=lambda one: one["time"])
+    silent = [
+        {"rank": rank, "host": host} for rank, host in enumerate(run.hosts) if rank not in reports
+    ]
+    names = ", ".join(f"rank {one['rank']} on {one['host']}" for one in silent)
+    note = f"No report from {names}: killed, stopped or cut off; look there first." if names else ""
+    run.write_failure(failures.first_failure(in_order), note, silent=silent)

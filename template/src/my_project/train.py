@@ -207,7 +207,7 @@ def main(config: Config) -> int:
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"
                 metrics.write_stop(reason)
-                run.write_status("preempted", reason + checkpoints.note)
+                run.write_status("preempted", reason, note=checkpoints.note)
             return 75
         state.check_trained(is_fp16=bool(scaler))
         with ema_swapped_in():
@@ -216,8 +216,8 @@ def main(config: Config) -> int:
         if rank == 0:
             result = state.results | metrics.throughput.of_run()
             patience = config.evaluation.patience if state.step < run.total_steps else 0
-            reason = end_reason + checkpoints.note
-            run.write_status("finished", reason, result=result, patience=patience)
+            note = checkpoints.note
+            run.write_status("finished", end_reason, note=note, result=result, patience=patience)
             outcome.print_finished(run.folder, run.status())
     return 0
 

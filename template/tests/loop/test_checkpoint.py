@@ -641,7 +641,7 @@ def test_a_last_save_that_fails_is_told_or_ends_the_run(tmp_path):
     config = make_config(tmp_path, run_name="told", checkpoints__every_steps=5)
     run_world(1, train_with_file_limit, config, 200, 2)
     assert status(config)["outcome"] == "finished"
-    assert "the last checkpoint could not be saved" in status(config)["reason"]
+    assert "the last checkpoint could not be saved" in status(config)["note"]
     assert names(config) == ["step_00000005"]
     ends = change(config, run_name="ends", checkpoints__on_failure="end")
     with pytest.raises(RuntimeError, match=r"File too large|os error 27"):

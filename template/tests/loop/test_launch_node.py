@@ -175,7 +175,7 @@ def test_only_a_run_that_says_so_has_ended_well(
 
     def says(outcome: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lost = {"unexplained": "rank 1: lost contact"} if outcome == "failed" else {}
+        lost = {"silent": []} if outcome == "failed" else {}
         path.write_text(json.dumps({"outcome": outcome} | lost) if outcome else "")
 
     class Says(FakeChild):
@@ -213,7 +213,7 @@ def failure(reason: str, at: float = 0.0, **known) -> dict:
 
 def test_a_signal_after_a_failure_does_not_hide_it(tmp_path):
     """As when srun ends the other nodes."""
-    status = {"outcome": "failed", "reason": "x", "unexplained": "lost"}
+    status = {"outcome": "failed", "reason": "x", "silent": [1]}
     known = {"status": status, "stop_signal": "SIGTERM", "failures": [failure("it failed", 5.0)]}
     assert about(tmp_path, **known, stop_signal_time=9.0).exit_code == 1
     assert about(tmp_path, **known, stop_signal_time=2.0).exit_code == 75

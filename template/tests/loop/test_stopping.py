@@ -64,10 +64,10 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, at
     assert "in strike" in found[1], "the one that hangs"
     assert "in strike" not in found[0]
     assert "sums.wait()" in found[0] or "in backward" in found[0], "the one that waits for it"
-    reason = status(config)["reason"]
-    assert "no progress" in reason
-    assert f"the other ranks wait: rank 1 on {HERE} stalled at strike (" in reason
-    assert "rank 0" not in reason.partition("ranks wait")[2]
+    failed = status(config)["failure"]
+    assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (1, "stalled", "strike")
+    assert status(config)["silent"] == []
+    assert failed["time"] - failed["progress_time"] >= (4 if at == 0 else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +89,8 @@ def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
     limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 4}
     config = make_config(tmp_path, Stuck(), steps=1, **limits)
     fails(config)
-    reason = status(config)["reason"]
-    assert f"the other ranks wait: rank 0 on {HERE} stalled at strike (" in reason
-    assert "rank 1 on" not in reason.partition("ranks wait")[2]
+    failed = status(config)["failure"]
+    assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (0, "stalled", "strike")
 
 
 def test_data_that_cannot_be_opened_ends_the_run_in_time(tmp_path):
@@ -111,6 +110,7 @@ def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     assert f"rank 0 on {HERE}, step 3\n" in found[0]
     assert "lost contact with another process" in status(config)["reason"]
     assert f"No report from rank 1 on {HERE}" in status(config)["reason"]
+    assert status(config)["silent"] == [{"rank": 1, "host": HERE}]
 
 
 def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(tmp_path):
@@ -124,6 +124,9 @@ def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(
     assert "lost contact with another process" in found[0]
     reason = status(config)["reason"]
     assert reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
+    failed = status(config)["failure"]
+    assert (failed["rank"], failed["host"], failed["step"]) == (1, HERE, 3)
+    assert (failed["cause"], failed["at"]["function"]) == ("exception", "strike")
 
 
 def command_with_sys_exit(config: Config) -> None:
@@ -235,10 +238,8 @@ def test_a_closed_connection_is_not_taken_for_another_process(tmp_path, place):
     run.hosts = [HERE, HERE]
     with pytest.raises((EOFError, OSError)), stopping.failures_recorded(run):
         closed_connection(place)
-    reason = run.status()["reason"]
-    assert ("a loader worker exited" in reason) == (place != "the dataset")
-    assert "lost contact" not in reason
-    assert "No word" not in reason
+    wanted = "exception" if place == "the dataset" else "loader worker"
+    assert run.status()["failure"]["cause"] == wanted
 
 
 # ---- told to stop --------------------------------------------------------------------------------

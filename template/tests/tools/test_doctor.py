@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 import test_launch
 from ragged import Ragged
-from runs import change, make_config, train
+from runs import change, make_config, status, train
 from test_damage import KINDS, replace
 from test_runs import HOLD
 from test_stopping import Killing, fails, with_fault
-from world import run_world
+from world import World, run_world
 
 from my_project import stopping
 from my_project.config import Config, ConfigError
+from my_project.files import wait_until, writing
 from my_project.run_folder import Run
-from my_project.tools.doctor import doctor
-from my_project.tools.doctor.doctor import diagnose
+from my_project.tools import doctor
+from my_project.tools.doctor import diagnose
 
 HERE = socket.gethostname()
 
@@ -53,12 +54,10 @@ def test_an_exception_is_told_with_rank_host_line_and_file(raised, capsys):
     assert first["what"] == "ValueError: this rank was told to fail"
     assert re.search(r"ragged\.py, line \d+, in strike: raise ValueError", first["at"])
     assert json.loads(Path(first["says"]).read_text())["rank"] == 1
-    assert found["others"] == [f"lost contact, which follows: rank 0 on {HERE}"]
     assert found["remedy"][-1] == "then the same command continues from step 2"
-    assert found["likely"] == []
-    shown = text_of(raised.folder, capsys)
-    assert f"first    rank 1 on {HERE}, step 3, " in shown
-    assert len(shown.splitlines()) <= 24, "one screen"
+    shown = text_of(raised.folder, capsys).splitlines()
+    assert len(shown) <= 24, "one screen"
+    assert "the same command continues from step 2" in shown[-1], "what to do is last"
 
 
 def test_the_command_needs_no_torch_and_prints_json(raised, tmp_path):
@@ -68,10 +67,12 @@ def test_the_command_needs_no_torch_and_prints_json(raised, tmp_path):
     )
     assert not re.findall(r"\| +(torch|accelerate|numpy)$", done.stderr, re.M)
     found = json.loads(done.stdout)
+    fields = {"run", "outcome", "step", "steps", "time", "first", "cause", "certainty", "known"}
+    assert fields | {"likely", "look_at", "remedy", "damaged"} <= found.keys()
     assert found == diagnose(raised.folder) | {"happened": found["happened"]}
     command = [sys.executable, "-m", "my_project", "doctor", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    assert (done.returncode, done.stderr[:7]) == (2, "error: ")
 
 
 def test_nan_is_told_of_the_rank_whose_loss_it_was(tmp_path):
@@ -80,9 +81,9 @@ def test_nan_is_told_of_the_rank_whose_loss_it_was(tmp_path):
     found = diagnose(config.folder)
     assert (found["cause"], found["first"]["rank"]) == ("not finite", 1)
     assert "the loss on this rank is nan" in found["first"]["what"]
-    assert "step 4 was skipped" in found["known"]
-    assert found["others"] == [f"failed too, not finite: rank 0 on {HERE}"]
+    assert found["known"][0] == "steps 4 to 4 were skipped"
     assert "optim.lr (now 0.05)" in found["remedy"][0]
+    assert "precision" not in found["remedy"][0], "which is no already"
     assert found["likely"] == []
 
 
@@ -94,8 +95,6 @@ def test_a_hang_is_told_with_the_line_and_with_who_waits_for_it(tmp_path):
     assert re.search(r"ragged\.py, line \d+, in strike: time\.sleep\(1\)$", found["first"]["at"])
     (known,) = found["known"]
     assert f"while rank 0 on {HERE} waited for other ranks (in " in known
-    (likely,) = found["likely"]
-    assert "it alone waits for no other rank" in likely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +115,41 @@ def test_ranks_that_wait_in_different_lines_have_likely_called_different_collect
     found = diagnose(config.folder)
     assert (found["cause"], found["certainty"]) == ("mismatched collectives", "likely")
     lines = sorted(found["known"])
-    assert re.match(r"rank 0: \S*test_doctor\.py, line \d+, in loss: dist\.barrier\(\)", lines[0])
-    assert re.match(r"rank 1: \S*train\.py, line \d+, in main", lines[1])
+    assert re.match(
+        r"rank 0 on .* waited in .*test_doctor\.py, line \d+, in loss: dist\.", lines[0]
+    )
+    assert re.match(r"rank 1 on .* waited in .*train\.py, line \d+, in main", lines[1])
+
+
+STOPPED = []  # once, not at each micro-batch of the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(Ragged):
+    """Rank 1 is stopped, as by a debugger."""
+
+    def loss(self, model, batch, step):
+        if step == 3 and os.environ["RANK"] == "1" and not STOPPED:
+            STOPPED.append(os.kill(os.getpid(), signal.SIGSTOP))
+        return super().loss(model, batch, step)
+
+
+def test_a_rank_that_was_stopped_for_a_time_is_named_also_when_it_goes_on(tmp_path):
+    config = make_config(tmp_path, Stopped(), distributed__timeout_seconds=2)
+    world = World(2, train, config)
+    path = config.folder / "status.json"
+    assert wait_until(lambda: bool(path.is_file() and status(config).get("silent")), 90)
+    assert (diagnose(config.folder)["cause"], status(config)["silent"][0]["rank"]) == (
+        "no report",
+        1,
+    )
+    os.kill(world.workers[1].pid, signal.SIGCONT)
+    with pytest.raises(RuntimeError):
+        world.results(60)
+    assert (status(config)["failure"]["rank"], status(config)["silent"]) == (1, [])
+    found = diagnose(config.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
+    assert "SIGSTOP" in found["likely"][0]
 
 
 def test_a_rank_that_is_gone_without_a_log_is_named_and_nothing_is_claimed(tmp_path):
@@ -129,27 +161,12 @@ def test_a_rank_that_is_gone_without_a_log_is_named_and_nothing_is_claimed(tmp_p
     assert found["known"] == []
 
 
-def test_out_of_memory_names_a_micro_batch_that_divides(tmp_path):
+def test_out_of_memory_names_the_micro_batch(tmp_path):
     config = with_fault(tmp_path, "out_of_memory")
     fails(config)
     found = diagnose(config.folder)
     assert (found["cause"], found["first"]["rank"]) == ("out of memory", 1)
-    assert found["remedy"][0].startswith("--batches.micro_batch_size 2 (now 4): accumulation")
-
-
-@pytest.mark.parametrize(
-    ("now", "remedy"),
-    [
-        (5, "--batches.micro_batch_size 1 (now 5): accumulation rises"),
-        (0, "--batches.micro_batch_size 5 (now 15): accumulation rises"),
-        (1, "the micro-batch has 1 samples already; then --precision bf16"),
-    ],
-)
-def test_the_smaller_micro_batch_divides_the_part_of_a_rank(tmp_path, monkeypatch, now, remedy):
-    batches = {"batches__global_batch_size": 30, "batches__micro_batch_size": now}
-    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"), **batches)
-    fail(run, monkeypatch, 1, RuntimeError("CUDA error: out of memory"))
-    assert diagnose(run.folder)["remedy"][0].startswith(remedy)
+    assert "a smaller --batches.micro_batch_size (now 4)" in found["remedy"][0]
 
 
 def test_a_killed_loader_worker_is_told(tmp_path):
@@ -159,7 +176,6 @@ def test_a_killed_loader_worker_is_told(tmp_path):
     found = diagnose(config.folder)
     assert found["cause"] == "loader worker"
     assert "fewer batches.workers (now 1)" in found["remedy"][0]
-    assert "the kernel killed it for lack of host memory" in found["likely"][0]
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
@@ -182,12 +198,11 @@ def test_a_full_disk_is_told_where_it_ends_the_run_and_where_it_does_not(tmp_pat
     found = diagnose(config.folder)
     assert (found["cause"], found["certainty"]) == ("full disk", "known")
     assert "checkpoints.keep (now 2)" in found["remedy"][0]
-
     config = make_config(tmp_path, run_name="goes_on", stop_after="0s")
     assert run_world(1, train_on_a_full_disk, config) == [75]
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"]) == ("preempted", "")
-    assert "the last checkpoint could not be saved: [Errno 28] No space left" in found["happened"]
+    assert "the last checkpoint could not be saved: [Errno 28] No space left" in found["known"][0]
     assert found["remedy"][0].startswith("free space")
 
 
@@ -232,7 +247,6 @@ def test_the_newest_of_several_failures_is_told(raised, tmp_path):
     assert (found["first"]["rank"], found["step"]) == (0, 2)
     assert re.search(r"test_doctor\.py, line \d+, in loss: raise MemoryError", found["first"]["at"])
     assert found["earlier_failures"] == 1
-    assert found["others"] == [], "rank 1 was of the start before"
 
 
 # ---- what the real functions write, for hosts that are not here ----------------------------------
@@ -278,12 +292,11 @@ def test_a_host_of_which_no_rank_reports_is_likely_lost(tmp_path, monkeypatch, h
     for rank in (0, 1):
         fail(run, monkeypatch, rank, LOST)
     if has_start_record:
-        run.write_status("failed", "rank 0: lost", unexplained="rank 0: lost")  # names nobody else
+        run.write_status("failed", "rank 0: lost")  # names nobody else
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("lost node", "likely")
     assert (found["first"]["rank"], found["first"]["host"]) == (None, "gpu-b")
-    assert "no report from ranks 2, 3 on gpu-b" in found["first"]["what"]
-    assert "gpu-b answers" in found["look_at"][0]
+    assert "whether gpu-b answers" in found["remedy"][0]
 
 
 def test_a_host_of_which_one_rank_reports_is_not_called_lost(tmp_path, monkeypatch):
@@ -298,11 +311,11 @@ def test_the_hosts_of_an_earlier_start_are_not_named(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
     start = {"kind": "start", "step": 0, "world_size": 2, "hosts": ["gpu-x", "gpu-y"]}
     write(run, start | {"time": time.time() - 3600})
-    monkeypatch.setattr(stopping, "likely_cause", lambda run, reports: "-")
+    monkeypatch.setattr(stopping, "explain", lambda run, reports: None)
     fail(run, monkeypatch, 0, LOST)
     found = diagnose(run.folder)
     first = found["first"]
-    assert (found["cause"], first["rank"], first["host"]) == ("no report", 1, None)
+    assert (found["cause"], first["rank"], first["host"]) == ("no report", 1, "")
 
 
 def test_ranks_that_all_lost_contact_point_to_the_network(tmp_path, monkeypatch):
@@ -313,41 +326,21 @@ def test_ranks_that_all_lost_contact_point_to_the_network(tmp_path, monkeypatch)
     assert (found["cause"], found["certainty"]) == ("network", "likely")
 
 
-def test_a_store_that_is_lost_is_no_first_cause(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
-
-    class DistStoreError(RuntimeError):
-        pass
-
-    fail(run, monkeypatch, 0, DistStoreError("Connection was likely closed."))
-    fail(run, monkeypatch, 1, KeyError("labels"))
-    assert diagnose(run.folder)["first"]["rank"] == 1
-
-
-def test_failures_by_the_clocks_of_two_hosts_are_not_put_in_order(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
-    fail(run, monkeypatch, 1, KeyError("labels"))
-    fail(run, monkeypatch, 0, ValueError("no labels"))
-    found = diagnose(run.folder)
-    assert found["first"]["rank"] == 1
-    assert "rank 0 on gpu-a failed at almost the same time, by another clock" in found["look_at"][0]
+def config_error_of(error: OSError) -> ConfigError:
+    with pytest.raises(ConfigError) as raised, writing(Path("runs/a")):
+        raise error
+    return raised.value
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (MemoryError(), "out of host memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of host memory"),
-        (RuntimeError("CUDA error: out of memory"), "out of memory"),
         (OSError(28, "No space left on device"), "full disk"),
-        (OSError(122, "Disk quota exceeded"), "full disk"),
-        (ConfigError("runs/a cannot be written to (No space left on device)"), "full disk"),
+        (config_error_of(OSError(28, "No space left on device")), "full disk"),
         (ConfigError("lr is -1."), "setting"),
         (KeyboardInterrupt("second signal, SIGTERM"), "stopped"),
-        (RuntimeError("CUDA error: device-side assert triggered"), "exception"),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "exception"),
-        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), "loader worker"),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "loader worker"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "device error"),
     ],
 )  # fmt: skip
 def test_what_an_exception_means(tmp_path, monkeypatch, error, kind):
@@ -355,57 +348,22 @@ def test_what_an_exception_means(tmp_path, monkeypatch, error, kind):
     fail(run, monkeypatch, 0, error)
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == (kind, "known")
-    assert found["remedy"]
-    assert f"{kind}" in (doctor.__doc__ or "")
+    assert found["remedy"][1:], "what to do besides the same command again"
 
 
-def test_the_records_tell_when_steps_began_to_be_skipped_and_what_was_before(tmp_path, monkeypatch):
-    from my_project.state import NotFiniteError
-
-    run = begin(tmp_path, monkeypatch)
-    skips = {10: 2, 400: 3, 410: 10}  # the first two as fp16 skips them
-    for step in range(10, 420, 10):
-        norm = {"gradient_norm": 83.0 if step == 390 else 1.25}
-        skipped = {"steps": 10, "skipped": skips.get(step, 0)}
-        write(run, {"kind": "interval", "step": step} | norm | skipped)
-    reason = "the gradient was not finite in 13 steps in a row, up to step 410"
-    fail(run, monkeypatch, 0, NotFiniteError(f"{reason}; the loss on this rank is 2.5: lower"))
-    found = diagnose(run.folder)
-    assert "steps 398 to 410 were skipped" in found["known"][0]
-    unstable, overflowed = found["likely"]
-    assert "since gradient_norm was 83 at step 390, against a median of 1.25" in unstable
-    assert "since no rank had a loss that is NaN" in overflowed
-
-
-def test_a_spike_long_before_is_no_evidence(tmp_path, monkeypatch):
-    from my_project.state import NotFiniteError
-
-    run = begin(tmp_path, monkeypatch)
-    for step in range(40):
-        loss = 83.0 if step == 37 else 1.0
-        write(run, {"kind": "interval", "step": step, "skipped": 0, "loss": loss})
-    write(run, {"kind": "interval", "step": 5000, "skipped": 0})
-    reason = "the gradient was not finite in 2 steps in a row, up to step 5001"
-    fail(run, monkeypatch, 0, NotFiniteError(f"{reason}; the loss on this rank is nan: lower"))
-    assert diagnose(run.folder)["likely"] == []
-
-
-@pytest.mark.parametrize("rise", [1.0, 0.001, 0.0])
-def test_memory_that_rises_is_told_as_likely_and_otherwise_only_its_peak(
-    tmp_path, monkeypatch, rise
+def test_steps_that_overflowed_on_all_ranks_and_steps_without_items_are_told_apart(
+    tmp_path, monkeypatch
 ):
-    run = begin(tmp_path, monkeypatch)
-    for i in range(8):
-        more = {"peak_memory_bytes": int(1e9 * (1 + i * rise)), "allocator_retries": 0}
-        write(run, {"kind": "interval", "step": 10 * i + 10, "steps": 10, "skipped": 0} | more)
-    fail(run, monkeypatch, 0, RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."))
-    found = diagnose(run.folder)
-    if rise == 1:
-        assert "rose in 7 of 7 intervals, from 1 GB to 8 GB" in found["likely"][0]
-    else:
-        assert found["likely"] == []
-        assert "the peak memory of a process was 1" in found["known"][1]
-        assert found["known"][1].endswith(" GB up to step 80")
+    from my_project.state import NotFiniteError
+
+    facts = {"skipped_from": 398, "skipped_to": 410, "loss_is_finite": True}
+    for number, items in enumerate((5.0, 0.0)):
+        run = begin(tmp_path / str(number), monkeypatch)
+        fail(run, monkeypatch, 0, NotFiniteError("skipped", num_items=items, **facts))
+        found = diagnose(run.folder)
+        assert found["known"] == ["steps 398 to 410 were skipped"]
+        assert found["cause"] == ("not finite" if items else "no items")
+        assert ("overflowed" in str(found["likely"])) == bool(items)
 
 
 # ---- under way, or ended without a word ----------------------------------------------------------
@@ -430,7 +388,6 @@ def test_a_run_under_way_says_how_old_its_last_record_is_and_whether_it_moves(
     found = diagnose(run.folder, now + 7200)
     assert (found["outcome"], found["cause"]) == ("interrupted", "interrupted")
     assert found["certainty"] == "likely"
-    assert any("last -x reboot" in line for line in found["look_at"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,13 +410,12 @@ def test_a_run_that_was_told_to_stop_and_killed_before_it_saved_is_told(tmp_path
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"]) == ("interrupted", "stopped")
     assert "it was told to stop (SIGTERM)" in found["known"][0]
-    assert "SIGKILL at the end of the scheduler's grace period" in found["likely"][0]
 
 
 def test_the_job_of_slurm_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     run = begin(tmp_path, monkeypatch)
-    assert any(line.startswith("sacct -j 4711 ") for line in diagnose(run.folder)["look_at"])
+    assert any("sacct -j 4711 " in line for line in diagnose(run.folder)["look_at"])
 
 
 # ---- damage, secrets -----------------------------------------------------------------------------
@@ -484,7 +440,6 @@ def test_no_damage_ends_the_doctor_and_it_is_listed(raised, tmp_path, name, kind
         assert [one for one in found["damaged"] if path.name in one], found["damaged"]
     if name == "errors":
         assert found["first"]["says"].endswith("status.json")
-        assert "errors/ has no intact file of it" in found["look_at"][0]
     assert (found["cause"], found["first"]["rank"]) == ("exception", 1)
     assert found["first"]["what"] == "ValueError: this rank was told to fail"
 
@@ -493,31 +448,20 @@ def test_without_any_intact_report_it_says_that_it_does_not_know(tmp_path, monke
     run = begin(tmp_path, monkeypatch)
     (run.folder / "status.json").write_bytes(b"")
     found = diagnose(run.folder)
-    assert found["outcome"] == "unknown"
-    assert "status.json is damaged" in found["happened"]
-    assert found["damaged"] == ["status.json"]
-    run.write_status("failed", "rank 2 on gpu-b, step 3: KeyError: 'labels'")
-    found = diagnose(run.folder)
-    assert (found["first"]["rank"], found["first"]["host"]) == (2, "gpu-b")
-    assert found["first"]["what"] == "KeyError: 'labels'"
-    run.write_status("failed", "rank 2: lost. No report", unexplained="rank 2: lost")
+    assert (found["outcome"], found["cause"]) == ("unknown", "interrupted")
+    assert "status.json" in found["damaged"][0]
+    run.write_status("failed", "of an earlier version")
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("unknown", "unknown")
-    assert (found["first"]["rank"], found["first"]["what"]) == (None, "rank 2: lost. No report")
+    assert (found["first"]["rank"], found["first"]["what"]) == (None, "of an earlier version")
 
 
 def test_what_is_printed_holds_no_secret_and_no_control_character(tmp_path, monkeypatch, capsys):
     run = begin(tmp_path, monkeypatch)
-    path = run.folder / "errors"
-    fail(run, monkeypatch, 0, ValueError("x"))
-    (file,) = path.iterdir()
-    one = json.loads(file.read_text())
-    one["reason"] = f"GET http://me:pw123@host failed\x1b[31m\nhub_token='S3cr3t' {'long ' * 300}"
-    one["host"] = "gpu\x07-a"
-    one["frames"][-1]["code"] = "login(password='S3cr3t')\x1b[2J"
-    file.write_text(json.dumps(one))
+    secret = f"GET http://me:pw123@host\x1b[31m\nhub_token='S3cr3t' {'long ' * 300}"
+    fail(run, monkeypatch, 0, ValueError(secret))
     shown = text_of(run.folder, capsys) + json.dumps(diagnose(run.folder), ensure_ascii=False)
-    assert "GET http://***@host failed?[31m hub_token='***'" in " ".join(shown.split())
+    assert "GET http://***@host?[31m hub_token='***'" in " ".join(shown.split())
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", shown)
     for secret in ("S3cr3t", "pw123"):
         assert secret not in shown
@@ -526,10 +470,9 @@ def test_what_is_printed_holds_no_secret_and_no_control_character(tmp_path, monk
 
 # ---- no run, or a start that did not become one --------------------------------------------------
 def test_a_folder_that_is_no_run_is_refused(tmp_path, raised):
-    with pytest.raises(ConfigError, match=r"there is no run .* A start that is refused leaves no"):
-        diagnose(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="it holds runs: give one, such as"):
-        diagnose(raised.folder.parent)
+    for folder in (tmp_path / "nowhere", raised.folder.parent):
+        with pytest.raises(ConfigError, match="is not a run folder"):
+            diagnose(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,7 +499,7 @@ def test_a_start_that_fails_before_the_run_is_open_is_told_from_its_log(tmp_path
     assert (found["first"]["rank"], found["first"]["host"]) == (0, HERE)
     assert found["first"]["what"] == "KeyError: 'labels'"
     assert re.search(r"test_doctor\.py, line \d+, in build_datasets: raise", found["first"]["at"])
-    assert found["first"]["says"].endswith("rank_00000.log")
+    assert found["first"]["says"].endswith("rank_00000.json")
     assert train(change(config, recipe=Ragged(), steps=2)) == 0
     assert diagnose(config.folder)["outcome"] == "finished", "what failed is older"
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 60))
@@ -603,7 +546,7 @@ def test_a_killed_process_is_told_by_the_log_of_its_launcher(tmp_path, where, ra
     assert (found["first"]["rank"], found["first"]["host"]) == (rank, HERE)
     assert "ended by signal 9 (SIGKILL)" in found["first"]["what"]
     assert "launcher.log: " in found["first"]["says"]
-    assert "dmesg" in found["look_at"][0]
+    assert "dmesg" in str(found["look_at"])
 
     # a start without logs, after it: what the old ones say is not of it
     folder = tmp_path / "runs/tiny"
@@ -638,6 +581,19 @@ class Preempted(Ragged):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch, step)
 
+class Leaves(Ragged):
+    def loss(self, model, batch, step):
+        if step == 3 and os.environ.get("RANK", "0") == os.environ.get("LEAVES", "0"):
+            os._exit(0)
+        return super().loss(model, batch, step)
+
+class Lonely(Ragged):
+    def loss(self, model, batch, step):
+        if step == 3 and os.environ["RANK"] == "0":
+            import torch, torch.distributed as dist
+            dist.all_reduce(torch.ones(3))
+        return super().loss(model, batch, step)
+
 class Missing(Ragged): ...
 
 class Stops(Ragged):
@@ -655,8 +611,11 @@ class Stops(Ragged):
         ("Exits", "cpu", 0, ("exited", "known", "ended with exit code 7")),
         ("Crashes", "cpu_2_processes", 1, ("crashed", "known", "ended by signal 11 (SIGSEGV)")),
         ("Stops", "cpu_2_processes", 1, ("no report", "likely", "no report from rank 1 on ")),
+        ("Leaves", "cpu", None, ("exited", "known", "ended with exit code 0")),
+        ("Leaves", "cpu_2_processes", 1, ("exited", "known", "ended with exit code 0")),
+        ("Lonely", "cpu_2_processes", 0, ("mismatched collectives", "known", "(SIGABRT)")),
         ("Preempted", "cpu", 0, ("killed", "known", "ended by signal 9 (SIGKILL)")),
-        ("missing", "cpu", None, ("exception", "known", "KeyError: 'x'")),
+        ("missing", "cpu", 0, ("exception", "known", "KeyError: 'x'")),
     ],
 )  # fmt: skip
 def test_processes_that_leave_no_report_are_told(
@@ -664,6 +623,7 @@ def test_processes_that_leave_no_report_are_told(
 ):
     (tmp_path / "own.py").write_text(RECIPES + "\n{}['x']\n" * (recipe == "missing"))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+    monkeypatch.setenv("LEAVES", str(rank or 0))
     path = ("--recipe.class_path", f"own.{recipe.title()}", "--distributed.timeout_seconds", "4")
     found = launched(tmp_path, where, *path)
     assert (found["cause"], found["certainty"]) == wanted[:2], found

@@ -14,8 +14,8 @@ from world import run_world
 
 from my_project import failures
 from my_project.run_folder import Run
-from my_project.tools.doctor.doctor import diagnose
-from my_project.tools.doctor.flight_recorder import compare, read
+from my_project.tools.doctor import diagnose
+from my_project.tools.flight_recorder import compare, read
 
 GROUP = ["0", "default_pg"]
 
@@ -151,7 +151,7 @@ def test_frames_are_shown_where_a_dump_has_them(tmp_path):
         {"name": "loss", "filename": "/home/me/project/recipe.py", "line": 7},
     ]
     found = find(tmp_path, [entry(1, frames=frames)], [entry(1, "barrier")])
-    assert found.at == "/home/me/project/recipe.py, line 7, in loss"
+    assert (found.at["file"], found.at["line"]) == ("/home/me/project/recipe.py", 7)
 
 
 DAMAGED = ["", "[]", "{", '{"version": 3}', '{"entries": []}']
@@ -163,7 +163,7 @@ def test_a_damaged_dump_is_listed_and_the_others_are_compared(tmp_path, content)
         path = dump(tmp_path, rank, [entry(1, "barrier" if rank else "all_reduce")], 3)
     path.write_text(content)
     dumps = read(tmp_path, time.time())
-    assert dumps.damaged == ["errors/nccl_trace_rank_00002.json"]
+    assert dumps.notes == ["a damaged dump is left out: errors/nccl_trace_rank_00002.json"]
     assert compare(dumps).calls.keys() == {"all_reduce of Float [1024]", "barrier of Float [1024]"}
 
 
@@ -216,7 +216,7 @@ def test_the_dumps_of_these_tests_have_the_form_of_torch(tmp_path, monkeypatch):
     path = dump(tmp_path, 0, [])
     path.write_text(json.dumps(real))
     dumps = read(tmp_path, time.time())
-    assert [*dumps.collectives["0 (default_pg)"][0]] == [1]
+    assert [*dumps.calls["0 (default_pg)"]] == [1]
 
 
 # ---- what the doctor makes of them ---------------------------------------------------------------
@@ -233,7 +233,7 @@ def hang(folder: Path, monkeypatch, *causes: str) -> Run:
         place = failures.frame("/home/me/recipe.py", 3 + rank * (cause == "stalled"), "loss", "x()")
         reason = "no progress for 2 s"
         run.record_error(failures.record(reason=reason, cause=cause, frames=[place], details=""))
-    run.fail("no progress for 2 s", unexplained="no progress for 2 s")
+    run.fail(failures.record(reason="no progress for 2 s", cause="waiting"), silent=None)
     assert run.lock
     run.lock.close()
     return run
@@ -246,8 +246,7 @@ def test_a_mismatch_is_known_and_the_rank_that_differs_is_likely_at_fault(tmp_pa
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("mismatched collectives", "known")
     assert found["first"]["rank"] == 1
-    assert "collective 2 of group 0 (default_pg) differs" in found["first"]["what"]
-    assert "the other 2 agree" in found["likely"][0]
+    assert "collective 2 of group 0 (default_pg)" in str(found["known"])
 
 
 def test_of_two_ranks_that_differ_none_is_blamed(tmp_path, monkeypatch):
@@ -255,7 +254,7 @@ def test_of_two_ranks_that_differ_none_is_blamed(tmp_path, monkeypatch):
     dump(run.folder, 0, [entry(1)])
     dump(run.folder, 1, [entry(1, size=7)])
     found = diagnose(run.folder)
-    assert (found["first"]["rank"], found["likely"]) == (None, [])
+    assert (found["cause"], found["first"]["rank"]) == ("mismatched collectives", None)
 
 
 def test_a_rank_that_has_not_arrived_supports_what_its_watchdog_says(tmp_path, monkeypatch):
@@ -264,7 +263,8 @@ def test_a_rank_that_has_not_arrived_supports_what_its_watchdog_says(tmp_path, m
     dump(run.folder, 1, [done(1)])
     found = diagnose(run.folder)
     assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
-    assert "had not called collective 2" in found["known"][1]
+    assert "rank 1" in found["known"][1]
+    assert "had not called it" in found["known"][1]
 
 
 def test_a_collective_that_all_called_alike_points_to_the_network(tmp_path, monkeypatch):
@@ -274,7 +274,6 @@ def test_a_collective_that_all_called_alike_points_to_the_network(tmp_path, monk
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("hang", "likely")
     assert any(one.startswith("no dump of rank 2") for one in found["known"])
-    assert "the network, or a GPU" in found["likely"][0]
 
 
 def test_dumps_of_an_earlier_start_are_left_out(tmp_path, monkeypatch):
@@ -284,7 +283,7 @@ def test_dumps_of_an_earlier_start_are_left_out(tmp_path, monkeypatch):
     dump(run.folder, 1, [entry(1, "barrier", **old)])
     found = diagnose(run.folder)
     assert found["cause"] == "hang"
-    assert "the dumps in errors/ are of an earlier start, so they are left out" in found["look_at"]
+    assert "a dump of an earlier start is left out" in found["look_at"][0]
 
 
 class Bomb:
@@ -298,8 +297,5 @@ def test_dumps_of_nccl_itself_are_named_and_not_opened(tmp_path, monkeypatch):
     for rank in (0, 1):  # DebugInfoWriter adds the rank to TORCH_FR_DUMP_TEMP_FILE
         (run.folder / f"errors/nccl_trace_rank_{rank}").write_bytes(pickle.dumps(Bomb()))
     found = diagnose(run.folder)
-    (line,) = [one for one in found["look_at"] if "pickles" in one]
-    assert line.startswith("2 dumps of NCCL itself")
-    assert "torchfrtrace" in line
+    assert "2 dumps of NCCL itself" in found["look_at"][0]
     assert not (tmp_path / "exploded").exists()
-    assert found["damaged"] == []

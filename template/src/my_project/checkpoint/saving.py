@@ -106,10 +106,11 @@ class Checkpoints:
     @property
     def note(self) -> str:
         """Return a note for the status if the last save or best/ has failed; otherwise ""."""
-        note = f"; the last checkpoint could not be saved: {self.failure}" if self.failure else ""
+        if self.failure:
+            return f"the last checkpoint could not be saved: {self.failure}"
         if self.best_failure:
-            note += f"; the last best/ could not be written: {self.best_failure}"
-        return note
+            return f"the last best/ could not be written: {self.best_failure}"
+        return ""
 
     def save(self, train_state: TrainState) -> None:
         """Save the state after train_state.step steps. Called by every rank."""

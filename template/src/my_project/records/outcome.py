@@ -92,8 +92,7 @@ def print_finished_block(folder: Path, status: dict[str, Any]) -> None:
     """Show how a finished run ended, and what can be done with it."""
     step, steps, reason = status.get("step"), status.get("steps"), status.get("reason", "")
     pairs = [("steps", f"{step} of {steps}" + (f", {reason}" if step != steps else ""))]
-    if "; " in reason:  # a note on checkpoints
-        pairs.append(("note", reason.split("; ", 1)[1]))
+    pairs.append(("note", status.get("note", "")))
     if "seconds" in status:
         pairs.append(("time", f"{format_seconds(status['seconds'])} in the last start"))
     if best := best_of(folder):

@@ -6,11 +6,13 @@ out, and named in `problems`.
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..failures import checked
 from ..files import (
     RUN_FORMAT,
     ConfigError,
@@ -39,7 +41,21 @@ class Run:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Return the records of metrics.jsonl, in its order, without damaged lines."""
-        return [record for record in self.each_record() if record]
+        found = list(self.each_record())
+        if {} in found:
+            self.problems.append("metrics.jsonl has damaged lines, which are left out.")
+        return [record for record in found if record]
+
+    @cached_property
+    def failures(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the error files by launch, each list sorted by time; "file" is the path."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for path in sorted((self.folder / "errors").glob("*_rank_*_step_*.json")):
+            if failure := checked(read_json(path)):
+                found.setdefault(failure["launch"], []).append(failure | {"file": path})
+            else:
+                self.problems.append(f"errors/{path.name} is damaged, so it is left out.")
+        return {launch: sorted(of, key=lambda one: one["time"]) for launch, of in found.items()}
 
     def each_record(self) -> Iterator[dict[str, Any]]:
         """Yield the records of metrics.jsonl one by one; {} for a damaged line."""
@@ -58,15 +74,20 @@ def read_run(folder: Path) -> Run:
         ConfigError: it is none.
     """
     check_run(folder)
+    return read_folder(folder)
+
+
+def read_folder(folder: Path) -> Run:
+    """Read a folder that may be less than a run, such as that of a start that failed at once."""
     status = read_status(folder)
     state = status.get("outcome", "damaged")
     if state == "running" and is_locked(folder) is False:
         state = "interrupted"
     run = Run(folder=folder, status=status, state=state, about={}, settings={})
     run.about = read_json(folder / "run.json")
-    try:
+    with suppress(ConfigError):
         run.settings = flat(read_yaml(folder / "config.yaml"))
-    except ConfigError:
+    if not run.settings:
         run.problems.append("config.yaml is missing or damaged, so its settings are not known.")
     if not status:
         run.problems.append("status.json is missing or damaged, so the outcome is not known.")
@@ -98,6 +119,12 @@ def check_run(folder: Path) -> None:
         raise ConfigError(
             f"{folder} is not a run folder; give the path of one such as runs/image_classification."
         )
+
+
+def time_of(record: dict[str, Any]) -> float:
+    """Return when a record was written, in seconds since 1970; 0 where it does not say it."""
+    value = record.get("time")
+    return value if isinstance(value, (int, float)) and 0 < value < 1e11 else 0.0
 
 
 def is_run(folder: Path) -> bool:

@@ -1,0 +1,638 @@
+"""Say what happened first in a run, on which rank and host, the likely cause and what to do.
+
+    python -m my_project doctor runs/image_classification
+    python -m my_project doctor runs/image_classification --json
+
+Reads the files that docs/run-folder.md describes, of all ranks; changes nothing. What a file says
+is marked as known, what only follows from it as likely, with the reason. Exit code 0 if it could
+say something, also of a run that goes on or has finished; 2 for a folder that is no run.
+
+--json prints one object: run, outcome (finished, preempted, running, starting, failed, interrupted,
+unknown), happened, step, steps, time (seconds since 1970), first (null, or rank, host, step, time,
+what, at, says: the file that says so), cause (a key of CAUSES; "" where nothing failed), certainty
+(known, likely, unknown or ""), known, likely, look_at, remedy, others, damaged (lists of
+sentences), and earlier_failures (starts of this run that failed before).
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from signal import SIGKILL, Signals
+from typing import Any
+
+from ..failures import (
+    CONSEQUENCES,
+    FULL_DISK,
+    SENTENCES,
+    WATCHED,
+    checked,
+    exit_with_error,
+    first_failure,
+    late,
+    place_of,
+)
+from ..files import ConfigError, is_locked, kind_of, printable, read_json, step_of
+from . import flight_recorder
+from .reader import Run, format_problem, format_seconds, is_run, read_folder, time_of
+
+LONGEST = 500  # characters of a sentence
+QUIET_SECONDS = 60.0  # after which a run may have stopped moving
+COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a run folder
+LITTLE_BYTES = 10e6  # of free space: less than a checkpoint of most models
+TAIL_BYTES = 1 << 18  # of a log: what tells of the end stands there
+ABORTED = -6  # SIGABRT: also by NCCL's own watchdog, after ours has reported a hang
+BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM: a launcher ends the other ranks with them
+# What torchrun, and accelerate for one process, write about processes that ended.
+ENDED = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\n +exitcode +: (-?\d+) \(pid: (\d+)\)")
+DIED = re.compile(r"died with <Signals\.SIG\w+: (\d+)>|returned non-zero exit status (\d+)")
+KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (\d+) via")
+
+# ---- the table: cause -> what is likely and why, what to do --------------------------------------
+LESS_MEMORY = "fewer batches.workers (now {workers}), or more memory for the job"
+MORE_TIME = "--stop_after, or more time between the signal and the kill, so that it can save"
+CAUSES = {
+    "exception": ("", "correct that line"),
+    "setting": ("", "do as the sentence says"),
+    "device error": (
+        "an earlier line is at fault, since a GPU reports errors late; often a wrong index",
+        "CUDA_LAUNCH_BLOCKING=1, in one process, shows the line that is at fault",
+    ),
+    "out of memory": (
+        "",
+        "a smaller --batches.micro_batch_size (now {micro}): accumulation rises to match, so the"
+        " curve stays; then --precision bf16, --distributed.activation_checkpointing true, FSDP2",
+    ),
+    "out of host memory": ("", LESS_MEMORY),
+    "full disk": ("", "free space ({free} are left), or a smaller checkpoints.keep (now {keep})"),
+    "loader worker": (
+        "the kernel killed it for lack of host memory, or /dev/shm was full, since a worker passes"
+        " an exception on",
+        f"{LESS_MEMORY}; in a container a larger /dev/shm (--shm-size)",
+    ),
+    "not finite": (
+        "",
+        "check the data of these steps; a lower optim.lr (now {lr}), a longer optim.warmup_steps"
+        " (now {warmup}){full_precision}",
+    ),
+    "no items": ("", "check the labels: all items of these steps are masked"),
+    "stopped": ("by a second signal, or at the end of the scheduler's grace period", MORE_TIME),
+    "killed": (
+        "by the kernel for lack of memory, by the scheduler at a limit, or by a person, since the"
+        " loop sends SIGKILL to no rank that works",
+        f"for memory: {LESS_MEMORY}; for time: {MORE_TIME}",
+    ),
+    "crashed": (
+        "in C code of torch, a driver or another library (SIGBUS: /dev/shm or a disk is full)",
+        "PYTHONFAULTHANDLER=1 in the environment prints the line at which it crashes",
+    ),
+    "exited": (
+        "some code called os._exit, since an exception would have been reported",
+        "look for os._exit in the recipe and its libraries",
+    ),
+    "stalled": (
+        "",
+        "see what that line waits for, such as storage, a download or a lock; if it only needs more"
+        " time: distributed.timeout_seconds (now {timeout})",
+    ),
+    "mismatched collectives": (
+        "an if or a break that not all ranks take, or a size that depends on the rank",
+        "let all ranks call the same collectives in the same order",
+    ),
+    "hang": (
+        "the network or a GPU, since every rank waits in the same line",
+        "--preflight measures each GPU and each link; NCCL_DEBUG=INFO says what NCCL uses",
+    ),
+    "network": (
+        "the network between the hosts, since every rank lost contact and none failed by itself",
+        "--preflight measures each pair of nodes",
+    ),
+    "no report": (
+        "killed, crashed, stopped or cut off, since others noticed it and it reported nothing",
+        "find out what ended the processes there",
+    ),
+    "lost node": (
+        "the host or its network failed, since none of its ranks left a report",
+        "see whether {host} answers, and start it again without it, or when it is back",
+    ),
+    "interrupted": (
+        "all processes ended at once, with their launcher: killed, or with the machine",
+        "",
+    ),
+    "unknown": ("", ""),
+}
+LIKELY = ("hang", "network", "no report", "lost node", "interrupted")  # no file says these
+OF_THE_HOST = ("out of host memory", "loader worker", "killed", "no report", "interrupted")
+OF_THE_SCHEDULER = ("stopped", "killed", "no report", "lost node", "interrupted")
+
+
+# ---- the newest start ----------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a process ended, as its launcher wrote."""
+
+    code: int  # negative: the signal
+    by_launcher: bool  # killed by torchrun, since it did not end after the failure of another rank
+    says: str
+
+
+@dataclass(kw_only=True)
+class Start:
+    """What is left of the newest start of a run."""
+
+    run: Run
+    is_unopened: bool = False  # it ended, or is, before the run was open
+    began: float  # in seconds since 1970; 0: not known
+    failures: list[dict[str, Any]]  # the first first; "file" is the source
+    records: list[dict[str, Any]] = field(default_factory=list)
+    hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
+    world_size: int = 1
+    logs: dict[int, Path] = field(default_factory=dict)  # by rank
+    exits: dict[int, Exit] = field(default_factory=dict)  # by rank, as the launchers say
+    ended: dict[Path, dict[str, Any]] = field(default_factory=dict)  # launcher.json by log folder
+    told: str = ""  # the signal that told it to stop
+
+    @property
+    def silent(self) -> list[int]:
+        """Return the ranks that left no report."""
+        return sorted({*range(self.world_size)} - _ranks(self.failures))
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """Return ranks with their hosts: "ranks 0, 1 on gpu-a, rank 2 on gpu-b"."""
+        by_host: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            by_host.setdefault(self.hosts.get(rank, ""), []).append(rank)
+        return ", ".join(
+            f"rank{'s' * (len(of) > 1)} {str(of)[1:-1]}" + f" on {host}" * bool(host)
+            for host, of in by_host.items()
+        )
+
+
+def newest_start(run: Run, locked: bool | None) -> Start:
+    """Return what is left of the newest start: the one that opened the run last, or a later one."""
+    folder, launch = run.folder, str(run.about.get("launch") or "")
+    if run.failures and not launch:  # run.json is damaged
+        launch = max(run.failures, key=lambda one: run.failures[one][-1]["time"])
+    files = [path for name in ("run.json", "status.json") if (path := folder / name).is_file()]
+    opened = files[0].stat().st_mtime if files else 0.0
+    start = Start(run=run, began=opened, failures=[*run.failures.get(launch, [])])
+    signs = [*(path.stat().st_mtime for path in files), *map(time_of, run.records[-1:])]
+    last_sign = max([*signs, *(one["time"] for one in start.failures)], default=0.0)
+    folders = list(_newest_logs(folder, opened))
+    began = _start_of(folders)
+    unopened = [one for one in run.failures.get("", []) if launch and one["time"] > last_sign]
+    if unopened or began > last_sign:
+        later = Start(run=run, is_unopened=True, began=began, failures=unopened)
+        _read_logs(later, folders)
+        # else it showed the result of a finished run, or was killed: what was before counts
+        if not last_sign or later.failures or later.exits or locked:
+            return _complete(later)
+        folders = []
+    _read_logs(start, folders)
+    noted = checked(run.status.get("failure")) | {"file": folder / "status.json"}
+    if noted.get("launch") == launch and noted["rank"] not in _ranks(start.failures):
+        start.failures.append(noted)
+    starts = [i for i, one in enumerate(run.records) if kind_of(one) == "start"]
+    if starts and time_of(run.records[starts[-1]]) > opened - COPIED_SECONDS:
+        start.records = run.records[starts[-1] :]
+    return _complete(start)
+
+
+def _newest_logs(folder: Path, opened: float) -> Iterator[Path]:
+    """Yield the log folder of each node's newest start, but not from before the run was opened."""
+    for node in sorted(folder.glob("logs/node_*/")):
+        starts = sorted(node.glob("*/"))  # their names begin with the time
+        times = [path.stat().st_mtime for path in starts[-1].iterdir()] if starts else []
+        if max(times, default=0.0) > opened - COPIED_SECONDS:
+            yield starts[-1]
+
+
+def _start_of(folders: list[Path]) -> float:
+    """Return when a start began that has these log folders; 0 where their names do not say it."""
+    try:
+        began = datetime.strptime(folders[0].name.partition("_")[0], "%Y%m%dT%H%M%S")
+    except (IndexError, ValueError):
+        return 0.0
+    return began.replace(tzinfo=UTC).timestamp()
+
+
+def _read_logs(start: Start, folders: list[Path]) -> None:
+    """Add what the log folders of a start hold."""
+    for folder in folders:
+        start.logs |= {
+            int(path.stem[5:]): path for path in folder.glob("rank_" + 5 * "[0-9]" + ".log")
+        }
+        for path in sorted(folder.glob("rank_*.json")):
+            failure = checked(read_json(path))
+            if failure and failure["rank"] not in _ranks(start.failures):
+                start.failures.append(failure | {"file": path})
+        signals = [read_json(path) for path in sorted(folder.glob("signal_rank_*.json"))]
+        if ended := read_json(folder / "launcher.json"):
+            start.ended[folder] = ended
+        told = (one.get("signal") for one in (*signals, ended))
+        start.told = start.told or next((one for one in told if isinstance(one, str)), "")
+        start.exits |= _exits(folder / "launcher.log")
+
+
+def _exits(path: Path) -> dict[int, Exit]:
+    """Return by rank how processes ended, as a launcher wrote, the first failure first."""
+    text, found = _tail(path), {}
+    by_launcher = KILLED_BY_LAUNCHER.findall(text)
+    others, _, root = text.rpartition("Root Cause (first observed failure)")
+    for one in (*ENDED.finditer(root), *ENDED.finditer(others)):
+        is_killed = one[3] in by_launcher
+        says = f"{path}: {' '.join(one[0].split())}"
+        found[int(one[1])] = Exit(code=int(one[2]), by_launcher=is_killed, says=says)
+    if died := DIED.search(text):
+        code = -int(died[1]) if died[1] else int(died[2])
+        found.setdefault(0, Exit(code=code, by_launcher=False, says=f"{path}: {died[0]}"))
+    return found
+
+
+def _tail(path: Path | None) -> str:
+    """Return the end of a log; "" where there is none."""
+    if path is None or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _complete(start: Start) -> Start:
+    """Add the world size and the hosts, as far as they are known, and sort the failures."""
+    about, silent = start.run.about, start.run.status.get("silent")
+    if not start.is_unopened:
+        first = start.records[0] if start.records else {}
+        hosts = _list(first.get("hosts")) or [about.get("host") or ""]
+        start.hosts = dict(enumerate(map(str, hosts)))
+        start.hosts |= {one["rank"]: one["host"] for one in _list(silent) if isinstance(one, dict)}
+        size = _dict(about.get("environment")).get("WORLD_SIZE")
+        start.world_size = int(str(size)) if str(size).isdecimal() else 1
+    start.failures = sorted(start.failures, key=lambda one: one["time"])
+    start.hosts |= {one["rank"]: one["host"] for one in start.failures}
+    start.world_size = max([start.world_size - 1, *start.hosts, *start.logs]) + 1
+    return start
+
+
+# ---- the cause -----------------------------------------------------------------------------------
+def find_cause(start: Start) -> dict[str, Any]:
+    """Return what happened first in a start that has failed: "cause", and what replaces the table.
+
+    The keys are those of an error file, and besides: what, says, known, likely, look_at, is_known.
+    """
+    failures = start.failures
+    first = first_failure(failures)
+    kind = first.get("cause", "")
+    if first and kind not in (*CONSEQUENCES, *WATCHED, "stopped"):
+        return _reported(start, first)
+    watched = [one for one in failures if one["cause"] in WATCHED]
+    exits = {
+        rank: one
+        for rank, one in start.exits.items()
+        if rank in start.silent and not one.by_launcher and one.code not in BY_OTHERS
+        if not (watched and (one.code > 0 or one.code == ABORTED))
+        if not (start.told and one.code == 1)  # of process.Launcher
+    }
+    if exits:
+        return _ended(start, exits)
+    if kind == "stopped" or not first:
+        return _reported(start, first) if first else _without_report(start)
+    cause = _of(first, "network", known=[])
+    if kind == "stalled" or first in late(failures):
+        cause = _stalled(start, first)
+    elif start.silent:
+        cause = _gone(start, first)
+    elif watched:
+        cause = _all_wait(start, watched)
+    return _with_dumps(start, cause) if watched else cause
+
+
+def _of(failure: dict[str, Any], cause: str, **more: Any) -> dict[str, Any]:
+    """Return a cause with what an error file says."""
+    what = {"cause": cause, "what": failure["reason"], "says": str(failure["file"])}
+    return failure | what | {"known": []} | more
+
+
+def _reported(start: Start, failure: dict[str, Any]) -> dict[str, Any]:
+    """Return the cause that a failure reports."""
+    kind = failure["cause"] if failure["cause"] in CAUSES else "exception"
+    kind = "full disk" if failure.get("errno") in FULL_DISK else kind
+    kind = "no items" if failure.get("num_items") == 0 else kind
+    cause = _of(failure, kind)
+    if kind in ("not finite", "no items"):
+        steps = f"steps {failure.get('skipped_from')} to {failure.get('skipped_to')} were skipped"
+        cause["known"].append(steps)
+    if failure.get("loss_is_finite") is False:
+        cause["known"].append("the loss of this rank was not finite: look at its data first")
+    elif kind == "not finite":
+        overflowed = (
+            "it overflowed in the backward pass, since no rank had a loss that is not finite"
+        )
+        cause["likely"] = [overflowed]
+    if failure["file"].name == "status.json":
+        cause["look_at"] = ["the logs may have the traceback: errors/ has no intact file of it"]
+    return cause
+
+
+def _ended(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
+    """Return the cause where a launcher says how processes ended that left no report."""
+    rank, first = next(iter(exits.items()))
+    same = [other for other, one in exits.items() if one.code == first.code]
+    kind, how = "exited", f"with exit code {first.code}"
+    if first.code < 0:
+        names = {number.value: number.name for number in Signals}
+        how = f"by signal {-first.code} ({names.get(-first.code, 'unknown')})"
+        kind = "killed" if -first.code == SIGKILL else "crashed"
+    if SENTENCES["mismatched collectives"].search(_tail(start.logs.get(rank))):
+        kind = "mismatched collectives"
+    cause = {
+        "cause": kind,
+        "rank": None if same[1:] else rank,
+        "host": start.hosts.get(rank),
+        "time": min((one["time"] for one in start.failures), default=None),
+        "what": f"{start.names(same)} ended {how}, without a report",
+        "says": first.says,
+        "look_at": [f"the end of {start.logs[rank]}"] if rank in start.logs else [],
+    }
+    if kind == "killed" and start.told:
+        told = f"since it was told to stop ({start.told}) before and had not saved"
+        cause["likely"] = [f"{CAUSES['stopped'][0]}, {told}"]
+    return cause
+
+
+def _stalled(start: Start, first: dict[str, Any]) -> dict[str, Any]:
+    """Judge a rank that made no progress, while others may have waited for it."""
+    waiting = [one for one in start.failures if one["cause"] == "waiting"]
+    cause = _of(first, "stalled", likely=[])
+    if waiting:
+        who, where = start.names(_ranks(waiting)), place_of(waiting[0]["at"])
+        cause["known"].append(f"no progress, while {who} waited for other ranks (in {where})")
+        cause["likely"].append("the others wait for it, since it alone waits for no other rank")
+    if first["cause"] != "stalled":
+        late = "stopped (SIGSTOP, a debugger) or cut off for a time, since it went on when the"
+        cause["likely"] = [f"{late} others had given up"]
+    return cause
+
+
+def _gone(start: Start, noticed: dict[str, Any]) -> dict[str, Any]:
+    """Judge ranks that left no report, which the others noticed."""
+    silent, hosts = start.silent, start.hosts
+    gone_hosts = {hosts.get(rank, "") for rank in silent}
+    of_these = {rank for rank in range(start.world_size) if hosts.get(rank, "") in gone_hosts}
+    by = start.names([noticed["rank"]])
+    what = f"no report from {start.names(silent)}, as {by} noticed: {noticed['reason']}"
+    cause = _of(noticed, "no report", what=what, step=None, at=None)
+    cause |= {"rank": None if silent[1:] else silent[0], "host": ", ".join(sorted(gone_hosts))}
+    exits = [start.exits[rank] for rank in silent if rank in start.exits]
+    folders = {start.logs[rank].parent for rank in silent if rank in start.logs}
+    if exits and all(one.by_launcher for one in exits):
+        cause["likely"] = [
+            "stopped (SIGSTOP, a debugger) or stuck in C code or the kernel, such as storage that"
+            " does not answer, since its launcher had to kill it and even its watchdog was silent"
+        ]
+    elif start.exits and folders and folders <= start.ended.keys():
+        # the launcher has seen all of them end, and names those alone that failed
+        cause |= {"cause": "exited", "is_known": True}
+        cause["what"] = f"{start.names(silent)} ended with exit code 0, without a report"
+    elif of_these == {*silent} and "" not in gone_hosts and not folders:
+        cause["cause"] = "lost node"
+    return cause
+
+
+def _all_wait(start: Start, waiting: list[dict[str, Any]]) -> dict[str, Any]:
+    """Judge ranks that all wait for one another."""
+    places: dict[str, list[int]] = {}
+    for one in waiting:
+        places.setdefault(place_of(one["at"]), []).append(one["rank"])
+    kind = "mismatched collectives" if len(places) > 1 else "hang"
+    known = [f"{start.names(ranks)} waited in {place}" for place, ranks in places.items()]
+    what = {"what": "all ranks waited for one another", "at": None}
+    return _of(waiting[0], kind, is_known=False, known=known, **what)
+
+
+def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
+    """Return the cause of a hang with what the dumps of NCCL's flight recorder show."""
+    dumps = flight_recorder.read(start.run.folder, start.began)
+    finding = flight_recorder.compare(dumps)
+    cause |= {"look_at": dumps.notes}
+    if not finding:
+        return cause
+    calls = [f"{start.names(ranks)} called {call}" for call, ranks in finding.calls.items()]
+    calls += [f"{start.names(finding.missing)} had not called it"] * bool(finding.missing)
+    cause["known"].append(
+        f"collective {finding.number} of group {finding.group}: {'; '.join(calls)}"
+        f" ({start.run.folder}/errors/nccl_trace_rank_*.json)"
+    )
+    if without := {*range(start.world_size)} - dumps.ranks:
+        cause["known"].append(f"no dump of {start.names(without)}")
+    if finding.kind == "mismatch":
+        fewest = finding.fewest
+        cause |= {"cause": "mismatched collectives", "is_known": True, "at": finding.at}
+        cause |= {
+            "rank": fewest[0] if fewest else None,
+            "what": "ranks called different collectives",
+        }
+        if fewest:
+            cause["likely"] = [f"{start.names(fewest)} is at fault, since the others agree"]
+    elif finding.missing and cause["cause"] != "stalled":
+        cause["rank"] = finding.missing[0]
+    return cause
+
+
+def _without_report(start: Start) -> dict[str, Any]:
+    """Return what can be said where nothing was reported."""
+    status, codes = start.run.status, [one.code for one in start.exits.values()]
+    what = status.get("reason") or "no process reported why it ended"
+    cause: dict[str, Any] = {"cause": "interrupted", "what": what}
+    if shutil.disk_usage(start.run.folder).free < LITTLE_BYTES:
+        likely = "the disk is full, since a process that cannot write leaves no report"
+        return cause | {"cause": "full disk", "is_known": False, "likely": [likely]}
+    if start.told or {*codes} & {*BY_OTHERS}:
+        known = f"it was told to stop ({start.told or 'by its launcher'}), and had not saved"
+        return cause | {"cause": "stopped", "known": [known]}
+    if 0 in [one.get("exit_code") for one in start.ended.values()]:
+        what = "its processes ended with exit code 0 before the run was done"
+        return cause | {"cause": "exited", "what": what}
+    return cause | ({"cause": "unknown"} if status.get("outcome") == "failed" else {})
+
+
+def _ranks(failures: list[dict[str, Any]]) -> set[int]:
+    return {one["rank"] for one in failures}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+# ---- what is said of it --------------------------------------------------------------------------
+def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
+    """Return what --json prints.
+
+    Raises:
+        ConfigError: the folder is no run.
+    """
+    if not (is_run(folder) or any(folder.glob("logs/node_*/*")) or (folder / "errors").is_dir()):
+        raise ConfigError(
+            f"{folder} is not a run folder; give the path of one such as runs/image_classification."
+            " A start that is refused leaves none: its sentence was printed where it was started."
+        )
+    run, locked = read_folder(folder), is_locked(folder)
+    start = newest_start(run, locked)
+    outcome = _outcome(start, locked)
+    cause = find_cause(start) if outcome in ("failed", "interrupted", "unknown") else {}
+    kind, note = cause.get("cause", ""), str(run.status.get("note") or "")  # on the last checkpoint
+    values = _values(start, cause)
+    row = CAUSES["full disk" if note and not cause else kind] if cause or note else ("", "")
+    likely, remedy = ([text.format_map(values)] if text else [] for text in row)
+    if outcome not in ("finished", "running", "starting"):
+        steps = [step_of(path.parent) for path in folder.glob("checkpoints/step_*/manifest.json")]
+        at = f"continues from step {max(steps)}" if steps else "starts again from step 0"
+        remedy.append(f"{'then ' * bool(remedy)}the same command {at}")
+    look_at = [*cause.get("look_at", [])]
+    if kind in OF_THE_HOST:
+        look_at.append(
+            "dmesg -T | grep -iE 'killed process|out of memory', on {host}".format_map(values)
+        )
+    if kind in OF_THE_SCHEDULER:
+        look_at.append("the log of the scheduler, where there is one{job}".format_map(values))
+    steps = [one.get("step") for one in (cause, run.status, *run.records[-1:])]
+    step = next((one for one in steps if isinstance(one, int)), 0)
+    certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
+    names = ("rank", "host", "step", "time", "what", "says")
+    first = {name: cause.get(name) for name in names} | {"at": place_of(cause.get("at"))}
+    found = {
+        "run": str(folder),
+        "outcome": outcome,
+        "happened": _happened(start, outcome, now or time.time(), locked),
+        "step": step,
+        "steps": run.status.get("steps") or None,
+        "time": cause.get("time") or None,
+        "first": first if cause else None,
+        "cause": kind,
+        "certainty": "unknown" if kind == "unknown" else certainty if cause else "",
+        "known": [*filter(None, [note]), *cause.get("known", [])],
+        "likely": cause.get("likely", likely if cause else []),
+        "look_at": look_at,
+        "remedy": remedy,
+        "others": [
+            f"{start.names([one['rank']])} too: {one['cause']}"
+            for one in start.failures
+            if cause and one["rank"] != cause.get("rank")
+        ],
+        "damaged": [] if start.is_unopened else run.problems,
+        "earlier_failures": len(run.failures.keys() - {"", run.about.get("launch")}),
+    }
+    return _shown(found)
+
+
+def _outcome(start: Start, locked: bool | None) -> str:
+    outcome = start.run.status.get("outcome", "")
+    if start.is_unopened:
+        return "starting" if locked and not start.failures and not start.exits else "failed"
+    if outcome == "running":
+        return "interrupted" if locked is False else "running"
+    return outcome or ("failed" if start.failures else "running" if locked else "unknown")
+
+
+def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> str:
+    """Return in a sentence or two how far the run is, and since when."""
+    status, last = start.run.status, max([start.began, *map(time_of, start.records[-1:])])
+    text = f"step {status.get('step', '?')} of {status.get('steps') or '?'}"
+    if start.is_unopened:
+        return (
+            f"the newest start has not opened the run; before it: {status.get('outcome')}, {text}"
+        )
+    if outcome != "running":
+        return f"{text}: {status['reason']}" if status.get("reason") else text
+    text += f", the last record is {format_seconds(max(0.0, now - last))} old"
+    limit = start.run.settings.get("distributed.timeout_seconds", 600)
+    gaps = [time_of(b) - time_of(a) for a, b in pairwise(start.records)]
+    if now - last > (max(QUIET_SECONDS, 2 * max(gaps)) if gaps[1:] else limit):
+        text += (
+            f". It has not moved for long: its watchdog ends it after {limit} s without progress,"
+            " or startup_timeout_seconds at the start, in evaluations and saves"
+        )
+    unknown = ". Whether its processes are still there is not known: no locks on this file system"
+    return text + unknown * (locked is None)
+
+
+def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
+    """Return what fills the names in the table."""
+    setting, about = start.run.settings.get, start.run.about
+    job = _dict(about.get("environment")).get("SLURM_JOB_ID")
+    precision = _dict(about.get("numerics")).get("precision")
+    is_full = precision in ("no", None)  # then lowering it no further is no advice
+    return {
+        "host": cause.get("host") or start.hosts.get(cause.get("rank") or 0) or "its host",
+        "job": f": sacct -j {job} -o JobID,State,ExitCode,MaxRSS" if job else "",
+        "free": f"{shutil.disk_usage(start.run.folder).free / 1e9:.3g} GB",
+        "full_precision": "" if is_full else "; --precision no, to see whether it is the precision",
+        "micro": setting("batches.micro_batch_size") or "as large as it can be",
+        "workers": setting("batches.workers") or "one less than the CPUs",
+        "keep": setting("checkpoints.keep"),
+        "lr": setting("optim.lr"),
+        "warmup": setting("optim.warmup_steps"),
+        "timeout": setting("distributed.timeout_seconds"),
+    }
+
+
+# ---- output --------------------------------------------------------------------------------------
+def _shown(value: Any) -> Any:
+    """Return texts in one line each, without control characters, and not too long."""
+    if isinstance(value, dict):
+        return {name: _shown(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    return printable(" ".join(value.split()))[:LONGEST] if isinstance(value, str) else value
+
+
+def print_diagnosis(found: dict[str, Any]) -> None:
+    """Print it as text; the last line is what to do."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    print(f"--- {found['outcome']}: {found['run']} ".ljust(width, "-"))
+    pairs = [("what", found["happened"])]
+    if first := found["first"]:
+        clock = datetime.fromtimestamp(first["time"]).strftime("%H:%M:%S") if first["time"] else ""
+        when = [
+            f"{name} {first[name]}" for name in ("rank", "host", "step") if first[name] is not None
+        ]
+        pairs.append(("first", f"{', '.join([*when, clock])}: {first['what']}"))
+        pairs += [("at", first["at"]), ("says", first["says"] or "")]
+    for name in ("known", "likely", "others", "damaged", "look_at", "remedy"):
+        pairs += [(name.replace("_", " ") * (not i), text) for i, text in enumerate(found[name])]
+    for name, text in pairs:
+        if text:
+            lines = textwrap.wrap(text, width - 11, break_long_words=False, break_on_hyphens=False)
+            print(f"  {name:8} " + f"\n{'':11}".join(lines))
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Print what happened."""
+    found = diagnose(Path(arguments.run))
+    if problem := format_problem(Path(arguments.run)):
+        print(problem, file=sys.stderr)
+    print(json.dumps(found, indent=1)) if arguments.json else print_diagnosis(found)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        prog="doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="the run folder")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for tools")
+    try:
+        main(parser.parse_args())
+    except ConfigError as error:
+        exit_with_error(error)

@@ -1,0 +1,120 @@
+"""Facts of a failure: each kind is written, and read back without reading its sentences."""
+
+import errno
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from documents import PROJECT
+from runs import make_config
+
+from my_project import failures
+from my_project.config import ConfigError
+from my_project.files import writing
+from my_project.run_folder import Run
+from my_project.state import NotFiniteError
+from my_project.stopping import failures_recorded
+
+
+class DistStoreError(RuntimeError):
+    """As torch.distributed has one."""
+
+
+def full(folder: Path) -> None:
+    with writing(folder):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+KINDS = {
+    "setting": lambda: raise_(ConfigError("lr is -1.")),
+    "exception": lambda: raise_(KeyError("labels")),
+    "stopped": lambda: raise_(KeyboardInterrupt("second signal, SIGTERM")),
+    "out of memory": lambda: raise_(RuntimeError("CUDA error: out of memory")),
+    "device error": lambda: raise_(RuntimeError("CUDA error: device-side assert triggered")),
+    "out of host memory": lambda: bytearray(1 << 60),
+    "full disk": lambda: raise_(OSError(errno.ENOSPC, "No space left on device")),
+    "loader worker": lambda: raise_(RuntimeError("DataLoader worker (pid 7) exited unexpectedly")),
+    "mismatched collectives": lambda: raise_(RuntimeError("gloo/transport: collective mismatch")),
+    "lost contact": lambda: raise_(DistStoreError("Connection was likely closed.")),
+    "not finite": lambda: raise_(NotFiniteError("skipped", skipped_from=3, skipped_to=5)),
+}
+
+
+@pytest.mark.parametrize("cause", KINDS)
+def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, cause):
+    run = Run(make_config(tmp_path), rank=0)
+    run.begin()
+    run.step, run.progress_time = 7, 123.5
+    monkeypatch.setattr(failures.LAUNCHER, "stop_signal", "SIGTERM")
+    with pytest.raises((Exception, KeyboardInterrupt)), failures_recorded(run):
+        KINDS[cause]()
+    (found,) = failures.read_errors(run.folder, run.token)
+    facts = {"rank": 0, "step": 7, "launch": run.token, "progress_time": 123.5, "cause": cause}
+    assert facts | {"signal": "SIGTERM"} == {name: found[name] for name in (*facts, "signal")}
+    if cause in ("setting", "not finite", "loader worker"):
+        assert found["at"] is None
+    else:
+        assert Path(found["at"]["file"]) == Path(__file__)
+        assert found["at"]["function"] in ("raise_", "<lambda>")
+    assert found.get("skipped_to") == (5 if cause == "not finite" else None)
+    assert found["errno"] == ("ENOSPC" if cause == "full disk" else None)
+    assert found["exit_code"] == (2 if cause == "setting" else 1)
+    noted = run.status()
+    assert (noted["outcome"], noted["step"]) == ("failed", 7)
+    assert noted["failure"] == failures.without_traceback(found)
+    assert failures.checked(noted["failure"]), "it can be read as an error file is"
+    described = (PROJECT / "docs/run-folder.md").read_text()
+    assert f"`{cause}`" in described
+    assert all(f"`{name}`" in described for name in found)
+
+
+def test_a_setting_that_a_full_disk_made_wrong_says_so(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        full(tmp_path)
+    found = failures.record_of(error.value)
+    assert (found["cause"], found["errno"]) == ("setting", "EDQUOT")
+
+
+def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LAUNCH_LOGS", str(tmp_path / "logs"))
+    monkeypatch.setenv("RANK", "3")
+    failures.note_signal(signal.SIGUSR1.name)
+    told = json.loads((tmp_path / "logs/signal_rank_00003.json").read_text())
+    assert (told["rank"], told["signal"]) == (3, "SIGUSR1")
+    failures.report_once(KeyError("labels"))
+    found = failures.checked(json.loads((tmp_path / "logs/rank_00003.json").read_text()))
+    assert (found["rank"], found["cause"], found["signal"]) == (3, "exception", "SIGUSR1")
+    failures.LAUNCHER.stop_signal = ""
+
+
+def test_a_rank_that_went_on_when_the_others_had_given_up_is_the_first_failure():
+    waited = failures.record(reason="", cause="waiting") | {"rank": 0}
+    lost = failures.record(reason="", cause="lost contact") | {"rank": 1}
+    waited |= {"time": 110.0, "progress_time": 100.0}
+    lost |= {"time": 111.0, "progress_time": 100.0}
+    assert failures.first_failure([waited, lost])["rank"] == 0
+    lost |= {"time": 130.0}
+    assert failures.first_failure([waited, lost])["rank"] == 1
+
+
+def test_of_ranks_that_all_skipped_too_many_steps_the_one_with_a_loss_that_is_not_finite_is_first():
+    one, other = (
+        failures.record(reason="", cause="not finite") | {"rank": rank, "loss_is_finite": rank == 0}
+        for rank in (0, 1)
+    )
+    assert failures.first_failure([one, other])["rank"] == 1
+
+
+@pytest.mark.parametrize("name", ["rank", "host", "cause", "time", "frames", "at", "step"])
+def test_a_damaged_error_file_is_none(name):
+    whole = failures.record(reason="x", cause="exception")
+    assert failures.checked(whole)
+    assert not failures.checked(whole | {name: "x" if name not in ("host", "cause") else 3})
+    assert not failures.checked([whole])
