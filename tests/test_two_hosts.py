@@ -237,7 +237,8 @@ def test_the_planner_predicts_the_bytes_on_the_wire(hosts, accumulation):
         capture_output=True, text=True,
         env=dict(os.environ) | {"PYTHONPATH": f"{PROJECT / 'src'}:{Path(__file__).parent}"},
     ).stdout  # fmt: skip
-    (ddp, *_) = json.loads(planned)["plans"][-1]["kinds"]
+    rows = json.loads(planned)["rows"]
+    (ddp,) = (row for row in rows if row["kind"] == "DDP" and row["nodes"] == 2)
     assert ddp["sent"]["network"] == pytest.approx(4 * 12.5e6, rel=1e-4), "2 (N-1)/N x 4 P"
     for rank in (0, 1):
         lines = (hosts.folder / f"sent_{rank}.txt").read_text().splitlines()

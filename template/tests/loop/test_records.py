@@ -324,7 +324,10 @@ def test_the_peak_is_known_by_the_name_of_the_device(monkeypatch):
     assert peak("NVIDIA H100 80GB HBM3", "bf16") == 989
     assert peak("NVIDIA H100 PCIe", "fp16") == 756
     assert peak("NVIDIA A100-SXM4-40GB", "no", tf32=False) == 19.5
-    for name in ("Some Other GPU", "NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+    assert peak("NVIDIA GB200", "bf16") == 2500
+    assert peak("NVIDIA H20", "bf16") == 148
+    assert peak("AMD Instinct MI355X", "no") == 157
+    for name in ("Some Other GPU", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         assert peak(name, "bf16") is None, name
     assert throughput.peak_tflops(torch.device("cpu"), "bf16", tf32=True) is None
 

@@ -15,7 +15,6 @@ import torch
 from documents import PROJECT, text_of
 from torch.torch_version import TorchVersion
 
-from my_project.command_line import parse
 from my_project.tools.simulate import SHARDED_SINCE, Simulator
 
 pytest.importorskip("my_project.recipes.causal_lm")
@@ -65,7 +64,7 @@ def row(name: str) -> str:
         gigabytes = []
         for where, nodes, gpus in CLUSTERS:
             size = ["--batches.global_batch_size", str(nodes * gpus)]
-            simulator = Simulator(parse([*words, *size]), [*words, *size])
+            simulator = Simulator([*words, *size])
             step = simulator.step(str(PROJECT / f"accelerate_configs/{where}.yaml"), nodes, gpus)
             gigabytes.append(f"{float(f'{step.peak_bytes / 1e9:.3g}'):,g}")
     return f"| {' | '.join([name, *gigabytes])} |"

@@ -15,22 +15,30 @@ from ..sharding import RecipeModule
 # Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16; fp16 where
 # there is no bf16), TF32, float32. The first that stands in the device's name as a word decides.
 PEAK_TFLOPS = {
+    "B200": (2250, 1125, 75),
+    "GB200": (2500, 1250, 80),
     "H100 PCIe": (756, 378, 51),
     "H100 NVL": (835, 417, 60),
     "H100": (989, 494, 67),
     "H200 NVL": (835, 417, 60),
     "H200": (989, 494, 67),
     "GH200": (989, 494, 67),
+    "H20": (148, 74, 44),
     "A100": (312, 156, 19.5),
     "L40S": (362, 183, 91.6),
+    "L40": (181, 90.5, 90.5),
     "L4": (121, 60, 30.3),
+    "A10": (125, 62.5, 31.2),
     "A40": (149.7, 74.8, 37.4),
     "RTX A6000": (154.8, 77.4, 38.7),
+    "RTX 5090": (209.5, 104.8, 104.8),
     "RTX 4090": (165.2, 82.6, 82.6),
     "RTX 3090": (71, 35.6, 35.6),
     "V100-SXM2": (125, 15.7, 15.7),
     "T4": (65, 8.1, 8.1),
     "MI300X": (1307, 653, 163),
+    "MI325X": (1307, 653, 163),
+    "MI355X": (2517, 157, 157),  # TF32 runs as float32
 }
 
 

@@ -165,3 +165,20 @@ def format_seconds(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def print_table(title: str, rows: list[list[str]]) -> None:
+    """Print a table whose first row has the names of the columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(f"\n{title}")
+    for row in rows:
+        print(
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+
+
+def prefixed(number: float) -> str:
+    """Return three digits and the prefix of a unit: 1.01 G, 836, 21.4 m."""
+    units = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+    prefix = next((prefix for prefix, size in units.items() if number >= size), "")
+    return f"{number / units[prefix]:.3g} {prefix}"
