@@ -1,6 +1,7 @@
 """What the planner concludes from simulated steps; those are tested in test_simulate.py."""
 
 import json
+import math
 import re
 import shlex
 from argparse import Namespace
@@ -71,11 +72,13 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
         return steps_of(10**9)(*words)
 
     where = ("multi_node", 4, 8)
-    step = planner.largest_that_fits(take, where, 64, 78e9)
+    step, limit = planner.largest_that_fits(take, where, 64, math.inf, 78e9)
+    assert limit == 62
     assert (step.micro_batch, step.accumulation) == (32, 2)
     assert tried == [64, 32], "16 GB of state and 64 of activations leave no more than 62"
     tried.clear()
-    assert planner.largest_that_fits(take, where, 64, 13e9).peak_bytes > 13e9
+    step, _ = planner.largest_that_fits(take, where, 64, math.inf, 13e9)
+    assert step.peak_bytes > 13e9
     assert tried == [64, 1], "since the state alone is larger"
 
 
@@ -104,6 +107,10 @@ def test_more_gpus_are_faster_and_less_efficient():
     assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (4, 8), (4, 8)]
     steps = [row["seconds"] for row in rows[:6]]
     assert steps == sorted(steps, reverse=True)
+    micro_batches = [row["micro_batch"] for row in rows[:6]]
+    assert micro_batches == [32, 32, 32, 32, 32, 32]
+    small = planner.plan(steps_of(10**8), cluster(), 32)
+    assert [row["micro_batch"] for row in small[:6]] == [32, 16, 8, 4, 2, 1]
     efficiencies = [row["efficiency"] for row in rows]
     assert max(efficiencies) <= 1
     assert efficiencies[0] > efficiencies[4] > efficiencies[5] > 0
@@ -141,6 +148,13 @@ def test_it_says_where_more_gpus_would_not_help(
     choice, *others = planner.advice(planner.plan(steps_of(parameters), given, batch))
     assert choice.startswith(f"Choose accelerate_configs/{config}.yaml")
     assert [text for text in others if "help" in text] == ([sentence] if sentence else [])
+
+
+@pytest.mark.parametrize(("seconds", "config"), [(0.95, "multi_gpu"), (0.8, "multi_node")])
+def test_the_fewest_gpus_within_10_percent_of_the_fastest_are_chosen(seconds, config):
+    few, many = planner.plan(steps_of(10**9), cluster(nodes=2), 64)[3:5]
+    said = planner.advice([few | {"seconds": 1.0}, many | {"seconds": seconds}])
+    assert said[0].startswith(f"Choose accelerate_configs/{config}.yaml")
 
 
 def plan(capsys: Any, words: list[str]) -> dict[str, Any]:

@@ -101,13 +101,13 @@ def test_a_stalled_check_ends_with_its_name(tmp_path):
 
 
 def test_a_slow_link_is_named_and_no_other_link_of_its_nodes():
-    """Node 1 sends to 3 slowly: both are late at distance 2, at which 0 and 2 are not."""
+    """Node 1 sends to 2 slowly: both are late at distance 1, at which 0 and 3 are not."""
     late = [[1.0, 1.0, 1.0] for _ in range(4)]
-    late[1][1] = late[3][1] = 4.0
+    late[1][0] = late[2][0] = 4.0
     speeds = preflight.link_speeds(late, 8)
-    assert speeds == {(0, 1): 8, (0, 2): 8, (0, 3): 8, (1, 2): 8, (1, 3): 2, (2, 3): 8}
+    assert speeds == {(0, 1): 8, (0, 2): 8, (0, 3): 8, (1, 2): 2, (1, 3): 8, (2, 3): 8}
     (said,) = preflight.slow({str(pair): speed for pair, speed in speeds.items()}, 0.5)
-    assert said.startswith("(1, 3): 2  per second, the median is 8")
+    assert said.startswith("(1, 2): 2  per second, the median is 8")
 
 
 def process(**found: Any) -> dict[str, Any]:

@@ -129,9 +129,11 @@ def config_name(kind: str, nodes: int, gpus_per_node: int) -> str:
 
 
 def largest_that_fits(
-    take: TakeStep, where: tuple[str, int, int], share: int, free_bytes: float
-) -> Simulation:
+    take: TakeStep, where: tuple[str, int, int], share: int, limit: float, free_bytes: float
+) -> tuple[Simulation, float]:
     """Return the step with the largest micro-batch that fits into a GPU, or else one of 1 sample.
+
+    And the limit of the micro-batch that is known then.
 
     Of a step that does not fit, the activations shrink at most in proportion to the micro-batch and
     the rest does not, which excludes more sizes.
@@ -140,18 +142,18 @@ def largest_that_fits(
         take: simulates a step.
         where: the accelerate config, the nodes, and the GPUs of each.
         share: samples of a GPU in a step.
+        limit: of the micro-batch.
         free_bytes: memory of a GPU.
     """
-    micro_batch = share
     while True:
+        sizes = [size for size in range(1, share + 1) if share % size == 0 and size <= limit]
+        micro_batch = max(sizes, default=1)
         step = take(*where, micro_batch, share // micro_batch)
         if step.peak_bytes <= free_bytes or micro_batch == 1:
-            return step
+            return step, limit
         activations = step.memory_bytes["activations"]
         free_for_them = free_bytes - (step.peak_bytes - activations)
         limit = min(micro_batch - 1, micro_batch * free_for_them / max(1, activations))
-        sizes = [size for size in range(1, micro_batch) if share % size == 0 and size <= limit]
-        micro_batch = max(sizes, default=1)
 
 
 def plan(
@@ -166,18 +168,24 @@ def plan(
     sizes += [(nodes, cluster.gpus_per_node) for nodes in _doubled(cluster.nodes)[1:]]
     free_bytes = (cluster.gpu_memory_gb - cluster.reserved_gb) * GB
     rows = []
-    for nodes, gpus in sizes:
+    limits: dict[Any, float] = {}  # of the micro-batch; 0 where not even 1 sample fits
+    for nodes, gpus in reversed(sizes):  # a micro-batch too large for many GPUs is so for fewer
         share, rest = divmod(global_batch, nodes * gpus)
         for kind in () if rest else kinds:
             if (kind == "HSDP" and 1 in (nodes, gpus)) or (kind == "FSDP2" and nodes * gpus == 1):
                 continue
+            key = (kind, nodes * gpus == 1)
+            if (limit := limits.get(key, math.inf)) == 0:
+                continue
             where = config_name(kind, nodes, gpus)
-            step = largest_that_fits(take, (where, nodes, gpus), share, free_bytes)
+            step, limit = largest_that_fits(take, (where, nodes, gpus), share, limit, free_bytes)
+            fits = step.peak_bytes <= free_bytes
+            limits[key] = limit if fits else 0
             compute, seconds = step_seconds(kind, step, cluster)
             row = asdict(step) | {
                 "kind": kind,
                 "config": where,
-                "fits": step.peak_bytes <= free_bytes,
+                "fits": fits,
                 "peak_bytes": step.peak_bytes,
                 # DDP builds the model in each process; else rank 0 does, and scatters it
                 "host_bytes": step.model_bytes * (gpus if kind == "DDP" else 1),
@@ -186,9 +194,9 @@ def plan(
                 "efficiency": compute / seconds,
             }
             rows.append(row)
-            if row["fits"] and (nodes, gpus) != whole:
+            if fits and (nodes, gpus) != whole:
                 break
-    return rows
+    return sorted(rows, key=lambda row: row["nodes"] * row["gpus_per_node"])
 
 
 def _doubled(last: int) -> list[int]:
