@@ -241,7 +241,8 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings by dotted name, those of the recipe as they are typed: recipe.width."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        name = "recipe" if prefix + key == "recipe.init_args" else prefix + key
+        name = f"{prefix}{key}"  # a stranger's key may be a number
+        name = "recipe" if name == "recipe.init_args" else name
         if name == "recipe.class_path":
             found["recipe"] = value
         elif isinstance(value, dict) and value:

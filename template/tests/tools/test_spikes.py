@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from my_project.tools.spikes import LEAST, PAUSE, WINDOW, Window, spikes
+from my_project.tools.spikes import LEAST, PAUSE, WINDOW, spikes
 
 
 def marks(values: list[float]) -> list[int]:
@@ -57,9 +57,10 @@ def test_what_is_not_finite_is_neither_marked_nor_kept(value):
 
 def test_the_median_is_that_of_the_last_values_and_nothing_is_marked_before_there_are_some():
     assert marks([*noisy(1.0, LEAST - 1), 50.0]) == []
-    generator = random.Random(0)
-    window, values = Window(), []
-    for _ in range(1000):
-        values.append(float(generator.choice((1, 2, 2, 3, generator.random()))))
-        window.add(values[-1])
-        assert window.median == statistics.median(values[-WINDOW:])
+    values = noisy(1.0, 1000)
+    for index in range(100, 1000, 2 * PAUSE + 1):
+        values[index] = 40.0
+    found = [*spikes(values)]
+    assert len(found) == 14
+    for index, median in found:
+        assert median == statistics.median(values[index - WINDOW : index])

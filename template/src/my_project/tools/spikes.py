@@ -29,46 +29,27 @@ def spikes(values: Iterable[float]) -> Iterator[tuple[int, float]]:
     Args:
         values: of the records of a run, in their order; those that are not finite are passed over.
     """
-    window = Window()
+    window: deque[float] = deque()  # the last values, in the order in which they came
+    ordered: list[float] = []  # the same, sorted
     quiet_until = 0
     for index, value in enumerate(values):
         if not math.isfinite(value):
             continue
-        if index >= quiet_until and window.is_far(value):
+        if index >= quiet_until and len(ordered) >= LEAST and is_far(value, ordered):
             quiet_until = index + PAUSE
-            yield index, window.median
-        window.add(value)
+            yield index, median(ordered)
+        if len(window) == WINDOW:
+            del ordered[bisect_left(ordered, window.popleft())]
+        window.append(value)
+        insort(ordered, value)
 
 
-class Window:
-    """The last values, in the order in which they came and sorted."""
-
-    def __init__(self) -> None:
-        self.values: deque[float] = deque()
-        self.ordered: list[float] = []
-
-    @property
-    def median(self) -> float:
-        """Return the median; for an even number the mean of the two in the middle."""
-        ordered = self.ordered
-        half = len(ordered) // 2
-        return (ordered[half] + ordered[-half - 1]) / 2
-
-    def add(self, value: float) -> None:
-        """Take a value, and drop the oldest of a full window."""
-        if len(self.values) == WINDOW:
-            del self.ordered[bisect_left(self.ordered, self.values.popleft())]
-        self.values.append(value)
-        insort(self.ordered, value)
-
-    def is_far(self, value: float) -> bool:
-        """Return whether a value is far above the median."""
-        if len(self.ordered) < LEAST:
-            return False
-        middle = self.median
-        tail = self.ordered[int(0.95 * len(self.ordered))] - middle
-        least = max(LEAST_RELATIVE * abs(middle), LEAST_ABSOLUTE)
-        if value <= middle + max(TAILS * tail, DEVIATIONS * least):
-            return False  # almost always, so that the deviation is seldom computed
-        deviation = TO_SIGMA * median(abs(other - middle) for other in self.ordered)
-        return value > middle + DEVIATIONS * deviation
+def is_far(value: float, ordered: list[float]) -> bool:
+    """Return whether a value is far above the median of sorted values."""
+    half = len(ordered) // 2
+    middle = (ordered[half] + ordered[-half - 1]) / 2
+    tail = ordered[int(0.95 * len(ordered))] - middle
+    least = max(LEAST_RELATIVE * abs(middle), LEAST_ABSOLUTE)
+    if value <= middle + max(TAILS * tail, DEVIATIONS * least):
+        return False  # almost always, so that the deviation is seldom computed
+    return value > middle + DEVIATIONS * TO_SIGMA * median(abs(one - middle) for one in ordered)

@@ -1,0 +1,302 @@
+"""What stands in a report, from top to bottom."""
+
+import json
+import shlex
+import time
+from base64 import b64encode
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...failures import own_frame
+from ..reader import format_number, format_seconds
+from ..spikes import spikes
+from .charts import Axis, Line, chart, key, step_axis
+from .history import PHASES, History, first_failure_of, number, text
+from .page import Html, escape, table
+
+PACKAGE = (__package__ or "").removesuffix(".tools.report")
+NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}  # they name or place a run
+MOST_METRICS = 12  # charts of results
+MOST_EVENTS = 25  # the newest, in a table
+PICTURE_BYTES, PICTURES_BYTES = 100_000, 150_000  # of one, and of all
+REMARKS = {
+    "running": "This page shows the run as it was when the page was written.",
+    "interrupted": "Killed, or its machine is down. The same command as before continues it.",
+    "preempted": "It saved and stopped. The same command as before continues it.",
+}
+SPEED = (  # title, column, factor
+    ("Samples per second", "samples_per_second", 1),
+    ("Tokens per second", "tokens_per_second", 1),
+    ("Model FLOPs utilization (MFU), %", "mfu", 100),
+    ("Peak memory of a rank, GiB", "peak_memory_bytes", 2**-30),
+    ("Data wait of rank 0, % of the time", "data_share", 100),
+    ("Data wait and forward pass of the slowest rank, s per step", "rank_seconds_max", 1),
+    ("The same of the median rank, s per step", "rank_seconds_median", 1),
+    ("GPU utilization, mean of the ranks, %", "gpu_utilization", 1),
+)
+
+
+def body(runs: list[History], title: str) -> str:
+    """Return the body of the page."""
+    x = step_axis(max(run.last["step"] for run in runs))
+    groups = max(80, 400 // len(runs))  # of points, so that the page stays small
+    curves, rates = learning(runs, x, groups), speed(runs, x, groups)
+    parts = [f"<h1>{escape(title)}</h1>{summary(runs)}"]
+    parts += [section("Curves", curves), section("Speed", rates)]
+    for run in runs:
+        part = section("Evaluations", evaluations(run)) + section("Starts", starts(run))
+        rows = [[name, as_typed(value)] for name, value in run.run.settings.items()]
+        part += section("Settings", table([], rows)) + section("Provenance", provenance(run))
+        head = f"<summary>More of {escape(run.name)}</summary>"
+        parts.append(part if len(runs) == 1 else f"<details>{head}{part}</details>")
+    foot = f"Of more than {2 * groups} records curves show the mean and range of {groups} groups. "
+    foot += time.strftime("Written %Y-%m-%d %H:%M UTC.", time.gmtime())
+    return f"{''.join(parts)}<footer>{foot}</footer>"
+
+
+def section(title: str, content: str) -> str:
+    """Return content below a title; "" without content."""
+    return f"<h2>{title}</h2>{content}" if content else ""
+
+
+def paragraphs(*texts: str) -> str:
+    """Return texts as paragraphs, without those that are empty."""
+    return "".join(f"<p>{escape(line, 2000)}</p>" for line in texts if line)
+
+
+# ---- the top -------------------------------------------------------------------------------------
+def summary(runs: list[History]) -> str:
+    """Return a table with a column for each run: the settings that differ, its main numbers."""
+    settings = [{name: as_typed(value) for name, value in run.run.settings.items()} for run in runs]
+    known = [one for one in settings if one]  # of the others config.yaml is damaged
+    names = dict.fromkeys(name for one in known for name in one if name not in NOT_COMPARED)
+    differing = [name for name in names if len({one.get(name) for one in known}) > 1]
+    columns = [
+        {name: one.get(name, "") for name in differing} | facts(run)
+        for one, run in zip(settings, runs, strict=True)
+    ]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    heads = [Html(key(f"c{i}") + escape(run.name)) for i, run in enumerate(runs)]
+    return table(["", *heads] if len(runs) > 1 else [], [row for row in rows if any(row[1:])])
+
+
+def facts(run: History) -> dict[str, str]:
+    """Return the outcome and the main numbers of a run by name; "" for what is not known."""
+    status, state, (metric, best) = run.run.status, run.run.state, run.best
+    elapsed = number(run.last.get("elapsed_seconds"))
+    badge = state if state in ("finished", "failed", *REMARKS) else "damaged"
+    start = run.starts[-1] if run.starts else None
+    result = format_number(best["results"][metric]) if best else ""
+    known = {
+        "Outcome": Html(f'<span class="state {badge}">{escape(state, 30)}</span>'),
+        "Remarks": Html(remarks(run)),
+        "Steps": f"{max(run.last['step'], status.get('step', 0)):,} of {status.get('steps', 0):,}",
+        "Best result": f"{metric} {result} at step {best['step']:,}" if best else "",
+        "Duration": format_seconds(elapsed) if elapsed >= 0 else "",
+        "Processes": f"{start['world_size']}, hosts: {len(start['hosts'])}" if start else "",
+    }
+    for title, name, factor in SPEED[:3]:
+        median = np.nanmedian(run.curves[name]) * factor if name in run.curves else None
+        known[title] = "" if median is None else f"{format_number(float(median))} (median)"
+    return known | {"Command": typed(run.run.about)}
+
+
+def remarks(run: History) -> str:
+    """Return what an outcome means, the first failure, and what could not be read."""
+    reason, state = text(run.run.status.get("reason")), run.run.state
+    lines = [REMARKS.get(state, ""), reason * (state == "preempted"), *run.run.problems]
+    if state != "failed":
+        return paragraphs(*lines)
+    place, failure = "", first_failure_of(run.run)
+    if failure:
+        reason, step = failure["reason"], failure.get("step")
+        place = f"Rank {failure['rank']} on {failure['host']}"
+        place += f", at step {as_typed(step)}" * (step is not None)
+        with suppress(KeyError, TypeError):  # damaged frames
+            if frame := own_frame(failure["frames"]):
+                place += f", in {frame['file']}, line {frame['line']}, in {frame['function']}"
+    command = shlex.join(["python", "-m", PACKAGE, "doctor", str(run.run.folder)])
+    lines = paragraphs(reason or "The reason is not known.", place, *lines)
+    return f'<b class="failed">{lines}</b>More: <code>{escape(command, 1000)}</code>'
+
+
+def typed(about: dict[str, Any]) -> str:
+    """Return the command as it was typed, as far as run.json has it."""
+    command, launcher = words(about.get("command")), words(about.get("launcher"))
+    if f"{PACKAGE}.checked_launch" in launcher and f"{PACKAGE}.train" in command:
+        given = command[command.index(f"{PACKAGE}.train") + 1 :]
+        where = dict(pairwise(launcher)).get("--config_file", "")
+        return shlex.join(["python", "-m", PACKAGE, "train", *given, "--where", where])
+    return shlex.join(launcher or command)
+
+
+def words(value: Any) -> list[str]:
+    """Return a recorded command; [] if there is none."""
+    return [text(word) for word in value] if isinstance(value, list) else []
+
+
+# ---- charts --------------------------------------------------------------------------------------
+def column(runs: list[History], name: str, label: str = "", factor: float = 1) -> list[Line]:
+    """Return the lines of a column of the intervals; of one run with a label."""
+    return [
+        Line(label if len(runs) == 1 else run.short, run.steps, run.curves[name] * factor, color)
+        for color, run in enumerate(runs)
+        if name in run.curves
+    ]
+
+
+def results(runs: list[History], name: str, color: int = 0) -> list[Line]:
+    """Return the lines of a result of the evaluations, in the colors from this one on."""
+    lines = []
+    for i, run in enumerate(runs, color):
+        known = [one for one in run.evaluations if name in one["results"]]
+        steps = np.array([one["step"] for one in known], float)
+        values = np.array([one["results"][name] for one in known])
+        lines.append(Line(name if len(runs) == 1 else run.short, steps, values, i))
+    return lines
+
+
+def marks_of(runs: list[History], name: str) -> dict[str, list[float]]:
+    """Return the steps to mark in a chart of a column: skipped steps, spikes; of one run events."""
+    marks = {"skipped": [step for run in runs for step in run.skipped], "spike": []}
+    for run in runs:
+        found = spikes(run.curves.get(name, np.zeros(0)).tolist())
+        marks["spike"] += [run.steps[index] for index, _ in found]
+    if len(runs) == 1:
+        marks["restart"] = [start["step"] for start in runs[0].starts[1:]]
+        marks["checkpoint"] = [save["step"] for save in runs[0].checkpoints]
+    return marks
+
+
+def learning(runs: list[History], x: Axis, groups: int) -> str:
+    """Return the charts of the loss, the results, the gradient norm and the learning rate."""
+    evaluations = [one for run in runs for one in run.evaluations]
+    names = list(dict.fromkeys(name for one in evaluations for name in one["results"]))
+    losses = [name for name in names if name.endswith("/loss")][: 7 * (len(runs) == 1)]
+    names = [name for name in names if name not in losses]
+    loss = column(runs, "loss", "training")
+    for color, name in enumerate(losses, 1):
+        loss += results(runs, name, color)
+    lines = {"Loss": loss} | {name: results(runs, name) for name in names[:MOST_METRICS]}
+    lines["Gradient norm"] = column(runs, "gradient_norm", "before clipping")
+    marks = {"Loss": marks_of(runs, "loss"), "Gradient norm": marks_of(runs, "gradient_norm")}
+    charts = [chart(name, line, x, groups, marks.get(name, {})) for name, line in lines.items()]
+    charts.append(chart("Learning rate", column(runs, "learning_rate"), x, groups, from_zero=True))
+    notes = [skipped(run) for run in runs]
+    notes.append("Nothing is recorded yet." * (not any(charts)))
+    notes += [f"{name} is not drawn: too many metrics." for name in names[MOST_METRICS:]][:1]
+    return f'{paragraphs(*notes)}<div class="charts">{"".join(charts)}</div>'
+
+
+def skipped(run: History) -> str:
+    """Return how many steps were skipped, and where the first ones were, as a sentence."""
+    steps = [f"{step:,.0f}" for step in run.skipped[:MOST_EVENTS]]
+    count = np.nanmax(run.curves.get("skipped_steps", np.zeros(1)))
+    said = f"{run.short}: {count:,.0f} skipped steps (loss or gradient not finite, or no items)"
+    return f"{said}, in the records of step {', '.join(steps)}." if steps else ""
+
+
+def speed(runs: list[History], x: Axis, groups: int) -> str:
+    """Return where the time went, and the charts of throughput, memory and ranks."""
+    charts = [
+        chart(title, column(runs, name, "", factor), x, groups, from_zero=True)
+        for title, name, factor in SPEED
+    ]
+    rows = [[run.short, *shares] for run in runs if any(shares := phases_of(run))]
+    notes = [
+        f"{run.short}: the slowest was {rank} in {count / run.slowest.total():.0%} of intervals."
+        for run in runs
+        for rank, count in run.slowest.most_common(1)
+    ]
+    top = table(["Time of rank 0", *PHASES], rows) + paragraphs(*notes)
+    return f'{top}<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+
+def phases_of(run: History) -> list[str]:
+    """Return the share of each phase in the time of the run since its first record, as text."""
+    elapsed = run.curves.get("elapsed_seconds", np.zeros(len(run.steps)))
+    seconds = np.nan_to_num(np.diff(elapsed, prepend=elapsed[:1])).clip(0) + 1e-9
+    shares = []
+    for name in PHASES:
+        values = run.curves.get(f"{name}_share", np.zeros(0))
+        kept = np.flatnonzero(np.isfinite(values))  # communication is measured in some steps only
+        share = np.average(values[kept], weights=seconds[kept]) if len(kept) else None
+        shares.append("" if share is None else f"{share:.1%}")
+    return shares
+
+
+# ---- events --------------------------------------------------------------------------------------
+def evaluations(run: History) -> str:
+    """Return a table of the newest evaluations and the best, and the newest samples."""
+    (_, best), shown = run.best, run.evaluations[: -MOST_EVENTS - 1 : -1]
+    names = list(dict.fromkeys(name for one in shown for name in one["results"]))[:MOST_EVENTS]
+    rows = []
+    for one in shown:
+        results = one["results"]
+        values = [format_number(results[name]) if name in results else "" for name in names]
+        rows.append([f"{one['step']:,}{' (best)' * (one is best)}", *values])
+    parts = [table([f"Step (newest of {len(run.evaluations):,})", *names], rows)]
+    for newest in shown[:1]:
+        sample = escape(text(newest.get("sample")), 4000)
+        parts.append(f"<h3>Samples of step {newest['step']:,}</h3>")
+        parts.append(f"<pre>{sample}</pre>" * bool(sample))
+        parts.append(pictures(run.run.folder, words(newest.get("pictures"))[:MOST_EVENTS]))
+    return "".join(parts)
+
+
+def pictures(folder: Path, names: list[str]) -> str:
+    """Return pictures of a run folder."""
+    left, shown = PICTURES_BYTES, []
+    for name in names:
+        data = read_picture(folder, name, min(left, PICTURE_BYTES))
+        left -= len(data)
+        kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
+        source = f"data:image/{kind};base64,{b64encode(data).decode()}"
+        image = f'<img src="{source}" alt="{escape(name)}">'
+        shown.append(image if data else paragraphs(f"{name} is not shown."))
+    return "".join(shown)
+
+
+def read_picture(folder: Path, name: str, most: int) -> bytes:
+    """Return a PNG or JPEG file inside the run folder; b"" for another or a larger file."""
+    with suppress(OSError, ValueError):  # ValueError: a zero byte in the name
+        path = (folder / name).resolve()
+        is_inside = path.is_relative_to(folder.resolve()) and path.is_file()
+        data = path.read_bytes() if is_inside and path.stat().st_size <= most else b""
+        return data if data.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")) else b""
+    return b""
+
+
+def starts(run: History) -> str:
+    """Return a table of the starts of a run, the newest first, and changes of its numerics."""
+    rows = []
+    for start in run.starts:
+        when = ""
+        with suppress(OverflowError, ValueError, OSError):
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(number(start.get("time"))))
+        hosts = ", ".join(f"{host} x {count}" for host, count in start["hosts"].items())
+        is_last = start is run.starts[-1]
+        end = start["end"] or (run.run.state if is_last else "killed, failed or extended")
+        steps = f"{start['step']:,} to {start['last']:,}"
+        rows.append([when, steps, start["world_size"], hosts, start["changed"], end])
+    return table(["When", "Steps", "Processes", "Hosts", "Changed", "How it ended"], rows[::-1])
+
+
+# ---- settings and provenance ---------------------------------------------------------------------
+def as_typed(value: Any) -> str:
+    """Return a setting as one types it."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def provenance(run: History) -> str:
+    """Return what run.json has: commit, packages, commands, hosts, environment."""
+    rows = []
+    for group, value in run.run.about.items():
+        for name, one in value.items() if isinstance(value, dict) else [("", value)]:
+            shown = shlex.join(words(one)) if isinstance(one, list) else as_typed(one)
+            rows.append([f"{group} {name}", shown])
+    return table([], rows)
