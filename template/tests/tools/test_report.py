@@ -268,8 +268,8 @@ def test_runs_are_compared_by_the_settings_that_differ_and_in_the_same_charts(tm
     ("names", "short"),
     [
         (["a", "b"], ["a", "b"]),
-        (["a_long_name_of_runs-lr=0.1-seed=0", "a_long_name_of_runs-lr=2-seed=0"], ["lr=0.1", "lr=2"]),
-        (["a_long_name_of_runs", "a_long_name_of_runs-lr=0.2"], ["a_long_name_of_runs", "lr=0.2"]),
+        (["a_long_name_runs-lr=0.1-seed=0", "a_long_name_runs-lr=2-seed=0"], ["lr=0.1", "lr=2"]),
+        (["a_long_name_runs", "a_long_name_runs-lr=0.2"], ["a_long_name_runs", "lr=0.2"]),
         (["one/image_classification", "two/image_classification"], ["one", "two"]),
     ],
 )  # fmt: skip
