@@ -171,7 +171,7 @@ def records_of(
             "slowest_rank": chance.choice([3, 3, 3, 3, 6, 1]),
             "slowest_host": "gpu-a",
         }
-        interval |= {"allocator_retries": 0, "gpu_utilization": 91 + 2 * noise}
+        interval |= {"gpu_utilization": 91 + 2 * noise}
         yield common("interval", step) | interval
         if step % evaluate_every < every or step == steps:
             elapsed += 3.1

@@ -32,7 +32,7 @@ from .failures import (
     own_frame,
     short_path,
 )
-from .files import check_yaml, read_yaml
+from .files import check_yaml, flat, read_yaml
 from .process import LAUNCHER
 from .recipe import problems_of
 from .recipe_source import check_recipe_exists, did_you_mean, fields_of
@@ -235,15 +235,6 @@ def _value(text: str) -> Any:
 
 
 # ---- the name of a run ---------------------------------------------------------------------------
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(settings, dict):
-        return {prefix: settings}
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
 def text_of(value: Any) -> str:
     """Return a value as it stands in a run's name: 3e-3 and 0.003 are one, 64 and 64.0 too."""
     if isinstance(value, (list, tuple)):
@@ -264,7 +255,7 @@ def name_of_run(typed: CommandLine, in_files: Config | None, config: Config) -> 
     recipe = config.recipe
     assert isinstance(recipe, RecipeSettings)
     defaults, may_change = fields_of(recipe.class_path)
-    before = {f"recipe.{name}": text_of(value) for name, value in _flat(defaults).items()}
+    before = {f"recipe.{name}": text_of(value) for name, value in flat(defaults).items()}
     settings = _curve(config)
     every = [name.rpartition(".")[2] for name in before | settings]  # also those not typed
     if in_files:
@@ -300,7 +291,7 @@ def _curve(config: Config) -> dict[str, Any]:
     settings = fixed_settings(config)
     settings["recipe"] = settings.pop("recipe.class_path")
     init_args = settings.pop("recipe.init_args")
-    return _flat(settings) | _flat(init_args, "recipe")
+    return flat(settings) | flat(init_args, "recipe.")
 
 
 # ---- all settings --------------------------------------------------------------------------------
@@ -446,7 +437,7 @@ def parse(
         ConfigError: a setting is unknown, missing or has a wrong value.
     """
     if isinstance(arguments, dict):
-        for name in REMOVED.keys() & _flat(arguments).keys():
+        for name in REMOVED.keys() & flat(arguments).keys():
             _check_name(name, "{}")
         parser = _parser(description=description, prog=prog)
         return Config(**_values(parser, lambda: parser.parse_object(arguments)))

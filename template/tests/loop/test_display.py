@@ -40,7 +40,8 @@ INTERVAL = {
 def test_a_log_has_a_line_for_each_record():
     assert line_of(INTERVAL, 330) == (
         "step 190 of 330: loss 0.4312, lr 9.1e-03, 3021 samples/s, MFU 41%, data 2%,"
-        " 3 steps skipped in all, gradient norm 0.1235, epoch 3.1, 1:16 elapsed, 1:10 left"
+        " 3 steps skipped in all, gradient norm 0.1235, epoch 3.1,"
+        " 1 min 16 s elapsed, 1 min 10 s left"
     )
     skipped = {"loss": None, "skipped": 10, "skipped_steps": 10, "gradient_norm": None}
     assert "loss not finite, 10 of 10 steps skipped, lr" in line_of(INTERVAL | skipped, 330)

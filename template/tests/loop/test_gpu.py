@@ -83,7 +83,6 @@ def test_records_have_the_phases_by_cuda_events_and_the_sensors(tmp_path, proces
         assert sum(phases) <= 1.001
         assert 0 < record["rank_seconds_min"] <= record["rank_seconds_max"]
         assert record["peak_memory_bytes"] == pytest.approx(1e7, rel=10)
-        assert record["allocator_retries"] == 0
         assert record["mfu"] > 0, "counted on fake tensors of the GPU"
 
 

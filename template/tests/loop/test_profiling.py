@@ -196,17 +196,6 @@ def test_a_profile_that_is_there_is_kept_and_the_next_has_a_number(tmp_path):
     assert (tmp_path / f"run/profile/{STEM}.json.gz").read_bytes() == first
 
 
-def test_beside_another_profiler_there_is_one_warning_and_the_other_is_whole(tmp_path, caplog):
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    other = torch.profiler.profile(activities=cpu, acc_events=True)  # else torch 2.10 warns
-    with other:
-        Loop().train(profiler_of(tmp_path), 10)
-    (warning,) = caplog.messages
-    assert "another profiler is active" in warning
-    assert sum(event.key == "aten::addmm" and event.count for event in other.key_averages()) == 20
-    assert written(tmp_path) == []
-
-
 def profile_with_little_room(folder: Path) -> list[str]:
     """Profile where a file can have 20 kB; return the warnings."""
     warnings: list[str] = []

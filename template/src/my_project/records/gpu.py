@@ -40,10 +40,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def allocator_retries(device: torch.device) -> float:
-    """Return how often the allocator had to free its cache to serve a request; NaN on a CPU."""
-    if device.type != "cuda":
-        return math.nan
-    return torch.cuda.memory_stats(device)["num_alloc_retries"]

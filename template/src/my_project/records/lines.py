@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..files import kind_of, printable
-from .outcome import format_metric
+from .outcome import format_metric, format_seconds
 
 SAMPLE_CHARACTERS = 500  # of the text of the recipe, in a log
 # Of an evaluation; its other numbers are results.
@@ -17,7 +17,7 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
         left = (total_steps - step) * record["step_seconds"]
         norm = record["gradient_norm"]
         parts = [*numbers(record), f"gradient norm {norm:.4g}" if norm else ""]
-        times = f"{format_time(record['elapsed_seconds'])} elapsed, {format_time(left)} left"
+        times = f"{format_seconds(record['elapsed_seconds'])} elapsed, {format_seconds(left)} left"
         says = ", ".join(filter(None, [*parts, f"epoch {round(record['epoch'], 2)}", times]))
     elif kind == "evaluation":
         results = {
@@ -61,13 +61,6 @@ def loss(interval: dict[str, Any]) -> str:
     if interval["skipped"]:
         says += f", {interval['skipped']} of {interval['steps']} steps skipped"
     return says
-
-
-def format_time(seconds: float) -> str:
-    """Format a time: 0:52, 12:04:11."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def format_speed(per_second: float) -> str:

@@ -29,7 +29,7 @@ from .anatomy import (
     make_anatomy,
 )
 from .display import Progress
-from .gpu import GpuMonitor, allocator_retries, peak_memory_bytes
+from .gpu import GpuMonitor, peak_memory_bytes
 from .profiling import Profiler
 from .ranks import Gather, RankReport, summarize
 from .record_file import RecordFile
@@ -263,7 +263,6 @@ class MetricsWriter:
             rank_seconds=(phases[DATA] + phases[FORWARD]) / steps,
             data_seconds=phases[DATA] / steps,
             peak_memory_bytes=peak_memory_bytes(self.device),
-            allocator_retries=allocator_retries(self.device),
             gpu_utilization=self.gpu.utilization(),
         )
         self.gathering = record, Gather(mine, self.layout.world_size, self.device)

@@ -14,8 +14,6 @@ import gzip
 import logging
 import os
 import shutil
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from ..files import write_atomically
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
-NEVER = float("inf")
 STEP = "ProfilerStep#"  # the range of a step, by the name that other tools for traces look for
 OPERATORS = 15  # in the table
 
@@ -34,95 +31,69 @@ class Profiler:
     """The profile of this rank; costs a comparison per step where there is nothing to do."""
 
     def __init__(self, run: Run, rank: int, device: torch.device) -> None:
-        self.run = run
         self.rank = rank
         self.device = device
         self.config = run.config.profile
+        self.folder = run.folder / "profile"
         self.first, self.last = self.config.window or (0, 0)
-        self.next: float = NEVER  # steps done when there is something to do
+        self.is_active = bool(self.config.window) and rank in self.config.chosen_ranks
         self.done = 0  # steps
         self.profile: Any = None  # torch's, from the warm-up to the end
-        self.is_recording = False
         self.range: Any = None  # of the step under way
 
     def start(self, step: int) -> None:
         """Begin at this number of steps done: before the first step, or where a run continues."""
-        if not self.config.window:
-            return
-        if self.last <= step:
-            if self.rank == 0:
-                logger.warning(
-                    "profile.steps is %s, but the run continues after step %d: nothing is profiled",
-                    self.config.steps,
-                    step,
-                )
-            return
-        self.first = max(self.first, step + 1)
-        if self.rank == 0:
-            logger.info(
-                "torch.profiler will record steps %d to %d of rank %s into %s",
-                self.first,
-                self.last,
-                ", ".join(map(str, self.config.chosen_ranks)),
-                self.folder,
+        if self.is_active and self.last <= step:
+            logger.warning(
+                "profile.steps is %s, but the run continues after step %d: nothing is profiled",
+                self.config.steps,
+                step,
             )
-        if self.rank in self.config.chosen_ranks:
-            self.next = max(step, self.first - 2)
-            self.step_ended(step)
+            self.is_active = False
+        self.first = max(self.first, step + 1)
+        self.step_ended(step)
 
     def step_ended(self, step: int) -> None:
         """Note that so many steps are done; called after every step."""
-        if step >= self.next:
-            self._act(step)
-
-    def stop(self) -> None:
-        """End, and write what there is; a run that fails or is stopped may be in any step."""
-        profile, self.profile = self.profile, None
-        self.next = NEVER
-        if profile is None:
+        if not self.is_active or step < self.first - 2:
             return
-        try:
-            if not self.is_recording:  # the warm-up, which cannot be ended in another way
-                profile.start_trace()
-            self._end_range()
-            profile.stop_trace()
-            if self.is_recording:
-                self._write(profile)
-        except Exception as error:  # whatever it is, training is worth more
-            self._warn(f"cannot be written to {self.folder}: {error}")
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the profiles."""
-        return self.run.folder / "profile"
-
-    def _act(self, step: int) -> None:
-        """Go on to what the next step needs: the warm-up, a range, or the end."""
-        self.done, self.next = step, step + 1
+        self.done = step
         try:
             if self.profile is None:
                 self.profile = self._prepared()
-            if step < self.first - 1:
-                return
-            if not self.is_recording:
+            if step == self.first - 1:
                 if self.device.type == "cuda":  # kernels of the steps before are not recorded
                     torch.cuda.synchronize(self.device)
                 self.profile.start_trace()
-                self.is_recording = True
             self._end_range()
-            if step < self.last:
+            if self.first - 1 <= step < self.last:
                 self.range = record_function(f"{STEP}{step + 1}")
                 self.range.__enter__()
         except (RuntimeError, ValueError) as error:
             self._warn(f"is left out: {error}")
-            self.profile, self.next = None, NEVER
+            self.profile, self.is_active = None, False
         if step == self.last:
             self.stop()
 
+    def stop(self) -> None:
+        """End, and write what there is; a run that fails or is stopped may be in any step."""
+        profile, self.profile = self.profile, None
+        self.is_active = False
+        if profile is None:
+            return
+        is_recording = self.done >= self.first - 1
+        try:
+            if not is_recording:  # the warm-up, which cannot be ended in another way
+                profile.start_trace()
+            self._end_range()
+            profile.stop_trace()
+            if is_recording:
+                self._write(profile)
+        except Exception as error:  # whatever it is, training is worth more
+            self._warn(f"cannot be written to {self.folder}: {error}")
+
     def _prepared(self) -> Any:
         """Return torch's profiler in its warm-up."""
-        if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):  # it would be spoiled
-            raise ValueError("another profiler is active in this process")
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -147,9 +118,12 @@ class Profiler:
     def _write(self, profile: Any) -> None:
         """Write the trace and the table, under names that no earlier profile has."""
         last = max(self.done, self.first)  # a run may fail in the first of the steps
+        name = stem = f"rank_{self.rank:05d}_steps_{self.first}_{last}"
+        number = 1
+        while any(self.folder.glob(f"{stem}.*")):
+            number += 1
+            stem = f"{name}-{number}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_temporary()  # of a start that was killed
-        stem = self._unused(f"rank_{self.rank:05d}_steps_{self.first}_{last}")
         temporary = self.folder / f".{stem}.json"
         packed = self.folder / f".{stem}.json.gz"
         try:
@@ -159,28 +133,14 @@ class Profiler:
                 source.seek(max(0, source.tell() - 16))
                 if not source.read().rstrip().endswith(b"}"):  # torch reports no full disk
                     raise OSError("the trace is incomplete; is the disk full?")
-            kind = "cuda" if self.device.type == "cuda" else "cpu"
-            table = profile.key_averages().table(
-                sort_by=f"self_{kind}_time_total", row_limit=OPERATORS, max_name_column_width=50
-            )
             os.replace(packed, self.folder / f"{stem}.json.gz")
-            write_atomically(self.folder / f"{stem}.txt", table)
         finally:
-            self._remove_temporary()
+            for path in self.folder.glob(f".{name}*"):  # also of a start that was killed
+                path.unlink()
+        kind = "cuda" if self.device.type == "cuda" else "cpu"
+        table = profile.key_averages().table(
+            sort_by=f"self_{kind}_time_total", row_limit=OPERATORS, max_name_column_width=50
+        )
+        write_atomically(self.folder / f"{stem}.txt", table)
         if self.rank == 0:
             logger.info("%s\n%s", self.folder / f"{stem}.json.gz", table.rstrip())
-
-    def _remove_temporary(self) -> None:
-        """Remove the files that are not complete, those of torch too."""
-        for path in self.folder.glob(f".rank_{self.rank:05d}_*"):
-            with suppress(OSError):
-                path.unlink()
-
-    def _unused(self, name: str) -> str:
-        """Return the name, with a number if there is a profile of this name."""
-        found = [path.name for path in self.folder.iterdir()]
-        number, stem = 1, name
-        while any(f"{stem}.{ending}" in found for ending in ("json.gz", "txt")):
-            number += 1
-            stem = f"{name}-{number}"
-        return stem

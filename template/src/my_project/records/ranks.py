@@ -18,7 +18,6 @@ class RankReport:
     rank_seconds: float  # per step: data wait and forward pass
     data_seconds: float  # per step
     peak_memory_bytes: float
-    allocator_retries: float
     gpu_utilization: float  # percent
 
 
@@ -67,14 +66,10 @@ def summarize(reports: list[RankReport], hosts: list[str]) -> dict[str, Any]:
     fields["slowest_rank"] = slowest
     fields["slowest_host"] = hosts[slowest] if slowest < len(hosts) else None
     for name, combine in {
-        "peak_memory_bytes": max,
-        "allocator_retries": sum,
+        "peak_memory_bytes": lambda values: int(max(values)),
         "gpu_utilization": statistics.fmean,
     }.items():
         known = [value for r in reports if not math.isnan(value := getattr(r, name))]
         if known:
             fields[name] = combine(known)
-    for name in ("peak_memory_bytes", "allocator_retries"):
-        if name in fields:
-            fields[name] = int(fields[name])
     return fields

@@ -16,7 +16,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..config import Config, to_dict
+from ..config import to_dict
+from ..files import flat
 from ..run_folder import Run
 from . import event_files
 
@@ -47,7 +48,10 @@ class Trackers:
         """
         self.logged = logged or {}
         package = __name__.partition(".")[0]
-        settings = flat(self.run.config)
+        settings = {
+            name: value if value is None or isinstance(value, (str, int, float)) else str(value)
+            for name, value in flat(to_dict(self.run.config)).items()
+        }
         started: list[Any] = []
         for kind in self.accelerator.log_with:
             tracker = str(kind)
@@ -150,25 +154,6 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
     seconds = numbers.pop("seconds", None)
     values = {name: value for name, value in numbers.items() if name not in ABOUT}
     return values | ({} if seconds is None else {f"perf/{kind}_seconds": seconds})
-
-
-def flat(config: Config) -> dict[str, str | int | float | bool | None]:
-    """Return the settings by their dotted names, as on the command line; lists as texts."""
-    plain = to_dict(config)
-    recipe = plain.pop("recipe")
-    found: dict[str, Any] = {"recipe": recipe["class_path"]}
-
-    def add(prefix: str, settings: dict[Any, Any]) -> None:
-        for name, value in settings.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{name}.", value)
-            else:
-                is_plain = value is None or isinstance(value, (str, int, float))
-                found[f"{prefix}{name}"] = value if is_plain else str(value)
-
-    add("recipe.", recipe["init_args"])
-    add("", plain)
-    return found
 
 
 def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:

@@ -25,6 +25,7 @@ from ..files import (
 )
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
+NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}  # they name or place a run
 
 
 @dataclass(kw_only=True)

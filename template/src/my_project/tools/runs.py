@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import exit_with_error
-from ..files import ConfigError, is_locked, parse_record, printable
-from .reader import format_number, format_seconds, is_run, read_run
+from ..files import ConfigError, parse_record, printable
+from .reader import NOT_COMPARED, format_number, format_seconds, is_run, read_run
 
-# These settings name and place a run, or say how it starts and stops.
-NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}
 COLORS = {"finished": "green", "running": "cyan", "failed": "red", "damaged": "red"}
 
 
@@ -58,12 +56,6 @@ def summarize(folder: Path) -> Summary:
         settings=run.settings,
         problems=run.problems,
     )
-
-
-def state_of(folder: Path, status: dict[str, Any]) -> str:
-    """Return the outcome in a status.json, or what has become of the run since."""
-    state = status.get("outcome", "damaged")
-    return "interrupted" if state == "running" and is_locked(folder) is False else state
 
 
 def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
