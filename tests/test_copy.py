@@ -319,53 +319,6 @@ def test_git_ignores_the_run_folders_after_copying(tmp_path, without_git, before
     assert "src/your_package/runs/file" in shown, "theirs is not ignored"
 
 
-@pytest.mark.parametrize("ignored", ["/runs\n/data", "**/runs/\r\ndata/**", "runs/*"])
-def test_a_repository_that_ignores_the_run_folders_is_left_as_it_is(tmp_path, without_git, ignored):
-    repository, package, _ = make_repository(tmp_path, "flat")
-    (repository / ".gitignore").write_bytes(f"{ignored}\n!/other".encode())
-    without_git()
-    shown = copied("embedding", package)
-    assert "run folders" not in shown
-    assert ("which git does not ignore" in shown) == ("data" not in ignored)
-    assert (repository / ".gitignore").read_bytes() == f"{ignored}\n!/other".encode()
-
-
-@pytest.mark.parametrize("there", ["link", "UTF-16"])
-def test_a_gitignore_that_cannot_take_a_line_is_left_and_the_line_is_named(tmp_path, there):
-    repository, package, _ = make_repository(tmp_path, "flat")
-    file, elsewhere = repository / ".gitignore", tmp_path / "elsewhere"
-    elsewhere.write_text("*.pt\n")
-    if there == "link":
-        file.symlink_to(elsewhere)
-    else:
-        file.write_bytes("*.pt\n".encode("utf-16"))
-    shown = copied("embedding", package)
-    assert "add to .gitignore, for the run folders: /runs/ (not added: " in shown
-    assert elsewhere.read_text() == "*.pt\n"
-    assert there != "UTF-16" or file.read_bytes() == "*.pt\n".encode("utf-16")
-
-
-def test_outside_a_git_repository_nothing_is_ignored(tmp_path: Path):
-    (tmp_path / "plain/src/pkg").mkdir(parents=True)
-    assert "gitignore" not in copied("embedding", tmp_path / "plain/src/pkg")
-    assert not (tmp_path / "plain/.gitignore").exists()
-
-
-def test_two_packages_of_a_repository_share_the_accelerate_configs(tmp_path: Path):
-    repository, package, _ = make_repository(tmp_path, "flat")
-    copied("causal_lm", package)
-    first = (repository / "accelerate_configs/cpu.yaml").read_text()
-    own = repository / "accelerate_configs/gpu.yaml"
-    own.write_text(own.read_text() + "gpu_ids: 1\n")
-    (repository / "second").mkdir()
-    kept = copied("embedding", repository / "second").split("kept, since they are yours: ")[1]
-    assert {"accelerate_configs/cpu.yaml", "accelerate_configs/gpu.yaml"} <= set(
-        kept.splitlines()[0].split(", ")
-    )
-    assert (repository / "accelerate_configs/cpu.yaml").read_text() == first
-    assert (repository / "second/training/train.py").is_file()
-
-
 @pytest.mark.slow
 def test_the_line_that_is_printed_trains(tmp_path: Path):
     repository, package, environment = make_repository(tmp_path, "src")

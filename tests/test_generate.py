@@ -213,18 +213,6 @@ def test_a_checkout_without_links_gives_the_same_project(
     assert desk.succeed("git", "status", "--porcelain", cwd=checkout) == ""
 
 
-def test_links_of_folders_alone_do_not_hide_flattened_files(template: Path, tmp_path: Path):
-    flat = shutil.copytree(template, tmp_path / "flat", symlinks=True)
-    for path in (flat / "template").rglob("*"):
-        if path.is_symlink():
-            target = os.readlink(path)
-            path.unlink()
-            path.write_text(target)
-    copied = shutil.copytree(flat, tmp_path / "copied")  # as cookiecutter copies: links followed
-    subprocess.run([sys.executable, copied / "hooks/pre_prompt.py"], cwd=copied, check=True)
-    assert tree(copied / "{{cookiecutter.project_slug}}") == tree(template / "template")
-
-
 def test_what_git_ignores_in_a_used_clone_does_not_get_into_the_project(
     template: Path, tmp_path: Path, desk: Desk
 ):
@@ -240,14 +228,6 @@ def test_what_git_ignores_in_a_used_clone_does_not_get_into_the_project(
     before = tree(used)
     assert tree(desk.generate(used)) == default_tree(template)
     assert tree(used) == before
-
-
-def test_pre_prompt_run_by_hand_removes_nothing(template: Path, tmp_path: Path):
-    used = shutil.copytree(template, tmp_path / "used", symlinks=True)
-    (used / "template/runs").mkdir()
-    (used / "template/runs/first").write_text("weights")
-    subprocess.run([sys.executable, used / "hooks/pre_prompt.py"], cwd=used, check=True)
-    assert (used / "template/runs/first").read_text() == "weights"
 
 
 def test_replay_gives_the_same_project_again(template: Path, desk: Desk):
@@ -605,32 +585,10 @@ def test_the_lists_of_a_refusal_hold_every_dependency():
     assert sorted(names - PRE_GEN.LIBRARIES) == []
 
 
-def test_the_lists_of_a_refusal_hold_the_commands_of_every_dependency():
-    found, scripts = 0, set()
-    for text in requirements():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            distribution = importlib.metadata.distribution(re.split(r"[^\w.-]", text)[0])
-            entries = distribution.entry_points.select(group="console_scripts")
-            scripts |= {PRE_GEN.plain(entry.name) for entry in entries}
-            found += 1
-    assert found > 15
-    assert sorted(scripts - PRE_GEN.LIBRARIES - PRE_GEN.COMMANDS) == []
-
-
 def test_the_console_script_has_the_projects_name(template: Path, desk: Desk):
     answers = {"project_slug": "A.b_c-9", "package_name": "leafscan"}
     pyproject = (desk.generate(template, **answers) / "pyproject.toml").read_text()
     assert tomllib.loads(pyproject)["project"]["scripts"] == {"A.b_c-9": "leafscan.__main__:main"}
-
-
-def test_the_lists_of_a_refusal_hold_the_projects_own_names():
-    paths = [Path(file) for file in POST_GEN.TEMPLATE_FILES]
-    folders = {path.parts[0] for path in paths if len(path.parts) > 1 and path.parts[0][0] != "."}
-    modules = {path.stem for path in paths if path.parent.name == "tests" and path.suffix == ".py"}
-    ignored = (REPOSITORY / "template/.gitignore").read_text().split()
-    ignored = {name.rstrip("/") for name in ignored if re.fullmatch(r"[a-z_]*[a-z]/", name)}
-    modules = {module for module in modules if not module.startswith("test_")}
-    assert sorted((folders | modules | ignored) - PRE_GEN.OWN_NAMES) == []
 
 
 # Generating over a folder that exists
@@ -672,16 +630,6 @@ def test_f_deletes_and_alters_nothing_of_the_users(template: Path, desk: Desk, p
     desk.generate(template, "-f", **answers)
     assert tree(project) == {**with_theirs, **fresh}
     assert (project / "empty").is_dir()
-
-
-def test_f_leaves_the_bytecode_of_a_package_that_was_renamed(template: Path, desk: Desk):
-    compiled = desk.folder / "my-project/src/my_project/__pycache__/train.cpython-311.pyc"
-    compiled.parent.mkdir(parents=True)
-    compiled.write_bytes(b"\x00")
-    project = desk.generate(template, "-f", package_name="leafscan")
-    assert [path for path in (project / "src/my_project").rglob("*") if path.is_file()] == [
-        compiled
-    ]
 
 
 @pytest.mark.parametrize(

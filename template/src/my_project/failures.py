@@ -268,8 +268,7 @@ def without_traceback(failure: dict[str, Any]) -> dict[str, Any]:
 def checked(failure: Any) -> dict[str, Any]:
     """Return what an error file or status.json holds of a failure; {} where it is damaged."""
     needed = {"rank": int, "host": str, "reason": str, "cause": str, "time": (int, float)}
-    needed |= {"exit_code": int, "launch": str}
-    needed |= {"frames": list, "at": (dict, type(None))}
+    needed |= {"exit_code": int, "launch": str, "frames": list, "at": (dict, type(None))}
     needed |= {"step": (int, type(None)), "progress_time": (int, float, type(None))}
     found = {"step": None, "progress_time": None, "at": None, "frames": []}
     found |= failure if isinstance(failure, dict) else {}

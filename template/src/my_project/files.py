@@ -257,6 +257,14 @@ def kind_of(record: dict[str, Any]) -> str:
     return str(record.get("kind"))
 
 
+def format_seconds(seconds: float) -> str:
+    """Format a duration: 41 s, 3 min 5 s, 2 h 10 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def printable(text: str) -> str:
     """Replace characters that are not printable, such as those that control a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)

@@ -35,7 +35,7 @@ from .command_line import (
 )
 from .config import Config, ConfigError, fixed_settings
 from .failures import short_path
-from .files import read_json, read_status, read_yaml, step_of, writing
+from .files import format_seconds, read_json, read_status, read_yaml, step_of, writing
 from .loading.layout import batch_layout
 from .recipe_source import did_you_mean, fields_of, source_of
 from .records import outcome
@@ -341,7 +341,7 @@ def print_estimate(config: Config, folder: Path) -> None:
         (steps - 1) // every if every else 0
         for every in (config.evaluation.every_steps, config.checkpoints.every_steps)
     )
-    seconds = outcome.format_seconds(steps * size / rate + pauses * paused)
+    seconds = format_seconds(steps * size / rate + pauses * paused)
     outcome.print_block(
         "dry run: two steps, an evaluation, a save and an export work",
         outcome.rows(

@@ -94,14 +94,6 @@ def test_a_run_is_named_after_its_config_and_what_was_typed(typed, wanted):
         assert name(*typed.split()) == wanted
 
 
-def test_keys_with_the_same_last_part_are_written_out():
-    typed = ("--optim.class_path", "torch.optim.SGD", "--optim.init_args.width", "3",
-             "--recipe.width", "9")  # fmt: skip
-    assert name(*typed) == (
-        "first-class_path=torch.optim.SGD-optim.init_args.width=3-recipe.width=9"
-    )
-
-
 def test_a_long_name_is_cut_and_still_its_own():
     one, two = (name("--recipe.label", "x" * 300 + end) for end in "ab")
     assert len(one) == len(two) == NAME_LENGTH
@@ -119,29 +111,12 @@ def test_every_way_in_gives_the_same_name_and_config_yaml_keeps_it():
     assert "sweep" in sys.modules
 
 
-def test_a_name_is_found_before_the_recipe_is_imported():
-    code = (
-        "import sys; from my_project.command_line import check\n"
-        "print(check(sys.argv[1:]).run_name, 'torch' in sys.modules, 'sweep' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--config", "first.yaml", "--recipe.width", "9"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == "first-width=9 False False\n"
-
-
 def test_a_recipe_may_be_typed_as_a_whole():
     for whole in ("sweep.Sweep", "{class_path: sweep.Sweep, init_args: {width: 7}}"):
         config = parse(["--config", "first.yaml", "--recipe", whole])
         width = 8 if whole == "sweep.Sweep" else 7
         assert dataclasses.asdict(config.recipe)["width"] == width
         assert config.run_name == ("first" if width == 8 else "first-width=7")
-
-
-def test_options_before_the_file_win_over_it_too():
-    config = parse(["--optim.lr", "0.5", "--config", "first.yaml"])
-    assert (config.optim.lr, config.run_name) == (0.5, "first-lr=0.5")
 
 
 def test_a_file_that_is_not_complete_names_the_run_after_what_is_typed_only():

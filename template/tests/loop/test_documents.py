@@ -52,13 +52,6 @@ def test_every_link_leads_to_a_file_or_a_heading(document):
             assert path.resolve().is_relative_to(PROJECT.resolve()), f"{target} is not of a project"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_code_fits_the_width_of_a_page(document):
-    for block in re.findall(r"(?ms)^```.*?^```$", text_of(document)):
-        for line in block.splitlines():
-            assert len(line) - MORE * line.count(SOURCE.name) <= 100, line
-
-
 @pytest.mark.parametrize("document", ["AGENTS.md", "docs/how-a-step-works.md"])
 def test_every_module_that_is_named_is_there(document):
     named = re.findall(r"`(?:src/my_project/)?([a-z_/]+(?:\.py|/))`", text_of(document))

@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import socket
-import sys
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -11,12 +9,10 @@ from pathlib import Path
 import pytest
 from world import World, run_world
 
-from my_project import stack_traces
 from my_project.config import ConfigError
 from my_project.files import TransientError
 from my_project.loading import prepare_once
 from my_project.loading.prepare_once import first_alone, in_turn, until_all_are_done
-from my_project.stack_traces import progress_reported
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> None:
@@ -176,27 +172,3 @@ def test_a_mistake_of_the_user_is_left_to_the_others_to_meet(tmp_path):
     with pytest.raises(ConfigError), first_alone(lock, "rank 0"):
         raise ConfigError("no such file")
     assert lock.read_text() == ""
-
-
-def tokenize(caplog) -> None:
-    deadline = time.monotonic() + 600
-    while not caplog.records:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_long_work_says_on_which_rank_and_in_which_function_it_is(caplog, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    with progress_reported("prepare_data", every_seconds=0.05):
-        tokenize(caplog)
-    said = caplog.records[0].getMessage()
-    assert said.startswith(f"rank 3 on {socket.gethostname()}: prepare_data for 0 min, now at")
-    assert f"tokenize ({__file__}, line " in said
-
-
-def test_a_library_is_not_the_place_where_a_process_stands():
-    places = []
-    sorted([1], key=lambda _: places.append(stack_traces.current_line(sys._getframe())))
-    place, waits = places[0]
-    assert __file__ in place
-    assert not waits

@@ -1,6 +1,5 @@
 """The profiler: its settings, what it writes, and that it never ends a run."""
 
-import dataclasses
 import gzip
 import json
 import logging
@@ -19,9 +18,8 @@ from torch.utils.data import DataLoader
 from world import run_world
 
 from my_project import launch, train_command
-from my_project.command_line import check, parse
-from my_project.config import Config, ConfigError, ProfileConfig, fixed_settings, to_yaml
-from my_project.files import read_yaml
+from my_project.command_line import check
+from my_project.config import Config, ConfigError, ProfileConfig, fixed_settings
 from my_project.records.profiling import Profiler
 
 CONFIG = str(min((PROJECT / "configs").glob("*.yaml")))  # any; of a project its own
@@ -54,17 +52,6 @@ def test_steps_that_yaml_reads_as_a_number_need_quotes(tmp_path):
     file.write_text("profile: {steps: 20:25}")
     with pytest.raises(ConfigError, match=r"must be a text in quotes"):
         check([*BASE, "--config", str(file)])
-
-
-@pytest.mark.parametrize("ranks", ["0,1", [0, 1], 1])
-def test_config_yaml_is_read_back(tmp_path, ranks):
-    profile = ProfileConfig(steps="20:25", ranks=ranks)
-    config = make_config(tmp_path, profile=profile, run_name="one")
-    file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(config))
-    assert read_yaml(file)["profile"] == dataclasses.asdict(config.profile)
-    assert parse(read_yaml(file)) == config
-    assert parse(["--config", str(file)]) == config
 
 
 def test_a_profile_changes_neither_the_name_of_a_run_nor_what_must_stay_the_same(tmp_path):

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import math
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from world import run_world
 
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
-from my_project.records import anatomy, gpu, metrics, record_file, throughput
+from my_project.records import anatomy, metrics, record_file, throughput
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
 
@@ -333,18 +331,3 @@ def test_the_peak_is_known_by_the_name_of_the_device(monkeypatch):
 
 
 # ---- the sensors of a GPU ------------------------------------------------------------------------
-def test_the_sensors_of_a_gpu_are_found_by_its_uuid(monkeypatch):
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-abc": "the handle"}[uuid],
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97),
-    )
-    cuda = torch.device("cuda", 1)
-    properties = {cuda: SimpleNamespace(uuid="abc"), torch.device("cuda", 0): SimpleNamespace()}
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.get)
-    assert gpu.GpuMonitor(cuda).utilization() == 97
-    for device in (torch.device("cuda", 0), torch.device("cpu")):  # no UUID; no GPU
-        assert math.isnan(gpu.GpuMonitor(device).utilization())
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert math.isnan(gpu.GpuMonitor(cuda).utilization())

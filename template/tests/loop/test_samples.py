@@ -13,7 +13,6 @@ import torch
 from accelerate.utils import gather_object
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
-from torch import nn
 from world import run_world
 
 from my_project import devices, sharding
@@ -240,15 +239,6 @@ def test_a_rank_that_cannot_read_the_samples_leaves_no_other_waiting(tmp_path):
     assert not (tmp_path / "0").exists()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadByWorkers(Shown):
-    """Fails where this process, not a loader worker, reads a sample."""
-
-    def build_datasets(self, data_info: Any) -> Any:
-        train_set, validation_sets = super().build_datasets(data_info)
-        return train_set, {name: NotHere(data) for name, data in validation_sets.items()}
-
-
 class NotHere(torch.utils.data.Dataset):
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -259,37 +249,3 @@ class NotHere(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> Any:
         assert torch.utils.data.get_worker_info(), "a file opened here is shared with all workers"
         return self.data[index]
-
-
-def show_all(config: Config) -> str:
-    return show(config)["shown"]["sample"]
-
-
-def test_samples_are_read_in_a_loader_worker_if_there_are_any(tmp_path):
-    config = shown_config(tmp_path, ReadByWorkers(), batches__workers=2)
-    assert run_world(1, show_all, config)[0].endswith("\n\n0 2 5 8 11 14 17 20")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_on_a_gpu_the_samples_are_where_the_model_is(tmp_path, precision):
-    config = shown_config(tmp_path, Shown(), precision=precision)
-    assert run_world(1, train, config) == [0]
-    record = records(config, "validation/accuracy")[-1]
-    assert record["sample"].endswith("\n\n0 2 5 8 11 14 17 20")
-
-
-def test_mixed_precision_leaves_texts_and_tables_as_they_are(tmp_path):
-    config = shown_config(tmp_path, Tabular(), precision="bf16")
-    assert "query" in run_world(1, show_all, config)[0]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tabular(Ragged):
-    def predict_samples(self, model: nn.Module, data_info: Any, samples: Any, folder: Path) -> Any:
-        from rich.table import Table
-
-        table = Table("query")
-        table.add_row(str(model(samples[0]["x"][None]).dtype))
-        return table

@@ -493,36 +493,6 @@ def test_rows_without_a_text_or_a_label_are_skipped(tmp_path, folder):
     assert len(train_set) == 8
 
 
-def test_a_class_with_only_held_out_samples_is_known(tmp_path, folder):
-    rows = [{"text": f"text {i}", "label": f"class {i}"} for i in range(20)]
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = recipe_of(folder, data_path=str(tmp_path / "all.jsonl"), validation_fraction=0.5)
-    data_info = recipe.prepare_data()
-    assert len(data_info["classes"]) == 20
-    _, sets = recipe.build_datasets(data_info)
-    assert [sets["validation"][i]["label"] for i in range(len(sets["validation"]))]
-
-
-def test_the_class_names_of_a_dataset_are_kept(tmp_path, folder, monkeypatch):
-    import datasets
-
-    classes = datasets.ClassLabel(names=["tool", "fruit"])
-    rows = {"text": ["a saw", "plums"], "label": [0, 1]}
-    rows = {name: [*values, values[0]] for name, values in rows.items()}
-    rows["label"][2] = -1  # SNLI's mark for rows whose annotators disagreed
-    features = datasets.Features({"text": datasets.Value("string"), "label": classes})
-    table = datasets.Dataset.from_dict(rows, features=features)
-    sets = datasets.DatasetDict({"train": table, "test": table})
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda path, name: {path + name: sets}["it/small"]
-    )
-    recipe = recipe_of(folder, data="it/", subset="small")
-    data_info = recipe.prepare_data()
-    assert data_info["classes"] == ["fruit", "tool"]
-    train_set, _ = recipe.build_datasets(data_info)
-    assert [sample["label"] for sample in train_set] == [1, 0]
-
-
 def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
     tmp_path, folder, monkeypatch
 ):
@@ -604,22 +574,6 @@ def test_the_models_that_peft_wraps_are_no_sharding_units(folder):
     assert not {"Linear", "PeftModelForCausalLM", "LoraModel"} & set(names)
     assert "GPT2Block" in names
     assert sum(blocks) + root == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.slow
-def test_an_export_does_not_depend_on_the_folders_it_was_trained_from(tmp_path, folder):
-    for task in ("classification", "causal_lm"):
-        model = tmp_path / f"model_{task}"
-        shutil.copytree(folder / ("encoder" if task == "classification" else "decoder"), model)
-        config = config_of(tmp_path, folder, run_name=task, task=task, model=str(model))
-        assert train(change(config, steps=1)) == 0
-        shutil.rmtree(model)
-        moved = tmp_path / f"moved_{task}"
-        config.folder.rename(moved)
-        loaded, data_info, model = export.load(moved / "export")
-        assert loaded.recipe.predict(model, data_info, "an apple")
-    with pytest.raises(ValueError, match="the prompt has 80 tokens"):
-        loaded.recipe.predict(model, data_info, "an apple " * 40)
 
 
 @pytest.mark.parametrize(

@@ -145,15 +145,6 @@ def test_of_several_groups_a_mismatch_counts_first_and_then_the_earliest(tmp_pat
     assert (found.kind, found.group) == ("mismatch", "3 (tensor)")
 
 
-def test_frames_are_shown_where_a_dump_has_them(tmp_path):
-    frames = [
-        {"name": "all_reduce", "filename": torch.__file__, "line": 3},
-        {"name": "loss", "filename": "/home/me/project/recipe.py", "line": 7},
-    ]
-    found = find(tmp_path, [entry(1, frames=frames)], [entry(1, "barrier")])
-    assert (found.at["file"], found.at["line"]) == ("/home/me/project/recipe.py", 7)
-
-
 DAMAGED = ["", "[]", "{", '{"version": 3}', '{"entries": []}']
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..files import kind_of, printable
-from .outcome import format_metric, format_seconds
+from ..files import format_seconds, kind_of, printable
+from .outcome import format_metric
 
 SAMPLE_CHARACTERS = 500  # of the text of the recipe, in a log
 # Of an evaluation; its other numbers are results.

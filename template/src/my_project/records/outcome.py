@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, read_manifest, step_of
+from ..files import format_seconds, read_json, read_manifest, step_of
 from ..process import LOGS
 
 
@@ -17,14 +17,6 @@ def format_metric(value: float | None) -> str:
     if value is None:
         return "not a number"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration: 41 s, 3 min 5 s, 2 h 10 min."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -40,9 +40,9 @@ from ..failures import (
     late,
     place_of,
 )
-from ..files import ConfigError, is_locked, kind_of, printable, read_json, step_of
+from ..files import ConfigError, format_seconds, is_locked, kind_of, printable, read_json, step_of
 from . import flight_recorder
-from .reader import Run, format_problem, format_seconds, is_run, read_folder, time_of
+from .reader import Run, format_problem, is_run, read_folder, time_of
 
 LONGEST = 500  # characters of a sentence
 QUIET_SECONDS = 60.0  # after which a run may have stopped moving

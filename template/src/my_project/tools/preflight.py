@@ -205,14 +205,14 @@ def all_reduce(device: torch.device, size: int, groups: list[list[int]]) -> tupl
     The bus bandwidth is 2 (n-1)/n x size / time, as nccl-tests defines it: comparable to the
     bandwidth of the slowest link (github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
-    group, _ = dist.new_subgroups_by_enumeration(groups)
+    group: Any = dist.new_subgroups_by_enumeration(groups)[0]
     ranks = next(ranks for ranks in groups if world()[1] in ranks)
     values = torch.full((size // 4,), float(world()[1] + 1), device=device)
     dist.all_reduce(values, group=group)
     wrong = int((values != sum(rank + 1 for rank in ranks)).sum())
     values.zero_()
     seconds = seconds_per_call(device, lambda: dist.all_reduce(values, group=group))
-    dist.destroy_process_group(group)  # type: ignore[arg-type]
+    dist.destroy_process_group(group)
     return 2 * (1 - 1 / len(ranks)) * size / seconds, wrong
 
 

@@ -25,6 +25,7 @@ from ..files import (
 )
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
+PACKAGE = (__package__ or "").removesuffix(".tools")  # a copy of the loop has another name
 NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}  # they name or place a run
 
 
@@ -154,18 +155,6 @@ def format_number(value: float | None) -> str:
         if abs(value) >= 10 * unit:
             return f"{value / unit:.4g}{suffix}"
     return f"{value:.4g}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration: 41 s, 3 min 5 s, 2 h 10 min, 3 d 4 h."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def print_table(title: str, rows: list[list[str]]) -> None:

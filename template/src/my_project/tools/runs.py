@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import exit_with_error
-from ..files import ConfigError, parse_record, printable
-from .reader import NOT_COMPARED, format_number, format_seconds, is_run, read_run
+from ..files import ConfigError, format_seconds, parse_record, printable
+from .reader import NOT_COMPARED, format_number, is_run, read_run
 
 COLORS = {"finished": "green", "running": "cyan", "failed": "red", "damaged": "red"}
 

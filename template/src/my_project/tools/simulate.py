@@ -252,7 +252,8 @@ class _Step:
         self.is_sharded = devices.wants_sharding()
         # some of these functions read values, which fake tensors lack
         names = [name for name in vars(init) if name[0] != "_" and name[-1] == "_"]
-        with patch.multiple(init, **{name: lambda tensor, *_, **__: tensor for name in names}):
+        untouched: dict[str, Any] = {name: lambda tensor, *_, **__: tensor for name in names}
+        with patch.multiple(init, **untouched):
             self.raw_model: Any = config.recipe.build_model(data_info)
         self.raw_model.train()
         weights = [*self.raw_model.parameters()]
@@ -263,7 +264,7 @@ class _Step:
         self.optimizer = optim.build_optimizer(config.optim, config.recipe, self.raw_model)
         self.buckets: list[torch.Tensor] = []
         if self.is_sharded:
-            self.model = sharding.shard(accelerator, self.raw_model, self.optimizer, None)
+            self.model: Any = sharding.shard(accelerator, self.raw_model, self.optimizer, None)
         else:
             self.model = sharding.RecipeModule(self.raw_model)
             if self.world_size > 1:

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from ...failures import exit_with_error
 from ...files import ConfigError, write_atomically
-from .history import read_history
+from ..reader import PACKAGE
 from .page import GENERATOR, page
-from .sections import PACKAGE, body
 
 MOST_RUNS = 8  # colors that one can tell apart
 LONG_NAME = 20  # characters
@@ -30,6 +29,9 @@ def write_report(folders: list[Path], output: str | None = None) -> Path:
     Raises:
         ConfigError: a folder is not of a run, or the report cannot be written there.
     """
+    from .history import read_history  # these import numpy
+    from .sections import body
+
     # runs/* has the report of several runs in it, once that is written
     folders = list({path.resolve(): path for path in folders if not is_report(path)}.values())
     if not 0 < len(folders) <= MOST_RUNS:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from ...failures import own_frame
-from ..reader import NOT_COMPARED, format_number, format_seconds
+from ...files import format_seconds
+from ..reader import NOT_COMPARED, PACKAGE, format_number
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis
 from .history import PHASES, History, first_failure_of, number, text
 from .page import Html, escape, table
 
-PACKAGE = (__package__ or "").removesuffix(".tools.report")
 MOST_METRICS = 12  # charts of results
 MOST_EVENTS = 25  # the newest, in a table
 PICTURE_BYTES, PICTURES_BYTES = 100_000, 150_000  # of one, and of all
