@@ -197,7 +197,7 @@ def test_of_one_process_nothing_is_said_of_the_slowest_rank(tmp_path):
 def test_the_command_is_shown_as_it_was_typed(tmp_path):
     run = write_history(tmp_path / "run", steps=100)
     words = ["-m", "my_project.train", "--config", "my own.yaml"]
-    launcher = ["python", "-m", "my_project.checked_launch", "0", "--config_file", "gpu.yaml"]
+    launcher = ["-m", "my_project.checked_launch", "0", "--config_file", "gpu.yaml"]
     content = about(run) | {"command": ["python", "-u", *words], "launcher": [*launcher, *words]}
     (run / "run.json").write_text(json.dumps(content))
     typed = "python -m my_project train --config 'my own.yaml' --where gpu.yaml"
