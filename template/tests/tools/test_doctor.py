@@ -550,7 +550,7 @@ def test_a_killed_process_is_told_by_the_log_of_its_launcher(tmp_path, where, ra
 
     # a start without logs, after it: what the old ones say is not of it
     folder = tmp_path / "runs/tiny"
-    for path in (folder / "logs").rglob("*.log"):
+    for path in (folder / "logs").rglob("*.*"):
         os.utime(path, (time.time() - 1000,) * 2)
     shutil.rmtree(folder / "errors", ignore_errors=True)
     (folder / "status.json").write_text('{"outcome": "running", "step": 5, "steps": 8}')
