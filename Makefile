@@ -13,7 +13,7 @@ train: .venv/installed ## Generate a project with the default answers and train 
 
 # as in template/Makefile
 WORKERS ?= --numprocesses logical --maxprocesses 4 --dist worksteal
-test: .venv/installed ## Run the quick tests: under 4 minutes, no root
+test: .venv/installed ## Run the quick tests: 4 to 6 minutes, no root
 	cd template && $(BIN)/pytest -q $(WORKERS) -m "not slow and not gpu"
 	$(BIN)/pytest -q $(WORKERS) -m "not slow and not root"
 
