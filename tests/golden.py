@@ -44,6 +44,11 @@ RENAMED: dict[str, str] = {}
 REMOVED: tuple[str, ...] = (
     *("* straggler *", "* spike *"),  # notices that followed from the clock
     *("* stage_to", "*/run.json format"),
+    # what format 2 of a run folder has added
+    *("*/status.json note", "*/status.json failure *", "*/status.json silent*"),
+    *("*/errors/* errno", "*/errors/* signal", "*/errors/* progress_time", "*/errors/* num_items"),
+    *("*/errors/* loss_is_finite", "*/errors/* skipped_*", "*/errors/* at", "*/errors/* at *"),
+    *("*/errors/.looking", "*/errors/.first_*"),
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
