@@ -267,7 +267,7 @@ def fail_with_cause(run: Run, failure: dict[str, Any], seconds: float) -> None:
             seen = len(run.errors())
             explain(run, run.errors())
     # under launch.py the block at the end shows it; stderr is flushed with each line
-    print(f"{run.process_label}: {run.status().get('reason', '')}", file=sys.__stderr__)
+    print(run.status().get("reason", ""), file=sys.__stderr__)
 
 
 def explain(run: Run, reports: dict[int, dict[str, Any]]) -> None:
