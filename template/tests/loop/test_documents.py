@@ -140,7 +140,7 @@ def test_the_commands_of_watching_runs_run_as_they_stand(project):
             assert result.returncode == 0, command + result.stdout + result.stderr
             shown[command.split()[3]] = result.stdout
     assert shown.keys() == {"report", "doctor"}
-    assert "finished at step 2 of 2" in shown["doctor"]
+    assert "step 2 of 2" in shown["doctor"]
     assert (project / "runs/profiled/report.html").is_file()
     code, _ = blocks(text_of("docs/watching-runs.md"), "python")
     done = subprocess.run(
