@@ -245,10 +245,10 @@ def test_cruft_gives_the_same_project(template: Path, repository: Path, desk: De
     assert tree(project) == default_tree(template)
 
 
-MOVED = {  # since the commit below
+MOVED = {  # since the commit below; a file that was written anew stays where the owner edited it
     "src/leafscan/recipes/image_classification.py": "src/leafscan/recipes/image_classification.py",
-    "src/leafscan/cluster/simulate.py": "src/leafscan/tools/simulate.py",
     "src/leafscan/cluster/rendezvous.py": "src/leafscan/rendezvous.py",
+    "src/leafscan/cluster/simulate.py": "src/leafscan/cluster/simulate.py",
 }
 BEFORE = "a9ab39b"  # the last commit before the moves
 
@@ -287,6 +287,8 @@ def test_cruft_update_brings_the_new_loop_and_edits_follow_the_moves(
     desk.folder.mkdir()
     fresh = tree(desk.generate(template, **RENAMED))
     found.pop(".cruft.json")
+    for file in set(edited) & {MOVED[file] for file in edited} - set(fresh):
+        del found[file]
     assert found == fresh
 
 
