@@ -2,33 +2,37 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := $(CURDIR)/.venv/bin
-PROJECT := build/my-project
+GENERATED := build/my-project
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 train: .venv/installed ## Generate a project with the default answers and train it on 2 processes
-	cd $(PROJECT) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train WHERE=cpu_2_processes
-	@echo "For the next commands: cd $(PROJECT) && source $(BIN)/activate"
+	cd $(GENERATED) && PATH="$(BIN):$$PATH" $(MAKE) --no-print-directory train WHERE=cpu_2_processes
+	@echo "For the next commands: cd $(GENERATED) && source $(BIN)/activate"
 
 # as in template/Makefile
 WORKERS ?= --numprocesses logical --maxprocesses 4 --dist worksteal
+IN_PROJECT := $(BIN)/python tests/in_project.py
 test: .venv/installed ## Run the quick tests: 4 to 6 minutes, no root
-	cd template && $(BIN)/pytest -q $(WORKERS) -m "not slow and not gpu"
+	$(IN_PROJECT) template $(WORKERS) -m "not slow and not gpu"
 	$(BIN)/pytest -q $(WORKERS) -m "not slow and not root"
 
 # runs on two hosts, of four processes each, come one after the other
 test-all: .venv/installed ## Run all tests, with the slow ones and those that need root
-	cd template && $(BIN)/pytest -q $(WORKERS)
+	$(IN_PROJECT) template $(WORKERS)
 	$(MAKE) --no-print-directory test-cpus
 	$(BIN)/pytest -q $(WORKERS) -m "not root"
 	$(BIN)/pytest -q -m root
 
+test-loop: .venv/installed ## Run the tests of the loop against a project: PROJECT=path ARGS="-k resume"
+	$(IN_PROJECT) $(or $(PROJECT),template) $(WORKERS) -m "not slow and not gpu" $(ARGS)
+
 # Sums round differently on other CPUs, and no numeric test may depend on the last bit.
-NUMERIC := $(addprefix tests/,$(addprefix loop/test_,loader.py evaluation.py metrics.py optim.py resume.py same_curve.py sharded.py streams.py) $(addprefix recipes/test_,embedding.py segmentation.py))
+NUMERIC := $(patsubst %,tests/%.py,$(addprefix test_,loader evaluation metrics resume same_curve) $(addprefix loop/test_,optim sharded streams) $(addprefix recipes/test_,embedding segmentation))
 test-cpus: .venv/installed ## Run the numeric tests with the instruction sets of older CPUs
-	cd template && ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -q $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
-	cd template && ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -q $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(IN_PROJECT) template $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
+	ATEN_CPU_CAPABILITY=avx2 $(IN_PROJECT) template $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
 
 test-gpu: .venv/installed ## Measure on 1, 2, 4 or 8 GPUs, and print a table
 	$(BIN)/python benchmarks/gpu.py
@@ -55,7 +59,7 @@ clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build
 
 # Cookiecutter copies the whole folder, .venv included, so it gets a copy of the tracked files.
-$(PROJECT): | .venv/bin/cookiecutter
+$(GENERATED): | .venv/bin/cookiecutter
 	rm -rf build/tracked && mkdir -p build/tracked
 	git ls-files -z | xargs -0 cp --parents --no-dereference -t build/tracked
 	$(BIN)/cookiecutter --no-input --output-dir build build/tracked
@@ -68,9 +72,9 @@ $(PROJECT): | .venv/bin/cookiecutter
 	$(BIN)/uv pip install --quiet --python .venv --group dev
 
 # The project lists the libraries of its own recipe, the template those of all recipes.
-.venv/installed: pyproject.toml template/pyproject.toml | $(PROJECT)
+.venv/installed: pyproject.toml template/pyproject.toml | $(GENERATED)
 	@echo "Installing into .venv, about 7 GB: 1 to 3 minutes"
-	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(PROJECT)
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(GENERATED)
 	touch $@
 
-.PHONY: help train test test-all test-cpus test-gpu lint bench golden mutations clean
+.PHONY: help train test test-all test-loop test-cpus test-gpu lint bench golden mutations clean

@@ -35,7 +35,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,8 +58,6 @@ TARGETS = {
     "checkpoint": "checkpoint damage resume sharded export evaluation",
     "loading": "loader streams permutation prepare_once same_curve resume growth overfit",
 }
-# Where pytest runs, the folder of its tests, and the mark of those that are left out.
-FOLDERS = (("template", "tests", "gpu"), (".", "tests/loop", "root"))
 STAGES = ("targeted", "others", "slow")
 CAUGHT = ("caught", "timeout")
 
@@ -259,34 +256,36 @@ def worktree(suite: str) -> Path:
     return tree
 
 
-def test_files(tree: Path, patch: Path, stage: str) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folders to run pytest in, and the arguments that choose a stage's tests there."""
+def test_files(tree: Path, patch: Path, stage: str) -> list[str]:
+    """Return the arguments that choose a stage's tests."""
     source = Path(re.findall(r"^--- a/(.*)", patch.read_text(), re.MULTILINE)[0])
     kind = source.parent.name if source.parent.name in TARGETS else source.stem
     words = next(words for stems, words in TARGETS.items() if re.fullmatch(stems, kind))
     named = {f"test_{word}.py" for word in words.split()}
-    for folder, tests, left_out in FOLDERS:
-        files = sorted((tree / folder / tests).rglob("test_*.py"))
-        files = [file for file in files if (file.name in named) == (stage != "others")]
-        marks = f"{'' if stage == 'slow' else 'not '}slow and not {left_out}"
-        if files:
-            yield tree / folder, ["-m", marks, *(str(f.relative_to(tree / folder)) for f in files)]
+    folders = {"tests": tree / "template/tests"}  # as in in_project.py
+    folders |= {f"tests/{name}": tree / f"tests/{name}" for name in ("loop", "tools")}
+    files = sorted(
+        f"{name}/{path.relative_to(folder)}"
+        for name, folder in folders.items()
+        for path in folder.rglob("test_*.py")
+        if (path.name in named) == (stage != "others")
+    )
+    return ["-m", f"{'' if stage == 'slow' else 'not '}slow and not gpu", *files]
 
 
-def pytest(tree: Path, folder: Path, until: float, *arguments: str) -> tuple[int | None, str]:
+def pytest(tree: Path, until: float, *arguments: str) -> tuple[int | None, str]:
     """Run pytest; return its exit code, or None at the end of the time, and what it printed."""
     temporary = tempfile.mkdtemp(prefix="mutant-")  # a short path: it holds sockets
-    environment = os.environ | {
-        "MUTANT": temporary, "TMPDIR": temporary, "PROJECT": f"{tree}/template",
-        "PYTHONPATH": f"{tree}/template/src:{tree}/template/tests",
-    }  # fmt: skip
-    command = [REPOSITORY / ".venv/bin/pytest", "-q", "-x", "-n2", "--dist=worksteal", *arguments]
+    environment = os.environ | {"MUTANT": temporary, "TMPDIR": temporary}
+    python = str(REPOSITORY / ".venv/bin/python")
+    in_project = tree / "tests/in_project.py"
+    started = [str(in_project), "template"] if in_project.exists() else ["-m", "pytest", "-q"]
     output = Path(temporary, "output")
     code, left = None, max(1.0, until - time.monotonic())
     with output.open("w") as file, suppress(subprocess.TimeoutExpired):
         code = subprocess.run(
-            command,
-            cwd=folder,
+            [python, *started, "-x", "-n2", "--dist=worksteal", *arguments],
+            cwd=tree if in_project.exists() else tree / "template",
             env=environment,
             stdout=file,
             stderr=file,
@@ -315,26 +314,25 @@ def attempt(tree: Path, patch: Path, suite: str, stage: str, until: float) -> di
     def result(outcome: str, test: str = "") -> dict[str, str]:
         return {"outcome": outcome, "test": test, "unstable": " ".join(unstable)}
 
-    for folder, arguments in test_files(tree, patch, stage):
-        while True:
-            mutant[0].write_text(mutant[1])
-            but = [f"--deselect={test}" for test in unstable]
-            code, printed = pytest(tree, folder, until, *arguments, *but)
-            if code in (0, 5):  # 5: no test has these marks
-                break
-            failed = re.search(r"^(?:FAILED|ERROR) (tests.+?)(?: - .*)?$", printed, re.MULTILINE)
-            test = failed[1] if failed else ""
-            if code and (not test or test in unstable):
-                return result("error", "".join(printed.splitlines()[-1:]))
-            if code:
-                code, _ = pytest(tree, folder, until, *arguments[:2], test)
-            if code is None:
-                return result("timeout", test)
-            mutant[0].write_text(original)
-            if code and pytest(tree, folder, until + 600, *arguments[:2], test)[0] == 0:
-                return result("caught", test)
-            unstable.append(test)
-    return result("survived")
+    arguments = test_files(tree, patch, stage)
+    while True:
+        mutant[0].write_text(mutant[1])
+        but = [f"--deselect={test}" for test in unstable]
+        code, printed = pytest(tree, until, *arguments, *but)
+        if code in (0, 5):  # 5: no test has these marks
+            return result("survived")
+        failed = re.search(r"^(?:FAILED|ERROR) (tests.+?)(?: - .*)?$", printed, re.MULTILINE)
+        test = failed[1] if failed else ""
+        if code and (not test or test in unstable):
+            return result("error", "".join(printed.splitlines()[-1:]))
+        if code:
+            code, _ = pytest(tree, until, *arguments[:2], test)
+        if code is None:
+            return result("timeout", test)
+        mutant[0].write_text(original)
+        if code and pytest(tree, until + 600, *arguments[:2], test)[0] == 0:
+            return result("caught", test)
+        unstable.append(test)
 
 
 def results() -> list[dict[str, Any]]:

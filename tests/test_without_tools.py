@@ -1,4 +1,4 @@
-"""The owner of a project deletes tools/ with its tests, and launch/; the rest goes on as before."""
+"""The owner of a project deletes tools/ and launch/; the rest goes on as before."""
 
 import json
 import os
@@ -8,10 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_generate import RENAMED, Desk
+from test_generate import RENAMED, REPOSITORY, Desk
 from test_wheel import IMPORT_ALL
 
-QUICK = ("structure", "cli", "launch_node", "readme", "documents", "accelerate_configs", "resume")
+QUICK = [
+    f"tests/loop/test_{name}.py"
+    for name in ("structure", "cli", "launch_node", "readme", "documents")
+] + [f"tests/test_{name}.py" for name in ("accelerate_configs", "resume")]
 TOOLS = ("report", "doctor", "planner", "preflight", "runs")
 SHORT = ["--epochs", "null", "--steps", "3", "--evaluation.every_steps", "null"]
 
@@ -22,7 +25,7 @@ def test_without_tools_everything_else_works_and_names_no_command_that_is_gone(
 ):
     desk = Desk(tmp_path)
     project = desk.generate(template, **RENAMED)
-    for folder in ("src/leafscan/tools", "tests/tools", "launch"):
+    for folder in ("src/leafscan/tools", "launch"):
         shutil.rmtree(project / folder)
     desk.environment |= {"PYTHONPATH": str(project / "src"), "HOME": os.environ["HOME"]}
     desk.environment["TMPDIR"] = tempfile.gettempdir()  # for sockets, whose paths are short
@@ -54,7 +57,7 @@ def test_without_tools_everything_else_works_and_names_no_command_that_is_gone(
     assert "needs the module leafscan.tools.preflight, which is missing" in refused.stderr
 
     desk.succeed("make", "lint", cwd=project)
-    tests = [*python, "pytest", "-q", "-m", "not slow and not gpu"]
-    desk.succeed(*tests, "--collect-only", cwd=project)
-    quick = [str(next((project / "tests").rglob(f"test_{name}.py"))) for name in QUICK]
-    assert " passed" in desk.succeed(*tests, *quick, cwd=project)
+    tests = [sys.executable, str(REPOSITORY / "tests/in_project.py"), str(project)]
+    tests += ["-m", "not slow and not gpu"]
+    desk.succeed(*tests, "--collect-only")
+    assert " passed" in desk.succeed(*tests, *QUICK)

@@ -13,7 +13,6 @@ import pytest
 from documents import PROJECT
 from ragged import Ragged
 from runs import change, make_config, records, status, train
-from test_checkpoint import fill_up
 from world import run_world
 
 from my_project import files, run_folder
@@ -37,6 +36,15 @@ KINDS = {
     "wrong numbers": b'{"outcome": "finished", "step": 6, "steps": 6, "result": {"a": "b"}}\n',
     "folder": None,
 }
+
+
+def fill_up(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1024))
+        except OSError:
+            return
 
 
 def replace(path: Path, content: bytes | None) -> None:

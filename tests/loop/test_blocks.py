@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from my_project import blocks, sharding
+from my_project.config import Config, ConfigError
 from ragged import Norm, Ragged
 from runs import change, make_config, records, train, weights
 from test_fsdp_on_cpu import ask_for_fsdp
 from torch import Tensor, nn
 from world import run_world
-
-from my_project import blocks, sharding
-from my_project.config import Config, ConfigError
 
 headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
 can_build = shutil.which(os.environ.get("CXX", "g++")) and headers.is_file()

@@ -18,14 +18,14 @@ import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
-from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
-from world import World, run_world
-
 from my_project import commands, files, optim
 from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
+from test_damage import fill_up
+from world import World, run_world
 
 
 def folder_of(config: Config, step: int) -> Path:
@@ -503,15 +503,6 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def fill_up(path: Path) -> None:
-    with path.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(1024))
-        except OSError:
-            return
 
 
 def train_logging_to(path: Path, config: Config) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from documents import PROJECT
-
 from my_project.__main__ import COMMANDS
 
 HEAVY = ("torch", "accelerate", "jsonargparse", "yaml", "numpy", "psutil")

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from my_project.command_line import NAME_LENGTH, check, parse, split
 from my_project.config import ConfigError, to_dict
 

@@ -4,14 +4,13 @@ import subprocess
 import sys
 
 import pytest
-from ragged import Ragged
-from runs import change, make_config, train
-from world import TESTS, run_world
-
 from my_project.command_line import parse, parse_command_line
 from my_project.config import Config, ConfigError, to_dict, to_yaml
 from my_project.devices import check_launch
 from my_project.loading.layout import batch_layout
+from ragged import Ragged
+from runs import change, make_config, train
+from world import TESTS, run_world
 
 MINIMAL = """
 recipe: {class_path: ragged.Ragged, init_args: {samples: 40}}

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ragged import Ragged, Samples, Streamed
-from runs import change, make_config, records, status, train, weights
-from torch.utils.data import IterableDataset, default_collate
-from world import run_world
-
 from my_project import contract
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
+from ragged import Ragged, Samples, Streamed
+from runs import change, make_config, records, status, train, weights
+from torch.utils.data import IterableDataset, default_collate
+from world import run_world
 
 Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
 

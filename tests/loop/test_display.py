@@ -6,10 +6,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from terminal import Terminal
-
 from my_project.records.display import Progress
 from my_project.records.lines import format_speed, line_of
+from terminal import Terminal
 
 RUN = """
 import pdb

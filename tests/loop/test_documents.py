@@ -26,11 +26,10 @@ from documents import (
     text_of,
     train_as_typed,
 )
+from my_project.contract import lane_state
 from ragged import Ragged
 from runs import make_config, status, train
 from torch import Tensor, nn
-
-from my_project.contract import lane_state
 
 SOURCE = PROJECT / "src/my_project"
 MORE = len(SOURCE.name) - 10  # letters of the package's name than in the template

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 from documents import PROJECT
-from runs import make_config
-
 from my_project import failures
 from my_project.config import ConfigError
 from my_project.files import writing
 from my_project.run_folder import Run
 from my_project.state import NotFiniteError
 from my_project.stopping import failures_recorded
+from runs import make_config
 
 
 class DistStoreError(RuntimeError):

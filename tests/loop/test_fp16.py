@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from ragged import Ragged
-from runs import change, make_config, records, train, weights
-from test_fsdp_on_cpu import ask_for_fsdp
-from world import run_world
-
 from my_project import contract, devices, sharding
 from my_project.checkpoint import exporting
 from my_project.config import Config
 from my_project.run_folder import Run
+from ragged import Ragged
+from runs import change, make_config, records, train, weights
+from test_fsdp_on_cpu import ask_for_fsdp
+from world import run_world
 
 SCALE = 2.0**10
 

@@ -19,6 +19,9 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from documents import PROJECT
+from my_project import contract, devices, optim, sharded_start, sharding
+from my_project.config import Config
+from my_project.files import wait_until
 from ragged import Deep, Tower
 from runs import change, make_config, records, status, train, weights
 from test_stopping import wait_for_records
@@ -27,10 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from world import World, free_port, run_world
-
-from my_project import contract, devices, optim, sharded_start, sharding
-from my_project.config import Config
-from my_project.files import wait_until
 
 LEAST = 20  # parameters of a block
 

@@ -11,12 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ragged import Ragged
-from rank_counts import check_received, counted, objects_counted
-from runs import make_config, status
-from test_sharded import checkpoints_of, in_group, train_steps
-from world import run_world
-
 from my_project import devices, failures, files, optim, sharding, stopping
 from my_project.checkpoint import resuming, shards, verification
 from my_project.config import Config, OptimConfig
@@ -24,6 +18,11 @@ from my_project.failures import record_of
 from my_project.files import wait_until
 from my_project.run_folder import Run
 from my_project.state import TrainState
+from ragged import Ragged
+from rank_counts import check_received, counted, objects_counted
+from runs import make_config, status
+from test_sharded import checkpoints_of, in_group, train_steps
+from world import run_world
 
 KINDS = ("ema", "model", "optimizer")
 STATE = TrainState(step=3, items_per_micro_batch=1.0)

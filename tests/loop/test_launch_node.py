@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import test_launch
 from documents import PROJECT
-from test_launch import CONFIG, outcome
-
 from my_project import command_line, failures, launch
 from my_project.config import ConfigError
 from my_project.end_block import Ending
 from my_project.files import TransientError
+from test_launch import CONFIG, outcome
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")

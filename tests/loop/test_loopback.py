@@ -8,11 +8,10 @@ from typing import Any
 
 import psutil
 import pytest
-from runs import make_config
-from world import run_world
-
 from my_project import devices
 from my_project.config import Config
+from runs import make_config
+from world import run_world
 
 
 def name_this_host_by_an_address_of_its_own() -> None:

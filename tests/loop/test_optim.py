@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from my_project import devices, sharding
+from my_project.config import Config, ConfigError, OptimConfig
+from my_project.optim import build_optimizer, learning_rate
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from world import run_world
-
-from my_project import devices, sharding
-from my_project.config import Config, ConfigError, OptimConfig
-from my_project.optim import build_optimizer, learning_rate
 
 
 def rates(steps: int = 20, **settings) -> list[float]:

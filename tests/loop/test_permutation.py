@@ -6,7 +6,6 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-
 from my_project.loading.permutation import Permutation
 from my_project.loading.sampler import SliceSampler, permutation
 

@@ -7,12 +7,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from world import World, run_world
-
 from my_project.config import ConfigError
 from my_project.files import TransientError
 from my_project.loading import prepare_once
 from my_project.loading.prepare_once import first_alone, in_turn, until_all_are_done
+from world import World, run_world
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> None:

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import test_launch
+from my_project import process
+from my_project.config import Config
 from ragged import Ragged
 from runs import change, make_config, train
 from test_launch import outcome, processes_with, steps_done
 from world import run_world
-
-from my_project import process
-from my_project.config import Config
 
 ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
 

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from documents import PROJECT
-from ragged import Ragged
-from runs import change, make_config, train, weights
-from torch.utils.data import DataLoader
-from world import run_world
-
 from my_project import launch, train_command
 from my_project.command_line import check
 from my_project.config import Config, ConfigError, ProfileConfig, fixed_settings
 from my_project.records.profiling import Profiler
+from ragged import Ragged
+from runs import change, make_config, train, weights
+from torch.utils.data import DataLoader
+from world import run_world
 
 CONFIG = str(min((PROJECT / "configs").glob("*.yaml")))  # any; of a project its own
 BASE = ["--config", CONFIG]

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from ragged import Ragged
-from runs import change, make_config, records, train
-from world import run_world
-
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
 from my_project.records import anatomy, metrics, record_file, throughput
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
+from ragged import Ragged
+from runs import change, make_config, records, train
+from world import run_world
 
 
 class Clock:

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
-from ragged import Ragged
-from runs import make_config, status, train
-
 from my_project import cli, run_folder
 from my_project.config import Config, ConfigError, to_dict
 from my_project.failures import exit_with_error
 from my_project.safety.redaction import is_secret, mask, mask_command
+from ragged import Ragged
+from runs import make_config, status, train
 
 SECRET = "hf_QWERTYqwerty123"
 

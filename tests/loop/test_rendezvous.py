@@ -8,7 +8,6 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
-
 from my_project import rendezvous
 from my_project.config import ConfigError
 from my_project.files import TransientError

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import gather_object
-from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
-from world import run_world
-
 from my_project import devices, sharding
 from my_project.config import Config
 from my_project.records import samples
 from my_project.run_folder import Run
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
+from world import run_world
 
 PICTURE = b"not looked at"
 

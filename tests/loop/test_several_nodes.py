@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from documents import HAS_TOOLS, PROJECT
-from world import TESTS
-
 from my_project import failures, launch, rendezvous
 from my_project.config import ConfigError
+from world import TESTS
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")

@@ -18,17 +18,16 @@ from typing import Any
 
 import pytest
 import torch
-from ragged import Ragged
-from runs import make_config
-from safetensors.torch import load_file
-from world import run_world
-
 from my_project import commands, export, files, optim, sharding
 from my_project.checkpoint import exporting, resuming, saving, shards, verification
 from my_project.checkpoint.shards import model_tensors
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run_folder import Run
 from my_project.state import TrainState
+from ragged import Ragged
+from runs import make_config
+from safetensors.torch import load_file
+from world import run_world
 
 
 class Tied(torch.nn.Module):
@@ -595,10 +594,9 @@ class Loss:
 def evaluate_ema(rank: int, world: int, config: Config) -> list[bool]:
     """Evaluate the EMA; then train on with the weights."""
     from accelerate import Accelerator
-    from torch.distributed.fsdp import fully_shard
-
     from my_project.evaluate import evaluate
     from my_project.sharding import RecipeModule
+    from torch.distributed.fsdp import fully_shard
 
     model, _ = build(sharded=False)
     call = fully_shard(RecipeModule(model), reshard_after_forward=False)

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from my_project.config import Config, ConfigError
+from my_project.loading.streams import LaneReader
 from ragged import Streamed
 from runs import change, make_config, records, train, weights
 from world import run_world
-
-from my_project.config import Config, ConfigError
-from my_project.loading.streams import LaneReader
 
 STEPS = 8
 

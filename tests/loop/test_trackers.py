@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 import pytest
 from accelerate import tracking
 from accelerate.utils import LoggerType
+from my_project.config import Config
+from my_project.records import trackers
 from ragged import Ragged
 from runs import change, make_config, status, train
 from world import run_world
-
-from my_project.config import Config
-from my_project.records import trackers
 
 
 def needs(*packages: str) -> Any:

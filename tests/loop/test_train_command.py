@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from documents import PROJECT
-from terminal import Terminal
-from world import TESTS
-
 from my_project import train_command
 from my_project.command_line import check
 from my_project.config import Config, ConfigError
 from my_project.train_command import Options, choose, count_gpus, read_options
+from terminal import Terminal
+from world import TESTS
 
 CONFIG = """
 recipe: {class_path: ragged.Ragged}

@@ -12,12 +12,11 @@ from typing import Any, Literal
 import pytest
 import torch
 import yaml
-from ragged import Ragged
-from runs import make_config, train
-
 from my_project import commands, export
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.safety import search_path, trust
+from ragged import Ragged
+from runs import make_config, train
 
 MINE = ["test_trust.Typed"]
 

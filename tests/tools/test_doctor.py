@@ -15,19 +15,18 @@ from typing import Any
 
 import pytest
 import test_launch
-from ragged import Ragged
-from runs import change, make_config, status, train
-from test_damage import KINDS, replace
-from test_runs import HOLD
-from test_stopping import Killing, fails, with_fault
-from world import World, run_world
-
 from my_project import stopping
 from my_project.config import Config, ConfigError
 from my_project.files import wait_until, writing
 from my_project.run_folder import Run
 from my_project.tools import doctor
 from my_project.tools.doctor import diagnose
+from ragged import Ragged
+from runs import change, make_config, status, train
+from test_damage import KINDS, replace
+from test_runs import HOLD
+from test_stopping import Killing, fails, with_fault
+from world import World, run_world
 
 HERE = socket.gethostname()
 

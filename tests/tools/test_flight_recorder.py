@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from runs import make_config
-from world import run_world
-
 from my_project import failures
 from my_project.run_folder import Run
 from my_project.tools.doctor import diagnose
 from my_project.tools.flight_recorder import compare, read
+from runs import make_config
+from world import run_world
 
 GROUP = ["0", "default_pg"]
 

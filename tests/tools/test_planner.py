@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from documents import PROJECT, blocks, text_of
-from test_simulate import OLD_TORCH, SHARDED_SINCE, arguments
-
 from my_project.config import ConfigError
 from my_project.tools import planner
 from my_project.tools.simulate import Collective, Simulation, Simulator
+from test_simulate import OLD_TORCH, SHARDED_SINCE, arguments
 
 KINDS = {"multi_node_hsdp": "HSDP", "multi_node_fsdp2": "FSDP2", "fsdp2": "FSDP2"}
 

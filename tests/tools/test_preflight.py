@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from my_project.config import Config
+from my_project.tools import preflight
 from rank_counts import check_received, objects_counted
 from runs import make_config
 from world import run_world
-
-from my_project.config import Config
-from my_project.tools import preflight
 
 
 def all_reduce_that_errs(rank, size, reduce, tensor, *arguments, **options):

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from histories import PNG, about, records_of, write_attack, write_history
-
 from my_project.files import ConfigError
 from my_project.tools.report.page import SCRIPT
 from my_project.tools.report.report import shorten, write_report

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from histories import ATTACK, records_of, write_attack, write_history
-
 from my_project.tools.report.report import write_report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

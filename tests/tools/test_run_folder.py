@@ -7,12 +7,11 @@ import sys
 
 import pytest
 from documents import PROJECT
-from ragged import Ragged
-from runs import change, make_config, records, train
-
 from my_project.files import RUN_FORMAT
 from my_project.tools import reader
 from my_project.tools.report.report import write_report
+from ragged import Ragged
+from runs import change, make_config, records, train
 
 
 def test_every_file_and_field_of_a_run_folder_is_described(tmp_path):

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ragged import Ragged
-from runs import change, make_config, records, train
-from terminal import Terminal
-
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.files import TransientError
 from my_project.run_folder import Run
 from my_project.tools.reader import read_records
 from my_project.tools.runs import differences, list_runs, summarize
+from ragged import Ragged
+from runs import change, make_config, records, train
+from terminal import Terminal
 
 
 def write_run(folder: Path, name: str, outcome: str, lines: str = "", **settings: Any) -> Config:

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 from documents import PROJECT
-from runs import make_config, train
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.torch_version import TorchVersion
-from world import run_world
-
 from my_project.command_line import parse
 from my_project.config import ConfigError
 from my_project.optim import build_optimizer
 from my_project.tools import planner, simulate
 from my_project.tools.simulate import SHARDED_SINCE, Simulation, Simulator
+from runs import make_config, train
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.torch_version import TorchVersion
+from world import run_world
 
 
 class Layer(nn.Module):
@@ -286,14 +285,13 @@ def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):
 
 def collectives_of_a_real_step(folder: str) -> tuple[int, dict[str, int]]:
     """Take a step with fully_shard on real processes; return the gathers and peak of memory."""
+    from my_project.optim import gradients, normalize_and_clip_
+    from my_project.sharding import RecipeModule
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.debug import CommDebugMode
-
-    from my_project.optim import gradients, normalize_and_clip_
-    from my_project.sharding import RecipeModule
 
     init_process_group("gloo")
     config = parse(arguments(Path(folder)))

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from documents import PROJECT, text_of
-from torch.torch_version import TorchVersion
-
 from my_project.tools.simulate import SHARDED_SINCE, Simulator
+from torch.torch_version import TorchVersion
 
 pytest.importorskip("my_project.recipes.causal_lm")
 

@@ -5,7 +5,6 @@ import random
 import statistics
 
 import pytest
-
 from my_project.tools.spikes import LEAST, PAUSE, WINDOW, spikes
 
 

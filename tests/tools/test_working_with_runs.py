@@ -9,10 +9,9 @@ from importlib.util import find_spec
 
 import pytest
 from documents import PROJECT, blocks, commands, run_as_typed, text_of
+from my_project.tools.runs import list_runs
 from terminal import Terminal
 from world import free_port
-
-from my_project.tools.runs import list_runs
 
 PAGE = "docs/working-with-runs.md"
 NAME = re.findall(r"configs/(\w+)\.yaml", text_of(PAGE))[0]  # of the project's recipe
