@@ -88,7 +88,6 @@ TEMPLATE_FILES = (
     "src/my_project/loading/feed.py",
     "src/my_project/loading/layout.py",
     "src/my_project/loading/loader.py",
-    "src/my_project/loading/permutation.py",
     "src/my_project/loading/prepare_once.py",
     "src/my_project/loading/sampler.py",
     "src/my_project/loading/seeding.py",

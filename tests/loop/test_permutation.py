@@ -6,8 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from my_project.loading.permutation import Permutation
-from my_project.loading.sampler import SliceSampler, permutation
+from my_project.loading.sampler import Permutation, SliceSampler, permutation
 
 
 def order_of(size: int, seed: int) -> list[int]:
