@@ -107,7 +107,6 @@ TEMPLATE_FILES = (
     "src/my_project/records/__init__.py",
     "src/my_project/records/anatomy.py",
     "src/my_project/records/display.py",
-    "src/my_project/records/event_files.py",
     "src/my_project/records/gpu.py",
     "src/my_project/records/lines.py",
     "src/my_project/records/metrics.py",

@@ -27,7 +27,7 @@ CEILINGS = {
     "methods of a recipe": 18,
     "lines of train.py": 182,
 }
-STEP_FILES = 28  # 31 at a9ab39b, counted in the same way
+STEP_FILES = 27  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
     getattr(tokenize, name)
     for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

@@ -194,7 +194,7 @@ def test_tensorboard_shows_a_resumed_run_once_by_its_name(tmp_path):
     text = [(e.step, e.tensor_proto.string_val[0].decode()) for e in texts["samples/text"]]
     lines = "    first\n    <b>second</b>\n\n    answers"
     assert text == [(3, lines), (6, lines)]
-    assert [e.step for e in texts["config"]] == [0, 3], "and once more, since steps is another"
+    assert [e.step for e in texts["config"]] == [0, 3], "once for each start"
     shown = texts["config"][1].tensor_proto.string_val[0].decode()
     assert "    steps: 6\n" in shown
     assert shown.startswith("    recipe:\n")

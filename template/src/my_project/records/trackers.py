@@ -16,10 +16,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..config import to_dict
+from ..config import to_dict, to_yaml
 from ..files import flat
 from ..run_folder import Run
-from . import event_files
 
 logger = logging.getLogger(__name__)
 TRAIN = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}
@@ -111,8 +110,19 @@ class Trackers:
         return {RUN_NAME[tracker]: name} if tracker in RUN_NAME else {}
 
     def _store_config(self, tracker: Any, settings: dict[str, Any], step: int) -> None:
-        if tracker.name == "tensorboard":
-            event_files.write_config(tracker.tracker, self.run, settings, step)
+        """Write the config into TensorBoard's event files: a text, and once as hyperparameters."""
+        if tracker.name != "tensorboard":
+            return
+        writer = tracker.tracker
+        writer.add_text("config", indent(to_yaml(self.run.config), "    "), step)  # as it stands
+        if len([*Path(writer.log_dir).glob("events.out.tfevents.*")]) == 1:  # the first start
+            hparams = import_module("torch.utils.tensorboard.summary").hparams
+            # The writer's add_hparams would open another file, note the end of the run, and name
+            # the columns of the table: TensorBoard then leaves out what only other runs have.
+            named = {name: "null" if value is None else value for name, value in settings.items()}
+            _, start, _ = hparams(named, {})
+            writer.file_writer.add_summary(start)
+        writer.flush()
 
     def _show(self, tracker: Any, text: str | None, images: dict[str, Path], step: int) -> None:
         """Log a text and pictures; where that fails, the tracker keeps to numbers."""
