@@ -208,3 +208,16 @@ def test_the_comment_at_the_head_of_a_config_launches_that_config(path: Path):
     words = ["python", "-m", "my_project", "predict", f"runs/{path.stem}"]
     file = predict[-1][-1]
     assert predict == [words, [*words, "--sample", file], [*words, file]]
+
+
+def test_the_tests_that_a_project_names_are_where_it_says():
+    readme = (REPOSITORY / "template/README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)`(\*?)", readme)
+    assert len(named) > 15
+    for file, is_elsewhere in named:
+        folder = "tests/loop" if is_elsewhere else "template/tests"
+        assert (REPOSITORY / folder / file).is_file(), file
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    for document in ("README.md", "AGENTS.md"):
+        text = (REPOSITORY / "template" / document).read_text(encoding="utf-8")
+        assert f"cookiecutter-accelerate {version}" in text, document

@@ -1,6 +1,6 @@
 """The table of sizes in accelerate_configs/README.md, from simulated steps.
 
-    python tests/tools/test_sizes.py
+    PYTHONPATH=template/src:template/tests .venv/bin/python tests/tools/test_sizes.py
 
 prints it.
 """
