@@ -58,96 +58,58 @@ def dump(folder: Path, rank: int, entries: list[dict[str, Any]], ranks: int = 2)
 def find(folder: Path, *ranks: list[dict[str, Any]]) -> Any:
     for rank, entries in enumerate(ranks):
         dump(folder, rank, entries, len(ranks))
-    return compare(read(folder, time.time()))
+    return compare(read(folder, 0.0))
 
 
 # ---- what is compared ----------------------------------------------------------------------------
-def test_the_first_collective_with_another_operation_is_named_with_who_called_what(tmp_path):
-    one, other = (
-        [done(1), entry(2), entry(3)],
-        [done(1), entry(2, "_all_gather_base", 16, sizes=[[64]])],
-    )
+TENSOR = {"process_group": ["3", "tensor"]}
+SENT = entry(1, "send 0->1", is_p2p=True, p2p_seq_id=1)
+TIMED_OUT = entry(2, retired=True)
+HALF = {"input_dtypes": ["Half"], "output_dtypes": ["Half"]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        ([[done(1), entry(2)], [done(1), entry(2, "barrier")]], ("mismatch", 2)),
+        ([[entry(1)], [entry(1, size=7)]], ("mismatch", 1)),
+        ([[entry(1)], [entry(1, **HALF)]], ("mismatch", 1)),
+        # the recorder keeps the last ones, and rank 1 has called more of them
+        ([[done(1, "broadcast"), done(2), entry(3)], [done(2), entry(3, "barrier")]],
+         ("mismatch", 3)),
+        ([[entry(1, "broadcast"), done(2)], [done(2)]], None),
+        # each group has numbers of its own, and sends do not count
+        ([[done(1), SENT, entry(4, "broadcast", **TENSOR)],
+          [done(1), entry(4, "barrier", **TENSOR)]], ("mismatch", 4)),
+        # sizes that may differ
+        ([[done(1, "all_to_all", 3, sizes=[[9]])], [done(1, "all_to_all", 9, sizes=[[3]])]], None),
+        ([[done(1, "gather", sizes=[[4], [4]])], [done(1, "gather", sizes=[])]], None),
+        ([[done(1, "scatter", input_sizes=[[4], [4]])], [done(1, "scatter", input_sizes=[])]],
+         None),
+        ([[done(1, "a_new_one", 3)], [done(1, "a_new_one", 4)]], None),
+        # all called alike
+        ([[done(1), entry(2)], [done(1), entry(2)]], ("incomplete", 2)),
+        ([[done(1), TIMED_OUT], [done(1), TIMED_OUT]], ("incomplete", 2)),
+        ([[done(1)], [done(1), done(2)]], None),
+    ],
+)  # fmt: skip
+def test_the_first_collective_in_which_ranks_differ_is_found(tmp_path, ranks, wanted):
+    found = find(tmp_path, *ranks)
+    assert (found and (found.kind, found.number)) == wanted
+
+
+def test_who_called_what_and_who_did_not_is_named(tmp_path):
+    one, other = [done(1), entry(2)], [done(1), entry(2, "_all_gather_base", 16, sizes=[[64]])]
     found = find(tmp_path, one, other, one, one)
-    assert (found.kind, found.number, found.group) == ("mismatch", 2, "0 (default_pg)")
     assert found.calls == {
         "all_reduce of Float [1024]": [0, 2, 3],
         "_all_gather_base of Float [16] to Float [64]": [1],
     }
+    found = find(tmp_path, one, one[:1], one, [])
+    assert (found.kind, found.number, found.missing) == ("missing", 2, [1, 3])
 
 
-def test_another_size_or_type_is_a_mismatch_too(tmp_path):
-    assert find(tmp_path, [entry(1)], [entry(1, size=7)]).calls == {
-        "all_reduce of Float [1024]": [0],
-        "all_reduce of Float [7]": [1],
-    }
-    found = find(tmp_path, [entry(1)], [entry(1, input_dtypes=["Half"], output_dtypes=["Half"])])
-    assert found.kind == "mismatch"
-
-
-@pytest.mark.parametrize(
-    ("name", "ours", "theirs"),
-    [
-        ("all_to_all", {"size": 3, "sizes": [[9]]}, {"size": 9, "sizes": [[3]]}),
-        ("gather", {"sizes": [[4], [4]]}, {"sizes": []}),
-        ("scatter", {"input_sizes": [[4], [4]]}, {"input_sizes": []}),
-        ("a_new_one", {"size": 3}, {"size": 4}),
-    ],
-)
-def test_sizes_that_may_differ_are_no_mismatch(tmp_path, name, ours, theirs):
-    found = find(tmp_path, [done(1, name, **ours)], [done(1, name, **theirs)])
-    assert found is None
-
-
-def test_ranks_that_have_not_called_a_collective_are_named(tmp_path):
-    whole = [done(1), done(2), entry(3)]
-    found = find(tmp_path, whole, whole[:2], whole, [])
-    assert (found.kind, found.number, found.missing) == ("missing", 3, [1, 3])
-    assert found.calls == {"all_reduce of Float [1024]": [0, 2]}
-
-
-def test_a_collective_that_all_called_alike_and_that_did_not_end_is_incomplete(tmp_path):
-    found = find(tmp_path, [done(1), entry(2)], [done(1), entry(2)])
-    assert (found.kind, found.number, found.missing) == ("incomplete", 2, [])
-    assert find(tmp_path, [done(1)], [done(1), done(2)]) is None, "it was completed"
-    timed_out = entry(2, retired=True)
-    assert find(tmp_path, [done(1), timed_out], [done(1), timed_out]).kind == "incomplete"
-
-
-def test_only_what_all_ranks_still_hold_is_compared(tmp_path):
-    """The recorder keeps the last ones, and rank 1 has called more of them."""
-    found = find(
-        tmp_path, [done(1, "broadcast"), done(2), entry(3)], [done(2), entry(3, "barrier", 1)]
-    )
-    assert (found.kind, found.number) == ("mismatch", 3)
-    assert find(tmp_path, [entry(1, "broadcast"), done(2)], [done(2)]) is None
-
-
-def test_each_group_has_numbers_of_its_own_and_sends_do_not_count(tmp_path):
-    tensor = {"process_group": ["3", "tensor"]}
-    sent = entry(1, "send 0->1", is_p2p=True, p2p_seq_id=1)
-    found = find(
-        tmp_path,
-        [done(1), sent, entry(1, "broadcast", **tensor)],
-        [done(1), entry(1, "barrier", **tensor)],
-    )
-    assert (found.kind, found.number, found.group) == ("mismatch", 1, "3 (tensor)")
-
-
-def test_of_several_groups_a_mismatch_counts_first_and_then_the_earliest(tmp_path):
-    tensor, pipeline = {"process_group": ["3", "tensor"]}, {"process_group": ["4", "pipeline"]}
-    later = {"time_created_ns": time.time_ns() + 10**9}
-    found = find(
-        tmp_path,
-        [entry(1, **tensor), entry(1, **pipeline, **later), entry(1)],
-        [entry(1, "barrier", **tensor), entry(1, "barrier", **pipeline, **later), entry(1)],
-    )
-    assert (found.kind, found.group) == ("mismatch", "3 (tensor)")
-
-
-DAMAGED = ["", "[]", "{", '{"version": 3}', '{"entries": []}']
-
-
-@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"version": 3}', '{"entries": []}'])
 def test_a_damaged_dump_is_listed_and_the_others_are_compared(tmp_path, content):
     for rank in (0, 1, 2):
         path = dump(tmp_path, rank, [entry(1, "barrier" if rank else "all_reduce")], 3)
@@ -155,25 +117,6 @@ def test_a_damaged_dump_is_listed_and_the_others_are_compared(tmp_path, content)
     dumps = read(tmp_path, time.time())
     assert dumps.notes == ["a damaged dump is left out: errors/nccl_trace_rank_00002.json"]
     assert compare(dumps).calls.keys() == {"all_reduce of Float [1024]", "barrier of Float [1024]"}
-
-
-def test_no_entry_ends_it_whatever_it_holds(tmp_path):
-    whole = entry(1)
-    odd = [None, 3, "x", [], {"a": 1}, -1]
-    entries = [whole | {name: value} for name in whole for value in odd]
-    entries += [{k: v for k, v in whole.items() if k != name} for name in whole]
-    for one in [*entries, None, 3, "x", []]:
-        compare_with(tmp_path, one)
-    for config in (None, 3, [], {"0": 3}, {"0": {"ranks": 3}}, {"0": {"ranks": [0, 1]}}):
-        path = dump(tmp_path, 0, [whole])
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"pg_config": config}))
-        compare(read(tmp_path, 0.0))
-
-
-def compare_with(folder: Path, one: Any) -> None:
-    dump(folder, 0, [one])
-    dump(folder, 1, [entry(1, "barrier")])
-    compare(read(folder, 0.0))
 
 
 # ---- the real form -------------------------------------------------------------------------------
@@ -200,9 +143,6 @@ def test_the_dumps_of_these_tests_have_the_form_of_torch(tmp_path, monkeypatch):
     assert ours["entries"][0].keys() == one.keys()
     for name, value in ours["entries"][0].items():
         assert type(one[name]) is type(value), name
-    (group,) = real["pg_config"].values()
-    assert group.keys() == ours["pg_config"]["0"].keys()
-    assert group["ranks"] == "[0, 1]"
     path = dump(tmp_path, 0, [])
     path.write_text(json.dumps(real))
     dumps = read(tmp_path, time.time())
@@ -229,22 +169,17 @@ def hang(folder: Path, monkeypatch, *causes: str) -> Run:
     return run
 
 
-def test_a_mismatch_is_known_and_the_rank_that_differs_is_likely_at_fault(tmp_path, monkeypatch):
-    run = hang(tmp_path, monkeypatch, "waiting", "waiting", "waiting")
-    for rank in range(3):
-        dump(run.folder, rank, [done(1), entry(2, "barrier" if rank == 1 else "all_reduce")], 3)
+@pytest.mark.parametrize("ranks", [3, 2])
+def test_a_mismatch_is_known_and_the_one_rank_that_differs_is_likely_at_fault(
+    tmp_path, monkeypatch, ranks
+):
+    run = hang(tmp_path, monkeypatch, *["waiting"] * ranks)
+    for rank in range(ranks):
+        calls = [done(1), entry(2, "barrier" if rank == 1 else "all_reduce")]
+        dump(run.folder, rank, calls, ranks)
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("mismatched collectives", "known")
-    assert found["first"]["rank"] == 1
-    assert "collective 2 of group 0 (default_pg)" in str(found["known"])
-
-
-def test_of_two_ranks_that_differ_none_is_blamed(tmp_path, monkeypatch):
-    run = hang(tmp_path, monkeypatch, "waiting", "waiting")
-    dump(run.folder, 0, [entry(1)])
-    dump(run.folder, 1, [entry(1, size=7)])
-    found = diagnose(run.folder)
-    assert (found["cause"], found["first"]["rank"]) == ("mismatched collectives", None)
+    assert found["first"]["rank"] == (1 if ranks == 3 else None), "of two none is blamed"
 
 
 def test_a_rank_that_has_not_arrived_supports_what_its_watchdog_says(tmp_path, monkeypatch):
@@ -253,8 +188,6 @@ def test_a_rank_that_has_not_arrived_supports_what_its_watchdog_says(tmp_path, m
     dump(run.folder, 1, [done(1)])
     found = diagnose(run.folder)
     assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
-    assert "rank 1" in found["known"][1]
-    assert "had not called it" in found["known"][1]
 
 
 def test_a_collective_that_all_called_alike_points_to_the_network(tmp_path, monkeypatch):
@@ -263,7 +196,6 @@ def test_a_collective_that_all_called_alike_points_to_the_network(tmp_path, monk
         dump(run.folder, rank, [entry(1)], 3)
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("hang", "likely")
-    assert any(one.startswith("no dump of rank 2") for one in found["known"])
 
 
 def test_dumps_of_an_earlier_start_are_left_out(tmp_path, monkeypatch):
@@ -271,9 +203,7 @@ def test_dumps_of_an_earlier_start_are_left_out(tmp_path, monkeypatch):
     old = {"time_created_ns": time.time_ns() - 10**12}
     dump(run.folder, 0, [entry(1, **old)])
     dump(run.folder, 1, [entry(1, "barrier", **old)])
-    found = diagnose(run.folder)
-    assert found["cause"] == "hang"
-    assert "a dump of an earlier start is left out" in found["look_at"][0]
+    assert diagnose(run.folder)["cause"] == "hang"
 
 
 class Bomb:
@@ -281,11 +211,10 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_dumps_of_nccl_itself_are_named_and_not_opened(tmp_path, monkeypatch):
+def test_dumps_of_nccl_itself_are_not_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = hang(tmp_path, monkeypatch, "waiting", "waiting")
     for rank in (0, 1):  # DebugInfoWriter adds the rank to TORCH_FR_DUMP_TEMP_FILE
         (run.folder / f"errors/nccl_trace_rank_{rank}").write_bytes(pickle.dumps(Bomb()))
-    found = diagnose(run.folder)
-    assert "2 dumps of NCCL itself" in found["look_at"][0]
+    diagnose(run.folder)
     assert not (tmp_path / "exploded").exists()

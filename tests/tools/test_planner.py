@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from documents import PROJECT, blocks, text_of
-from my_project.config import ConfigError
 from my_project.tools import planner
 from my_project.tools.simulate import Collective, Simulation, Simulator
-from test_simulate import OLD_TORCH, SHARDED_SINCE, arguments
+from test_simulate import OLD_TORCH, arguments
 
 KINDS = {"multi_node_hsdp": "HSDP", "multi_node_fsdp2": "FSDP2", "fsdp2": "FSDP2"}
 
@@ -90,14 +89,8 @@ def test_a_model_is_sharded_only_when_it_has_to_be():
     assert choice(30 * 10**9, 40, 32 * 8).startswith("Choose accelerate_configs/multi_node_hsdp.")
     assert choice(60 * 10**9, 40, 32).startswith("Choose accelerate_configs/multi_node_fsdp2.yaml")
     assert choice(10**12, 40, 32).startswith("No config fits")
-
-
-def test_a_model_that_is_sharded_starts_in_the_host_memory_of_one_node():
-    rows = planner.plan(steps_of(30 * 10**9), cluster(), 32 * 8)
-    ddp, hsdp, _ = rows[-3:]
+    ddp, hsdp, _ = planner.plan(steps_of(30 * 10**9), cluster(), 32 * 8)[-3:]
     assert (ddp["host_bytes"], hsdp["host_bytes"]) == (8 * 120e9, 120e9)
-    said = planner.advice(rows)
-    assert "The start takes 120 GB of host memory on the first node." in said
 
 
 def test_more_gpus_are_faster_and_less_efficient():
@@ -106,8 +99,6 @@ def test_more_gpus_are_faster_and_less_efficient():
     assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (4, 8), (4, 8)]
     steps = [row["seconds"] for row in rows[:6]]
     assert steps == sorted(steps, reverse=True)
-    micro_batches = [row["micro_batch"] for row in rows[:6]]
-    assert micro_batches == [32, 32, 32, 32, 32, 32]
     small = planner.plan(steps_of(10**8), cluster(), 32)
     assert [row["micro_batch"] for row in small[:6]] == [32, 16, 8, 4, 2, 1]
     efficiencies = [row["efficiency"] for row in rows]
@@ -133,32 +124,22 @@ def test_the_seconds_of_a_step_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("parameters", "speed", "network", "batch", "config", "sentence"),
+    ("parameters", "speed", "network", "batch", "config"),
     [
-        (10**5, 1e7, 40, 64, "gpu", "More GPUs would not help: 1 are about as fast as 32."),
-        (10**9, 100, 1, 64, "multi_gpu", "More GPUs would not help: 8 are about as fast as 32."),
-        (10**9, 100, 40, 2048, "multi_node", ""),
+        (10**5, 1e7, 40, 64, "gpu"),
+        (10**9, 100, 1, 64, "multi_gpu"),
+        (10**9, 100, 40, 2048, "multi_node"),
     ],
 )
-def test_it_says_where_more_gpus_would_not_help(
-    parameters, speed, network, batch, config, sentence
-):
+def test_no_more_gpus_are_chosen_than_help(parameters, speed, network, batch, config):
     given = cluster(over_nodes_gb_per_second=network, latency_us=20, samples_per_second=speed)
-    choice, *others = planner.advice(planner.plan(steps_of(parameters), given, batch))
+    choice = planner.advice(planner.plan(steps_of(parameters), given, batch))[0]
     assert choice.startswith(f"Choose accelerate_configs/{config}.yaml")
-    assert [text for text in others if "help" in text] == ([sentence] if sentence else [])
 
 
-@pytest.mark.parametrize(("seconds", "config"), [(0.95, "multi_gpu"), (0.8, "multi_node")])
-def test_the_fewest_gpus_within_10_percent_of_the_fastest_are_chosen(seconds, config):
-    few, many = planner.plan(steps_of(10**9), cluster(nodes=2), 64)[3:5]
-    said = planner.advice([few | {"seconds": 1.0}, many | {"seconds": seconds}])
-    assert said[0].startswith(f"Choose accelerate_configs/{config}.yaml")
-
-
-def plan(capsys: Any, words: list[str]) -> dict[str, Any]:
+def plan(capsys: Any, words: list[str]) -> list[dict[str, Any]]:
     planner.main(*planner.parser().parse_known_args([*words, "--json"]))
-    return json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)["rows"]
 
 
 def test_the_command_predicts_each_config_from_its_simulated_step(tmp_path, capsys, monkeypatch):
@@ -166,7 +147,7 @@ def test_the_command_predicts_each_config_from_its_simulated_step(tmp_path, caps
     words = arguments(tmp_path, "--batches.global_batch_size", "64", "--batches.micro_batch_size")
     words += ["0", "--recipe.depth", "1", "--recipe.width", "64", "--nodes", "2"]
     words += ["--gpus-per-node", "2"]
-    rows = plan(capsys, words)["rows"]
+    rows = plan(capsys, words)
     sizes = [(row["nodes"], row["gpus_per_node"]) for row in rows]
     wanted = ["DDP"] if OLD_TORCH else ["DDP", "HSDP", "FSDP2"]
     assert sizes == [(1, 1), (1, 2)] + [(2, 2)] * len(wanted)
@@ -177,32 +158,8 @@ def test_the_command_predicts_each_config_from_its_simulated_step(tmp_path, caps
         assert row["sent"] == step.sent_bytes()
     measured = {"in_node_bytes_per_second": 2e11, "over_nodes_bytes_per_second": 1e6}
     (tmp_path / "preflight.json").write_text(json.dumps(measured))
-    slow = plan(capsys, [*words, "--measured", str(tmp_path / "preflight.json")])["rows"]
+    slow = plan(capsys, [*words, "--measured", str(tmp_path / "preflight.json")])
     assert slow[2]["seconds"] > 10 * rows[2]["seconds"]
-    planner.main(*planner.parser().parse_known_args(words))
-    assert "Choose accelerate_configs/gpu.yaml" in capsys.readouterr().out
-
-
-def test_an_older_torch_plans_ddp_and_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(PROJECT)
-    monkeypatch.setattr("torch.__version__", "2.10.0")
-    words = arguments(tmp_path, "--batches.global_batch_size", "16", "--recipe.depth", "1")
-    told = plan(capsys, [*words, "--nodes", "2", "--gpus-per-node", "1"])
-    assert [row["kind"] for row in told["rows"]] == ["DDP", "DDP"]
-    assert f"simulated by torch {SHARDED_SINCE} or later; this is 2.10.0" in told["advice"][-1]
-
-
-@pytest.mark.parametrize("mode", [[], ["--simulate"]])
-def test_more_gpus_than_samples_are_refused(tmp_path, mode):
-    words = [*arguments(tmp_path), "--nodes", "1024", *mode]
-    with pytest.raises(ConfigError, match=r"global_batch_size 4096, .* use at most 4096 GPUs"):
-        planner.main(*planner.parser().parse_known_args(words))
-
-
-def test_a_batch_that_does_not_divide_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(PROJECT)
-    with pytest.raises(ConfigError, match="4096 does not split over 24 processes"):
-        planner.main(*planner.parser().parse_known_args([*arguments(tmp_path), "--nodes", "3"]))
 
 
 @pytest.mark.slow

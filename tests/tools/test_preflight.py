@@ -6,15 +6,12 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from my_project.config import Config
 from my_project.tools import preflight
-from rank_counts import check_received, objects_counted
 from runs import make_config
 from world import run_world
 
@@ -58,45 +55,34 @@ def check(folder, fault: str = "") -> tuple[int, str, str]:
 def test_two_processes_pass_and_what_was_measured_is_kept(tmp_path):
     (code, shown, _), (other_code, *_) = run_world(2, check, tmp_path)
     assert (code, other_code) == (0, 0)
-    assert "0 to 1" in shown
-    assert "all-reduce of 16 MB in each node" in shown
     assert "preflight passed" in shown
     kept = json.loads((tmp_path / "preflight.json").read_text())
     assert kept["in_node_bytes_per_second"] > 1e6
     assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"], "nothing else is left"
 
 
-def test_one_process_passes(tmp_path):
-    ((code, shown, _),) = run_world(1, check, tmp_path)
-    assert code == 0
-    assert "all-reduce" not in shown
-
-
-@pytest.mark.parametrize("fault", ["sum", "product"])
-def test_a_value_that_is_wrong_on_one_process_is_named(tmp_path, fault):
-    (code, shown, said), (other_code, *_) = run_world(2, check, tmp_path, fault)
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("sum", "1 values of a product or an all-reduce are wrong on rank 1"),
+        ("product", "1 values of a product or an all-reduce are wrong on rank 1"),
+        ("version", "torchmetrics differs: 1 on"),
+    ],
+)
+def test_what_is_wrong_on_one_process_is_named(tmp_path, fault, sentence):
+    (code, _, said), (other_code, *_) = run_world(2, check, tmp_path, fault)
     assert (code, other_code) == (1, 1)
-    assert "1 values of a product or an all-reduce are wrong on rank 1" in said
+    assert sentence in said
     assert "wrong on rank 0" not in said
-    assert "preflight failed" in shown
-    assert not (tmp_path / "preflight.json").exists()
-
-
-def test_unequal_versions_are_named_with_their_hosts(tmp_path):
-    (code, _, said), _ = run_world(2, check, tmp_path, "version")
-    assert code == 1
-    assert "torchmetrics differs: 1 on" in said
-    assert "; 0.0.1 on" in said
     assert "torch differs" not in said
+    assert not (tmp_path / "preflight.json").exists()
 
 
 @pytest.mark.slow
 def test_a_stalled_check_ends_with_its_name(tmp_path):
     with pytest.raises(RuntimeError, match=r"the process died|closed by peer"):
         run_world(2, check, tmp_path, "hang", seconds=30)
-    said = (tmp_path / "said_1").read_text()
-    assert "stalled for 7 s at 'versions and products', on rank 1 of 2" in said
-    assert "launch/network.sh" in said
+    assert "'versions and products', on rank 1 of 2" in (tmp_path / "said_1").read_text()
 
 
 def test_a_slow_link_is_named_and_no_other_link_of_its_nodes():
@@ -129,22 +115,3 @@ def test_what_is_wrong_with_a_node_is_named(found, sentence):
     assert preflight.judge([process()] * 3) == []
     (problem,) = preflight.judge([process(), process(), process(host="b", **found)])
     assert sentence in problem
-
-
-def count(config: Config) -> Counter[str]:
-    """Run the preflight with one process per node; return what this rank receives."""
-    os.environ["LOCAL_RANK"] = "0"
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    preflight.MB = 4096  # bytes: what it sends is a multiple of it
-    preflight.SLOW_LINK = 0.0  # the machine may be busy
-    with objects_counted() as found, contextlib.redirect_stdout(io.StringIO()):
-        assert preflight.main(config) == 0
-    return found
-
-
-def test_a_preflight_on_more_nodes_sends_its_results_to_rank_0_alone(tmp_path):
-    config = make_config(tmp_path)
-    found = {nodes: run_world(nodes, count, config) for nodes in (2, 4)}
-    assert not any(one["gathered everywhere"] for of_rank in found.values() for one in of_rank)
-    received = {nodes: [one["received"] for one in of_rank] for nodes, of_rank in found.items()}
-    check_received(received, each=1)
