@@ -53,47 +53,56 @@ def test_an_exception_is_told_with_rank_host_line_and_file(raised, capsys):
     assert first["what"] == "ValueError: this rank was told to fail"
     assert re.search(r"ragged\.py, line \d+, in strike: raise ValueError", first["at"])
     assert json.loads(Path(first["says"]).read_text())["rank"] == 1
-    assert found["remedy"][-1] == "then the same command continues from step 2"
     shown = text_of(raised.folder, capsys).splitlines()
-    assert len(shown) <= 24, "one screen"
     assert "the same command continues from step 2" in shown[-1], "what to do is last"
 
 
-def test_the_command_needs_no_torch_and_prints_json(raised, tmp_path):
+def test_the_command_needs_no_torch_prints_json_and_refuses_what_is_no_run(raised):
     command = [sys.executable, "-X", "importtime", "-m", "my_project", "doctor"]
-    done = subprocess.run(
-        [*command, str(raised.folder), "--json"], capture_output=True, text=True, check=True
-    )
-    assert not re.findall(r"\| +(torch|accelerate|numpy)$", done.stderr, re.M)
-    found = json.loads(done.stdout)
-    fields = {"run", "outcome", "step", "steps", "time", "first", "cause", "certainty", "known"}
-    assert fields | {"likely", "look_at", "remedy", "damaged"} <= found.keys()
-    assert found == diagnose(raised.folder) | {"happened": found["happened"]}
-    command = [sys.executable, "-m", "my_project", "doctor", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr[:7]) == (2, "error: ")
+    for folder, exit_code in ((raised.folder, 0), (raised.folder.parent, 2)):
+        words = [*command, str(folder), "--json"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == exit_code
+        assert not re.findall(r"\| +(torch|accelerate|numpy)$", done.stderr, re.M)
+        if exit_code == 0:
+            found = json.loads(done.stdout)
+            assert found == diagnose(folder) | {"happened": found["happened"]}
 
 
-def test_nan_is_told_of_the_rank_whose_loss_it_was(tmp_path):
-    config = with_fault(tmp_path, "nan", optim__max_skipped_steps=1)
+@pytest.mark.parametrize(
+    ("fault", "settings", "cause", "told"),
+    [
+        (
+            "nan",
+            {"optim__max_skipped_steps": 1},
+            ("not finite", "known"),
+            ("the loss on this rank is nan", "steps 4 to 4 were skipped", "optim.lr (now 0.05)"),
+        ),
+        (
+            "hang",
+            {},
+            ("stalled", "known"),
+            ("in strike: time.sleep(1)", f"while rank 0 on {HERE} waited for other ranks (in "),
+        ),
+        ("leave", {}, ("no report", "likely"), ()),
+        (
+            "out_of_memory",
+            {},
+            ("out of memory", "known"),
+            ("a smaller --batches.micro_batch_size (now 4)",),
+        ),
+    ],
+)
+def test_a_fault_is_told_with_its_rank(tmp_path, fault, settings, cause, told):
+    config = with_fault(tmp_path, fault, **settings)
     fails(config)
     found = diagnose(config.folder)
-    assert (found["cause"], found["first"]["rank"]) == ("not finite", 1)
-    assert "the loss on this rank is nan" in found["first"]["what"]
-    assert found["known"][0] == "steps 4 to 4 were skipped"
-    assert "optim.lr (now 0.05)" in found["remedy"][0]
-    assert "precision" not in found["remedy"][0], "which is no already"
-    assert found["likely"] == []
-
-
-def test_a_hang_is_told_with_the_line_and_with_who_waits_for_it(tmp_path):
-    config = with_fault(tmp_path, "hang")
-    fails(config)
-    found = diagnose(config.folder)
-    assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
-    assert re.search(r"ragged\.py, line \d+, in strike: time\.sleep\(1\)$", found["first"]["at"])
-    (known,) = found["known"]
-    assert f"while rank 0 on {HERE} waited for other ranks (in " in known
+    assert (found["cause"], found["certainty"]) == cause
+    assert (found["first"]["rank"], found["first"]["host"]) == (1, HERE)
+    for words in told:
+        assert words in str(found), found
+    if fault == "leave":
+        assert found["known"] == [], "nothing is claimed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +122,9 @@ def test_ranks_that_wait_in_different_lines_have_likely_called_different_collect
     fails(config)
     found = diagnose(config.folder)
     assert (found["cause"], found["certainty"]) == ("mismatched collectives", "likely")
-    lines = sorted(found["known"])
-    assert re.match(
-        r"rank 0 on .* waited in .*test_doctor\.py, line \d+, in loss: dist\.", lines[0]
-    )
-    assert re.match(r"rank 1 on .* waited in .*train\.py, line \d+, in main", lines[1])
+    ours, theirs = sorted(found["known"])
+    assert re.match(r"rank 0 on .* waited in .*test_doctor\.py, line \d+, in loss: dist\.", ours)
+    assert re.match(r"rank 1 on .* waited in .*train\.py, line \d+, in main", theirs)
 
 
 STOPPED = []  # once, not at each micro-batch of the step
@@ -138,10 +145,8 @@ def test_a_rank_that_was_stopped_for_a_time_is_named_also_when_it_goes_on(tmp_pa
     world = World(2, train, config)
     path = config.folder / "status.json"
     assert wait_until(lambda: bool(path.is_file() and status(config).get("silent")), 90)
-    assert (diagnose(config.folder)["cause"], status(config)["silent"][0]["rank"]) == (
-        "no report",
-        1,
-    )
+    assert diagnose(config.folder)["cause"] == "no report"
+    assert status(config)["silent"][0]["rank"] == 1
     os.kill(world.workers[1].pid, signal.SIGCONT)
     with pytest.raises(RuntimeError):
         world.results(60)
@@ -149,23 +154,6 @@ def test_a_rank_that_was_stopped_for_a_time_is_named_also_when_it_goes_on(tmp_pa
     found = diagnose(config.folder)
     assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
     assert "SIGSTOP" in found["likely"][0]
-
-
-def test_a_rank_that_is_gone_without_a_log_is_named_and_nothing_is_claimed(tmp_path):
-    config = with_fault(tmp_path, "leave")
-    fails(config)
-    found = diagnose(config.folder)
-    assert (found["cause"], found["certainty"]) == ("no report", "likely")
-    assert (found["first"]["rank"], found["first"]["host"]) == (1, HERE)
-    assert found["known"] == []
-
-
-def test_out_of_memory_names_the_micro_batch(tmp_path):
-    config = with_fault(tmp_path, "out_of_memory")
-    fails(config)
-    found = diagnose(config.folder)
-    assert (found["cause"], found["first"]["rank"]) == ("out of memory", 1)
-    assert "a smaller --batches.micro_batch_size (now 4)" in found["remedy"][0]
 
 
 def test_a_killed_loader_worker_is_told(tmp_path):
@@ -188,21 +176,12 @@ def train_on_a_full_disk(config: Config) -> int:
     return train(config)
 
 
-def test_a_full_disk_is_told_where_it_ends_the_run_and_where_it_does_not(tmp_path):
-    config = make_config(
-        tmp_path, run_name="ends", checkpoints__on_failure="end", checkpoints__every_steps=4
-    )
-    with pytest.raises(RuntimeError, match="No space left"):
-        run_world(1, train_on_a_full_disk, config)
-    found = diagnose(config.folder)
-    assert (found["cause"], found["certainty"]) == ("full disk", "known")
-    assert "checkpoints.keep (now 2)" in found["remedy"][0]
-    config = make_config(tmp_path, run_name="goes_on", stop_after="0s")
+def test_a_save_that_failed_on_a_full_disk_is_told_of_a_run_that_stopped_too(tmp_path):
+    config = make_config(tmp_path, stop_after="0s")
     assert run_world(1, train_on_a_full_disk, config) == [75]
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"]) == ("preempted", "")
-    assert "the last checkpoint could not be saved: [Errno 28] No space left" in found["known"][0]
-    assert found["remedy"][0].startswith("free space")
+    assert "No space left" in found["known"][0]
 
 
 def test_a_run_that_ends_without_a_word_on_a_full_disk_is_likely_due_to_it(tmp_path, monkeypatch):
@@ -221,7 +200,6 @@ def test_a_repaired_run_is_not_blamed_for_what_failed_before(raised, tmp_path, c
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"], found["first"]) == ("preempted", "", None)
     assert found["earlier_failures"] == 1
-    assert found["remedy"] == [f"the same command continues from step {found['step']}"]
     assert run_world(1, train, config) == [0]
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"], found["remedy"]) == ("finished", "", [])
@@ -272,57 +250,34 @@ def fail(run: Run, monkeypatch, rank: int, error: BaseException) -> None:
         raise error
 
 
-def write(run: Run, *lines: dict[str, Any]) -> None:
-    """Append records as the contract of metrics.jsonl has them."""
-    with (run.folder / "metrics.jsonl").open("a") as file:
-        for line in lines:
-            defaults = {"epoch": 0.1, "elapsed_seconds": 1.0, "time": time.time()}
-            file.write(json.dumps(defaults | line) + "\n")
-
-
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
+NCCL = RuntimeError("NCCL error: unhandled system error")
 
 
 @pytest.mark.parametrize("has_start_record", [False, True])
-def test_a_host_of_which_no_rank_reports_is_likely_lost(tmp_path, monkeypatch, has_start_record):
+@pytest.mark.parametrize(
+    ("reporting", "cause", "rank", "host"),
+    [
+        (2, "lost node", None, "gpu-b"),
+        (3, "no report", 3, "gpu-b"),
+        (4, "network", 0, "gpu-a"),
+    ],
+)
+def test_ranks_that_lost_contact_point_to_those_that_do_not_report(
+    tmp_path, monkeypatch, has_start_record, reporting, cause, rank, host
+):
     run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-a", "gpu-b", "gpu-b"))
     if has_start_record:
-        write(run, {"kind": "start", "step": 0, "world_size": 4, "hosts": run.hosts})
-    for rank in (0, 1):
-        fail(run, monkeypatch, rank, LOST)
+        start = {"kind": "start", "step": 0, "epoch": 0.0, "elapsed_seconds": 0.0}
+        start |= {"time": time.time(), "world_size": 4, "hosts": run.hosts}
+        (run.folder / "metrics.jsonl").write_text(json.dumps(start) + "\n")
+    for of_rank in range(reporting):
+        fail(run, monkeypatch, of_rank, NCCL if of_rank == 3 else LOST)
     if has_start_record:
         run.write_status("failed", "rank 0: lost")  # names nobody else
     found = diagnose(run.folder)
-    assert (found["cause"], found["certainty"]) == ("lost node", "likely")
-    assert (found["first"]["rank"], found["first"]["host"]) == (None, "gpu-b")
-    assert "whether gpu-b answers" in found["remedy"][0]
-
-
-def test_a_host_of_which_one_rank_reports_is_not_called_lost(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-a", "gpu-b", "gpu-b"))
-    for rank in (0, 1, 2):
-        fail(run, monkeypatch, rank, LOST)
-    found = diagnose(run.folder)
-    assert (found["cause"], found["first"]["rank"]) == ("no report", 3)
-
-
-def test_the_hosts_of_an_earlier_start_are_not_named(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
-    start = {"kind": "start", "step": 0, "world_size": 2, "hosts": ["gpu-x", "gpu-y"]}
-    write(run, start | {"time": time.time() - 3600})
-    monkeypatch.setattr(stopping, "explain", lambda run, reports: None)
-    fail(run, monkeypatch, 0, LOST)
-    found = diagnose(run.folder)
-    first = found["first"]
-    assert (found["cause"], first["rank"], first["host"]) == ("no report", 1, "")
-
-
-def test_ranks_that_all_lost_contact_point_to_the_network(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch, ("gpu-a", "gpu-b"))
-    fail(run, monkeypatch, 0, LOST)
-    fail(run, monkeypatch, 1, RuntimeError("NCCL error: unhandled system error"))
-    found = diagnose(run.folder)
-    assert (found["cause"], found["certainty"]) == ("network", "likely")
+    assert (found["cause"], found["certainty"]) == (cause, "likely")
+    assert (found["first"]["rank"], found["first"]["host"]) == (rank, host)
 
 
 def config_error_of(error: OSError) -> ConfigError:
@@ -347,7 +302,6 @@ def test_what_an_exception_means(tmp_path, monkeypatch, error, kind):
     fail(run, monkeypatch, 0, error)
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == (kind, "known")
-    assert found["remedy"][1:], "what to do besides the same command again"
 
 
 def test_steps_that_overflowed_on_all_ranks_and_steps_without_items_are_told_apart(
@@ -366,25 +320,20 @@ def test_steps_that_overflowed_on_all_ranks_and_steps_without_items_are_told_apa
 
 
 # ---- under way, or ended without a word ----------------------------------------------------------
-def test_a_run_under_way_says_how_old_its_last_record_is_and_whether_it_moves(
-    tmp_path, monkeypatch
-):
+
+
+def test_a_run_under_way_has_no_cause_until_it_has_ended_without_a_word(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch)
-    now = time.time()
-    for step in range(1, 5):
-        write(run, {"kind": "interval", "step": step, "skipped": 0, "time": now - 10 * (4 - step)})
     held = [sys.executable, "-c", HOLD, str(run.folder)]
     pipe = subprocess.PIPE
     with subprocess.Popen(held, stdin=pipe, stdout=pipe, text=True) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == "locked\n"
-        fresh, late = diagnose(run.folder, now + 30), diagnose(run.folder, now + 7200)
+        late = diagnose(run.folder, time.time() + 7200)
         holder.communicate()
-    assert fresh["outcome"] == late["outcome"] == "running"
-    assert "has not moved for long" not in fresh["happened"]
-    assert "has not moved for long" in late["happened"]
+    assert late["outcome"] == "running"
     assert (late["cause"], late["likely"], late["first"]) == ("", [], None)
-    found = diagnose(run.folder, now + 7200)
+    found = diagnose(run.folder)
     assert (found["outcome"], found["cause"]) == ("interrupted", "interrupted")
     assert found["certainty"] == "likely"
 
@@ -409,12 +358,6 @@ def test_a_run_that_was_told_to_stop_and_killed_before_it_saved_is_told(tmp_path
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"]) == ("interrupted", "stopped")
     assert "it was told to stop (SIGTERM)" in found["known"][0]
-
-
-def test_the_job_of_slurm_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    run = begin(tmp_path, monkeypatch)
-    assert any("sacct -j 4711 " in line for line in diagnose(run.folder)["look_at"])
 
 
 # ---- damage, secrets -----------------------------------------------------------------------------
@@ -464,14 +407,9 @@ def test_what_is_printed_holds_no_secret_and_no_control_character(tmp_path, monk
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", shown)
     for secret in ("S3cr3t", "pw123"):
         assert secret not in shown
-    assert len(diagnose(run.folder)["first"]["what"]) == doctor.LONGEST, "it is cut off"
 
 
 # ---- no run, or a start that did not become one --------------------------------------------------
-def test_a_folder_that_is_no_run_is_refused(tmp_path, raised):
-    for folder in (tmp_path / "nowhere", raised.folder.parent):
-        with pytest.raises(ConfigError, match="is not a run folder"):
-            diagnose(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,11 +445,6 @@ def test_a_start_that_fails_before_the_run_is_open_is_told_from_its_log(tmp_path
     found = diagnose(config.folder)
     assert (found["outcome"], found["cause"]) == ("failed", "exception")
 
-    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 120))
-    again = change(config, recipe=Ragged(), steps=2)
-    assert run_world(1, train_with_logs, again, logs / f"{stamp}_9") == [0]
-    assert diagnose(config.folder)["outcome"] == "finished", "it only showed the result"
-
 
 def test_a_failure_is_told_also_after_a_start_that_has_left_nothing(raised, tmp_path):
     folder = tmp_path / "run"
@@ -519,8 +452,6 @@ def test_a_failure_is_told_also_after_a_start_that_has_left_nothing(raised, tmp_
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 60))
     (folder / f"logs/node_0/{stamp}_8").mkdir(parents=True)
     (folder / f"logs/node_0/{stamp}_8/launcher.log").write_text("")
-    (folder / "logs/node_1").write_text("mine")
-    (folder / "logs/node_x").mkdir()
     found = diagnose(folder)
     assert (found["cause"], found["first"]["rank"]) == ("exception", 1)
 
@@ -533,27 +464,6 @@ def launched(folder: Path, where: str, *arguments: str) -> dict[str, Any]:
         run.communicate(timeout=240)
     assert run.returncode not in (0, 75)
     return diagnose(folder / "runs/tiny")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("where", "rank"), [("cpu", 0), ("cpu_2_processes", 1)])
-def test_a_killed_process_is_told_by_the_log_of_its_launcher(tmp_path, where, rank):
-    fault = f"--recipe.fault leave --recipe.fault_at 5 --recipe.fault_on_rank {rank}"
-    found = launched(tmp_path, where, *fault.split())
-    assert found["outcome"] == ("failed" if rank else "interrupted")
-    assert (found["cause"], found["certainty"]) == ("killed", "known")
-    assert (found["first"]["rank"], found["first"]["host"]) == (rank, HERE)
-    assert "ended by signal 9 (SIGKILL)" in found["first"]["what"]
-    assert "launcher.log: " in found["first"]["says"]
-    assert "dmesg" in str(found["look_at"])
-
-    # a start without logs, after it: what the old ones say is not of it
-    folder = tmp_path / "runs/tiny"
-    for path in (folder / "logs").rglob("*.*"):
-        os.utime(path, (time.time() - 1000,) * 2)
-    shutil.rmtree(folder / "errors", ignore_errors=True)
-    (folder / "status.json").write_text('{"outcome": "running", "step": 5, "steps": 8}')
-    assert diagnose(folder)["cause"] == "interrupted"
 
 
 RECIPES = """
@@ -586,6 +496,12 @@ class Leaves(Ragged):
             os._exit(0)
         return super().loss(model, batch, step)
 
+class Killed(Ragged):
+    def loss(self, model, batch, step):
+        if step == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch, step)
+
 class Lonely(Ragged):
     def loss(self, model, batch, step):
         if step == 3 and os.environ["RANK"] == "0":
@@ -609,6 +525,7 @@ class Stops(Ragged):
     [
         ("Exits", "cpu", 0, ("exited", "known", "ended with exit code 7")),
         ("Crashes", "cpu_2_processes", 1, ("crashed", "known", "ended by signal 11 (SIGSEGV)")),
+        ("Killed", "cpu_2_processes", 1, ("killed", "known", "ended by signal 9 (SIGKILL)")),
         ("Stops", "cpu_2_processes", 1, ("no report", "likely", "no report from rank 1 on ")),
         ("Leaves", "cpu", None, ("exited", "known", "ended with exit code 0")),
         ("Leaves", "cpu_2_processes", 1, ("exited", "known", "ended with exit code 0")),

@@ -103,12 +103,13 @@ def test_a_damaged_run_is_listed_as_such(tmp_path):
 
 
 def test_a_pipe_gets_one_line_for_each_run(tmp_path):
-    write_run(tmp_path, "first", "finished")
-    config = write_run(tmp_path, "\x1b[31m" + "very_long" * 25, "failed", EVALUATED, optim__lr=0.25)
+    write_run(tmp_path, "a", "finished")
+    name = "a\x1b[31m" + "very_long" * 25
+    config = write_run(tmp_path, name, "failed", EVALUATED, optim__lr=0.25)
     command = [sys.executable, "-m", "my_project", "runs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (line,) = (line for line in done.stdout.splitlines() if "very_long" in line)
-    assert line.startswith("?[31mvery"), "no control character"
+    assert line.startswith("a?[31mvery"), "no control character"
     assert line.split()[1:4] == ["failed", "9/10", "validation/auroc=0.75"]
     assert "optim.lr=0.25" in line
     command[-1] = str(config.folder)
