@@ -1,6 +1,5 @@
 """The files in launch/ that are read and not run: manifests, network.sh; and the Dockerfile."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,40 +108,9 @@ def test_a_manifest_names_the_run_once_and_the_pods_read_it_from_a_label(name, k
     assert '--run_name "$RUN"' in container["args"][0]
 
 
-def test_each_network_setting_names_its_source_and_is_recorded_with_a_run():
-    sys.path.insert(0, str(PROJECT / "src"))
-    from my_project.safety.redaction import RECORDED_VARIABLES
-
-    text = (PROJECT / "launch/network.sh").read_text()
-    sources = set(re.findall(r"(?m)^# \[(\d)\] https://\S+", text))
-    settings = re.findall(r"(?m)^# export (\w+)=(\S+)(?: +# (.*))?$", text)
-    assert len(settings) == text.count("# export ") == 16
-    for name, _, comment in settings:
-        ours = name == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-        assert ours or re.match(r"\[\d\]", comment), f"{name} has no source"
-        assert name in RECORDED_VARIABLES.split(), f"run.json does not record {name}"
-    assert set(re.findall(r"\[(\d)\]", text)) == sources, "each is named, and each has an address"
-    uncommented = text.replace("# export ", "export ") + "\nenv"
-    shown = subprocess.run(
-        ["bash", "-euc", uncommented], capture_output=True, text=True, check=True, env={}
-    )
-    assert {f"{name}={value}" for name, value, _ in settings} <= set(shown.stdout.splitlines())
-
-
-def test_the_dockerfile_is_clean_and_copies_what_is_there():
+def test_the_dockerfile_is_clean():
     hadolint = Path(sys.executable).with_name("hadolint")
     shown = subprocess.run(
         [hadolint, PROJECT / "Dockerfile"], capture_output=True, text=True, check=False
     )
     assert (shown.returncode, shown.stdout) == (0, "")
-    lines = (PROJECT / "Dockerfile").read_text().splitlines()
-    copied = [
-        name
-        for line in lines
-        if line.startswith("COPY")
-        for name in line.split()[1:-1]
-        if not name.startswith("--")
-    ]
-    assert "src" in copied
-    for name in copied:
-        assert (PROJECT / name).exists(), name

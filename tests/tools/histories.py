@@ -153,25 +153,16 @@ def records_of(
         rank = seconds * 0.55
         interval |= {
             "step_seconds": seconds,
-            "tokens_per_second": 64 * 197 / seconds,
-            "mfu": 0.41 / (1 + 0.04 * abs(noise)),
             "data_share": data,
             "forward_share": 0.26,
             "backward_share": 0.48,
             "communication_share": 0.11,
             "optimizer_share": 0.08,
-            "evaluation_share": 0.2 if step % evaluate_every < every else 0.0,
-            "saving_share": 0.05 if step % evaluate_every < every else 0.0,
-            "rank_seconds_min": rank * 0.93,
             "rank_seconds_median": rank,
             "rank_seconds_max": rank * (1.1 + 0.15 * chance.random()),
-            "data_seconds_min": seconds * data * 0.6,
-            "data_seconds_median": seconds * data,
-            "data_seconds_max": seconds * data * (1.5 + 2 * chance.random()),
             "slowest_rank": chance.choice([3, 3, 3, 3, 6, 1]),
             "slowest_host": "gpu-a",
         }
-        interval |= {"gpu_utilization": 91 + 2 * noise}
         yield common("interval", step) | interval
         if step % evaluate_every < every or step == steps:
             elapsed += 3.1

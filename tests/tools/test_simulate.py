@@ -1,8 +1,6 @@
 """The simulated step against arithmetic by hand, what torch allocates, and real processes."""
 
-import ctypes
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from my_project.command_line import parse
 from my_project.config import ConfigError
 from my_project.optim import build_optimizer
 from my_project.tools.simulate import SHARDED_SINCE, Simulation, Simulator
-from runs import make_config, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.torch_version import TorchVersion
@@ -109,54 +106,6 @@ def test_memory_is_what_torch_allocates(tmp_path, size):
     found = simulated(tmp_path, "gpu", 1, 1, *settings)
     real = tracked_peak(parse(arguments(tmp_path, *settings)))
     assert found.peak_bytes == pytest.approx(real, rel=0.01)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured(Layers):
-    """Layers that note what the process holds, in bytes: first now, then at most, micro-batch by
-    micro-batch."""
-
-    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        NOTED.append(process_bytes("VmRSS"))
-        return super().build_model(data_info)
-
-    def loss(self, model: nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        NOTED.append(process_bytes("VmHWM"))
-        return super().loss(model, batch, step)
-
-
-NOTED: list[int] = []
-
-
-def process_bytes(name: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(f"{name}:")[1].split()[0])
-
-
-def most_held_by_a_run(config: Any) -> int:
-    """Train by the real main; return the most that this process has held for it."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
-    train(config)
-    return NOTED[-1] - NOTED[0]  # before the last micro-batch, so before the last save
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("processes", "accumulation"), [(1, 1), (2, 1), (2, 4)])
-def test_memory_is_what_a_run_holds(tmp_path, processes, accumulation):
-    """One copy of the gradients more would be 4 bytes per parameter."""
-    micro = 16 // processes // accumulation
-    config = make_config(
-        tmp_path, Measured(depth=10, places=4), steps=4, batches__micro_batch_size=micro
-    )  # fmt: skip
-    assert config.batches.global_batch_size == 16
-    held = max(run_world(processes, most_held_by_a_run, config))
-    settings = ["--recipe.depth", "10", "--recipe.places", "4", "--precision", "no"]
-    settings += ["--batches.global_batch_size", "16", "--batches.micro_batch_size", str(micro)]
-    where = "gpu" if processes == 1 else "multi_gpu"
-    found = simulated(tmp_path, where, 1, processes, *settings)
-    # the rest, some 30 MB, is code that is read from the disk when it is first used
-    assert 0 < (held - found.peak_bytes) / found.parameters < 3
 
 
 @dataclass(frozen=True, kw_only=True)

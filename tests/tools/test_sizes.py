@@ -90,16 +90,6 @@ def test_the_table_of_sizes_is_that_of_simulated_steps(name: str):
     assert shown == pytest.approx(simulated, rel=0.25)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_models_of_the_table_have_the_size_that_it_says(name: str):
-    number, unit = name.split()
-    recipe = RECIPES[name]
-    with torch.device("meta"):
-        model = recipe.build_model(recipe.prepare_data())
-    parameters = sum(p.numel() for p in model.parameters())
-    assert parameters == pytest.approx(int(number) * {"M": 1e6, "G": 1e9}[unit], rel=0.03)
-
-
 if __name__ == "__main__":
     print(*head(), sep="\n")
     for name in RECIPES:
