@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from my_project.command_line import NAME_LENGTH, check, parse, split
+from my_project.command_line import NAME_LENGTH, check, parse
 from my_project.config import ConfigError, to_dict
 
 CONFIG = """
@@ -65,16 +65,12 @@ def name(*arguments: str) -> str:
         ("--optim.lr 1e-3", "first"),  # as in the file
         ("--seed 0 --recipe.rate 0.5", "first"),  # as by default
         ("--recipe.width 8", "first"),
-        ("--recipe.init_args.width 9", "first-width=9"),
         ("--seed 1 --optim.lr 1", "first-lr=1-seed=1"),
         ("--optim.lr 1 --seed 1", "first-lr=1-seed=1"),
         ("--seed 1 --seed 2", "first-seed=2"),
         ("--recipe.sizes [1,2]", "first-sizes=1,2"),
         ("--optim.init_args.betas [0.9,0.95]", "first-betas=0.9,0.95"),
-        ("--optim.init_args {betas:[0.9,0.95]}", "first"),  # not YAML: a key betas:[...]
         ("--recipe.label ../a:b", "first-label=.._a_b"),
-        ("--optim.clip_norm null", "first-clip_norm=null"),
-        ("--optim.class_path torch.optim.SGD", "first-class_path=torch.optim.SGD"),
         # these continue or extend the same run
         ("--steps 500", "first"),
         ("--epochs 9", "first"),
@@ -86,19 +82,13 @@ def name(*arguments: str) -> str:
     ],
 )
 def test_a_run_is_named_after_its_config_and_what_was_typed(typed, wanted):
-    if ":[" in typed:
-        with pytest.raises(ConfigError):
-            name(*typed.split())
-    else:
-        assert name(*typed.split()) == wanted
+    assert name(*typed.split()) == wanted
 
 
 def test_a_long_name_is_cut_and_still_its_own():
     one, two = (name("--recipe.label", "x" * 300 + end) for end in "ab")
     assert len(one) == len(two) == NAME_LENGTH
     assert one != two
-    assert one == name("--recipe.label", "x" * 300 + "a")
-    assert one[:-9] == two[:-9] == ("first-label=" + "x" * 300)[: NAME_LENGTH - 9]
 
 
 def test_every_way_in_gives_the_same_name_and_config_yaml_keeps_it():
@@ -118,12 +108,6 @@ def test_a_recipe_may_be_typed_as_a_whole():
         assert config.run_name == ("first" if width == 8 else "first-width=7")
 
 
-def test_a_file_that_is_not_complete_names_the_run_after_what_is_typed_only():
-    Path("part.yaml").write_text("recipe: {class_path: sweep.Sweep}\noptim: {lr: 0.5}\n")
-    typed = ("--batches.global_batch_size", "4", "--steps", "2", "--seed", "3")
-    assert check(["--config", "part.yaml", *typed]).run_name == "part-global_batch_size=4-seed=3"
-
-
 def test_fields_that_are_inherited_are_known_too():
     Path("child.py").write_text(
         "from sweep import Sweep\n\nclass Child(Sweep):\n    depth: int = 3\n    lr: float = 1.0\n"
@@ -135,11 +119,6 @@ def test_fields_that_are_inherited_are_known_too():
     assert both == "first-optim.lr=0.5-rate=0.25-recipe=child.Child", "the recipe has an lr as well"
 
 
-def test_a_secret_does_not_reach_the_name():
-    with pytest.raises(ConfigError, match="hub_token holds a secret"):
-        name("--recipe.init_args", '{"hub_token": "hf_QWERTYqwerty123"}')
-
-
 # ---- what is typed -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("typed", "steps", "epochs"),
@@ -147,8 +126,6 @@ def test_a_secret_does_not_reach_the_name():
         ("", None, 2),
         ("--steps 4", 4, None),
         ("--epochs 5", None, 5),
-        ("--epochs null --steps 4", 4, None),
-        ("--config steps.yaml", 7, None),
         ("--config steps.yaml --epochs 3", None, 3),
     ],
 )
@@ -162,41 +139,21 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
     ("typed", "sentence"),
     [
         ("--optim.lrr 1", "there is no setting --optim.lrr; did you mean --optim.lr?"),
-        ("--optim.l 1", "there is no setting --optim.l; did you mean --optim.lr?"),  # no prefixes
-        ("--sed 1", "did you mean --seed?"),
-        ("--xyz 1", "there is no setting --xyz; python -m "),
+        ("--optim.l 1", "did you mean --optim.lr?"),  # no prefixes
+        ("--lr 1", "did you mean --optim.lr?"),
         ("--seed", "--seed has no value"),
-        ("3", "'3' is not an option"),
         ("--config frist.yaml", "no config file frist.yaml; did you mean first.yaml?"),
-        (
-            "--config wrong.yaml",
-            "wrong.yaml: there is no setting optim.lrr; did you mean optim.lr",
-        ),
+        ("--config wrong.yaml", "wrong.yaml: there is no setting optim.lrr; did you mean optim.lr"),
         ("--recipe.class_path swep.Sweep", "there is no module swep"),
         ("--recipe.class_path sweep.Swep", "sweep has no class Swep; did you mean Sweep?"),
-        ("--recipe.class_path my_project.recipes.lmm.Lm", "there is no module"),
         ("--recipe.widht 3", "'widht' is not accepted; did you mean width?"),
         ("--recipe.width wide", "width"),
-        ("--seed x", "seed is 'x', but must be a whole number."),
-        ("--steps 1x", "steps is '1x', but must be a whole number or null."),
-        (
-            "--batches.seed_samples no_",
-            "batches.seed_samples is 'no_', but must be true or false or auto.",
-        ),
-        ("--optim.schedule cosin", "linear, cosine, wsd; did you mean cosine?"),
-        ("--recipe.width big", "recipe.width is 'big', but must be a whole number."),
-        ("--lr 1", "there is no setting --lr; did you mean --optim.lr?"),
-        ("--config first", "no config file first; did you mean configs/first.yaml?"),
-        ("--config keys.yaml", "recipe has a key class_pth; did you mean class_path?"),
-        ("--recipe.class_path broken.Recipe", "No module named 'not_there' (broken.py, line 1)"),
+        ("--steps 1x", "steps is '1x'"),
+        ("--optim.schedule cosin", "did you mean cosine?"),
     ],
 )
 def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
     Path("wrong.yaml").write_text("optim: {lrr: 1}\n")
-    Path("keys.yaml").write_text("recipe: {class_pth: sweep.Sweep}\n")
-    Path("broken.py").write_text("import not_there\n\nclass Recipe: ...\n")
-    Path("configs").mkdir()
-    Path("configs/first.yaml").touch()
     with pytest.raises(ConfigError) as refusal:
         parse(["--config", "first.yaml", *typed.split()])
     assert sentence in str(refusal.value)
@@ -205,39 +162,23 @@ def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
 
 def test_a_removed_setting_is_refused_with_what_replaces_it():
     Path("old.yaml").write_text("stage_to: null\n")
-    sources = {
-        "--stage_to": ["--config", "first.yaml", "--stage_to", "/disk"],
-        "stage_to": {**to_dict(parse(["--config", "first.yaml"])), "stage_to": None},
-        "old.yaml: ": ["--config", "first.yaml", "--config", "old.yaml"],
-    }
-    for name, source in sources.items():
-        with pytest.raises(ConfigError) as refusal:
+    for source in (
+        ["--config", "first.yaml", "--stage_to", "/disk"],
+        {**to_dict(parse(["--config", "first.yaml"])), "stage_to": None},
+        ["--config", "first.yaml", "--config", "old.yaml"],
+    ):
+        with pytest.raises(ConfigError, match="stage_to any more: copy the data to a disk"):
             parse(source)
-        sentence = str(refusal.value)
-        assert name in sentence
-        assert "stage_to any more: copy the data to a disk of each node" in sentence
-        assert refusal.value.exit_code == 2
 
 
 def test_hyphens_in_the_names_of_options_are_underscores():
     assert parse(["--config", "first.yaml", "--run-name", "a-b", "--tf32=false"]).run_name == "a-b"
-    assert split(["--a-b.c-d=e-f"]).options == (("a_b.c_d", "e-f"),)
 
 
 def test_help_lists_the_fields_of_the_recipe_where_a_config_is_given():
-    def shown(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "my_project", "train",
-             *arguments, "--help"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-
-    alone = shown()
-    assert "--optim.lr" in alone.stdout
-    assert "\n  --where NAME " in alone.stdout, "its own options, as they stand in the docstring"
-    assert "The highest learning rate of the schedule" in alone.stdout
-    assert " torch\n" not in alone.stderr
-    both = shown("first.yaml")
-    assert "--recipe.width" in both.stdout
-    assert "Channels of the first layer" in both.stdout
-    assert "prepare_data" not in both.stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "my_project", "train", "first.yaml", "--help"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    for words in ("--optim.lr", "--where", "--recipe.width", "Channels of the first layer"):
+        assert words in shown

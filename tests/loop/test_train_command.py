@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 from documents import PROJECT
-from my_project import train_command
-from my_project.command_line import check
-from my_project.config import Config, ConfigError
+from my_project.config import ConfigError
 from my_project.train_command import Options, choose, count_gpus, read_options
 from terminal import Terminal
 from world import TESTS
@@ -70,55 +68,27 @@ def test_gpus_are_counted_as_cuda_sees_them(nvidia_smi, monkeypatch, visible, wa
 
 
 @pytest.mark.parametrize(
-    ("gpus", "where", "batch", "chosen", "why"),
+    ("gpus", "options", "batch", "chosen"),
     [
-        (0, "", 16, ("cpu", 1), "no GPU (nvidia-smi)"),
-        (8, "", 64, ("multi_gpu", 8), "8 GPUs (nvidia-smi);"),
-        (8, "", 12, ("multi_gpu", 6), "8 GPUs (nvidia-smi), of which 6 divide the global batch"),
-        (4, "cpu_2_processes", 64, ("cpu_2_processes", 2), ""),
-        (0, "multi_gpu", 64, ("multi_gpu", 8), ""),  # ROCm: nvidia-smi finds none
-        (4, "accelerate_configs/gpu.yaml", 64, ("gpu", 1), ""),
+        (0, Options(), 16, ("cpu", 1)),
+        (8, Options(), 64, ("multi_gpu", 8)),
+        (8, Options(), 12, ("multi_gpu", 6)),
+        (4, Options(where="cpu_2_processes"), 64, ("cpu_2_processes", 2)),
+        (0, Options(where="multi_gpu"), 64, ("multi_gpu", 8)),  # ROCm: nvidia-smi finds none
+        (4, Options(where="accelerate_configs/gpu.yaml"), 64, ("gpu", 1)),
+        (4, Options(num_processes=2), 64, ("multi_gpu", 2)),
+        (0, Options(num_processes=3), 64, ("cpu_2_processes", 3)),
     ],
 )
-def test_where_follows_from_the_gpus_and_the_global_batch(
-    nvidia_smi, gpus, where, batch, chosen, why
-):
+def test_where_follows_from_the_gpus_and_the_global_batch(nvidia_smi, gpus, options, batch, chosen):
     nvidia_smi(gpus)
-    path, processes, reason = choose(Options(where=where), batch)
+    path, processes, _ = choose(options, batch)
     assert (path.stem, processes) == chosen
-    assert why in reason
 
 
-def test_the_number_of_processes_may_be_typed(nvidia_smi):
-    nvidia_smi(4)
-    assert choose(Options(num_processes=2), 64)[:2] == (
-        Path("accelerate_configs/multi_gpu.yaml"),
-        2,
-    )
-    nvidia_smi(0)
-    found = choose(Options(num_processes=3), 64)
-    assert found[:2] == (Path("accelerate_configs/cpu_2_processes.yaml"), 3)
-    with pytest.raises(ConfigError, match="--num_processes is 0, but must be"):
-        read_options(["--num_processes", "0"])
-
-
-@pytest.mark.parametrize(
-    ("where", "sentence"),
-    [
-        ("multi_gpus", "there is no accelerate_configs/multi_gpus.yaml; did you mean multi_gpu?"),
-        ("xyz", "there are cpu, cpu_2_processes, "),
-        ("multi_node", "is for 2 nodes, but this command starts one: use launch/slurm.sbatch"),
-    ],
-)
-def test_a_where_that_cannot_be_is_refused(where, sentence):
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        choose(Options(where=where), 16)
-
-
-def test_outside_of_a_project_the_remedy_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path / "configs")
-    with pytest.raises(ConfigError, match="run the command in the project's folder"):
-        choose(Options(), 16)
+def test_a_where_for_several_nodes_is_refused():
+    with pytest.raises(ConfigError, match=r"multi_node.* is for 2 nodes, but this command starts"):
+        choose(Options(where="multi_node"), 16)
 
 
 def test_config_files_come_first_and_options_in_any_order():
@@ -133,43 +103,23 @@ def typed(words: str, folder: Path, **environment: str) -> Terminal:
     return Terminal(["train", *words.split()], folder, 80, environment)
 
 
-REFUSED = {
-    "typo in an option": ("configs/tiny.yaml --optim.lrr 1", "did you mean --optim.lr?"),
-    "typo in a path": ("configs/tinny.yaml", "did you mean configs/tiny.yaml?"),
-    "typo in a YAML key": (
-        "configs/wrong.yaml",
-        "configs/wrong.yaml: there is no setting optim.lrr",
-    ),
-    "typo in where": ("configs/tiny.yaml --where cpuu", "did you mean cpu?"),
-    "a batch that does not split": (
-        "configs/tiny.yaml --where cpu_2_processes --num_processes 3",
-        "16 does not split over 3 processes: 16 / 3 = 5.33333",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_before_anything_starts_is_one_line(project, case):
-    words, sentence = REFUSED[case]
-    terminal = typed(words, project)
-    lines, code = terminal.end()
-    assert code == 2
-    (line,) = lines
-    assert line.startswith("error: ")
-    assert sentence in line
-    assert not (project / "runs").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--recipe.sampels 3", "'sampels' is not accepted; did you mean samples?"),
-        ("--where gpu", "the accelerate config asks for a GPU, but torch finds none"),
+        ("--optim.lrr 1", "did you mean --optim.lr?"),
+        ("--where cpuu", "did you mean cpu?"),
+        (
+            "--where cpu_2_processes --num_processes 3",
+            "16 does not split over 3 processes: 16 / 3 = 5.33333",
+        ),
+        pytest.param(
+            "--where gpu",
+            "the accelerate config asks for a GPU, but torch finds none",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["typo in a recipe's field", "a missing GPU"],
 )
-def test_what_torch_is_needed_for_is_refused_in_one_line_too(project, words, sentence):
+def test_what_is_refused_before_the_first_step_is_one_line(project, words, sentence):
     terminal = typed(f"configs/tiny.yaml {words}", project, CUDA_VISIBLE_DEVICES="")
     lines, code = terminal.end()
     assert code == 2
@@ -197,17 +147,12 @@ def test_a_failure_ends_in_one_block(project, case):
     shown = " ".join(" ".join(lines).split())
     assert code == 1
     assert reason in shown
-    if case != "NaN":
-        raised = "was told to fail" if "raise" in words else 'raise ValueError(f"sample'
+    if case == "a bug in loss":
         source = (TESTS / "ragged.py").read_text().splitlines()
-        (line,) = [number for number, text in enumerate(source, 1) if raised in text]
-        assert re.search(rf"at \S*ragged.py, line {line}, in ", shown), "the user's line"
-        assert "in torch" in shown or "frame" in shown
+        (line,) = [number for number, text in enumerate(source, 1) if "was told to fail" in text]
+        assert f"ragged.py, line {line}, in " in shown, "the user's line"
     assert "Traceback" not in shown
-    assert "logs runs/tiny/logs" in shown
     assert lines[-1].startswith("  python -m my_project train configs/tiny.yaml ")
-    continues = "continues from step 4" if case != "an exception in a loader worker" else "starts"
-    assert continues in shown
     log = next((project / "runs/tiny/logs/node_0").glob("*/rank_00000.log")).read_text()
     assert reason.split(" (in")[0] in log
 
@@ -218,7 +163,6 @@ def test_stopped_continued_finished_shown_again_and_refused(project):
     words = "configs/tiny.yaml --steps 100000 --telemetry.every_steps 1"
     terminal = typed(words, project)
     terminal.read(lambda shown: "run folder" in shown or "runs/tiny, new" in shown)
-    assert "batch" in terminal.read(lambda shown: "accelerate launch --config_file" in shown)
     terminal.read(lambda shown: re.search(r"step +[1-9]\d*/1", shown) is not None)
     for _ in range(3):
         terminal.type("\x03")
@@ -259,14 +203,13 @@ def test_a_terminal_that_is_closed_is_a_preemption_and_a_broken_recipe_is_named(
     left = json.loads((project / "runs/tiny/status.json").read_text())
     assert left["outcome"] == "preempted", left
 
-    for name, code, line in (("syntax", "def loss(:", 1), ("raises", "\nx = {}['missing']", 2)):
-        (project / f"{name}.py").write_text(f"{code}\n\nclass Recipe: ...\n")
-        words = f"configs/tiny.yaml --recipe.class_path {name}.Recipe --run_name broken"
-        lines, code = typed(words, project).end()
-        shown = " ".join(" ".join(lines).split())
-        assert code == 1
-        assert re.search(rf"at {name}\.py, line {line}, in <module>", shown), shown
-        assert ("SyntaxError" if name == "syntax" else "KeyError: 'missing'") in shown
+    (project / "raises.py").write_text("\nx = {}['missing']\n\nclass Recipe: ...\n")
+    words = "configs/tiny.yaml --recipe.class_path raises.Recipe --run_name broken"
+    lines, code = typed(words, project).end()
+    shown = " ".join(" ".join(lines).split())
+    assert code == 1
+    assert re.search(r"at raises\.py, line 2, in <module>", shown), shown
+    assert "KeyError: 'missing'" in shown
 
 
 @pytest.mark.slow
@@ -275,56 +218,6 @@ def test_a_dry_run_says_what_the_whole_run_will_take_and_keeps_nothing(project):
     where = "--where cpu_2_processes --num_processes 1"
     terminal = typed(f"configs/tiny.yaml --epochs 10 --dry-run {where}", project)
     lines, code = terminal.end()
-    shown = "\n".join(lines)
     assert code == 0, terminal.shown
-    assert "--- dry run: two steps, an evaluation, a save and an export work" in shown
-    assert re.search(r"whole +40 steps with 10 such pause\(s\): about", shown), shown
-    assert re.search(r"step +\S+ s, \S+ samples per second", shown)
+    assert re.search(r"whole +40 steps with 10 such pause\(s\): about", "\n".join(lines))
     assert not [path for path in (project / "runs").rglob("*") if path.is_dir()]
-
-
-def test_a_finished_run_is_shown_only_for_the_settings_it_was_trained_with(project, monkeypatch):
-    from my_project.command_line import parse
-    from my_project.config import to_yaml
-
-    def is_shown(config: Config) -> bool:
-        return train_command.differing(config)[1] and train_command.is_finished(config)
-
-    config = check(["--config", "configs/tiny.yaml"])
-    folder = project / "runs/tiny"
-    (folder / "export").mkdir(parents=True)
-    (folder / "status.json").write_text('{"outcome": "finished", "step": 8, "result": {}}')
-    assert not is_shown(config), "there is no config.yaml"
-    (folder / "config.yaml").write_text(to_yaml(parse(["--config", "configs/tiny.yaml"])))
-    assert is_shown(config)
-    for change in ("--steps 9", "--seed 1", "--recipe.samples 71"):
-        words = ["--config", "configs/tiny.yaml", "--run_name", "tiny", *change.split()]
-        assert not is_shown(check(words)), change
-    monkeypatch.setattr(train_command, "fields_of", lambda _: ({"samples": 99}, set()))
-    assert not is_shown(config), "a default in the recipe's code was changed"
-
-
-def test_other_settings_are_refused_before_torch_is_imported(project):
-    from my_project.command_line import parse
-    from my_project.config import to_yaml
-
-    (project / "runs/tiny").mkdir(parents=True)
-    saved = to_yaml(parse(["--config", "configs/tiny.yaml", "--run_name", "tiny"]))
-    (project / "runs/tiny/config.yaml").write_text(saved)
-    for change, sentence in {
-        "--seed 1": "seed (0 there, 1 here)",
-        "--recipe.samples 71": "recipe.samples (70 there, 71 here)",
-        "--recipe.dtype float64": "recipe.dtype ('float32' there, 'float64' here)",
-    }.items():
-        words = f"configs/tiny.yaml --run_name tiny {change}"
-        with pytest.raises(ConfigError, match=re.escape(f"with other settings: {sentence}")):
-            train_command.main(words.split())
-
-
-def test_a_changed_recipe_is_named_where_a_run_has_finished(project, capsys):
-    (project / "runs/tiny").mkdir(parents=True)
-    (project / "runs/tiny/run.json").write_text('{"recipe_sha256": "0"}')
-    train_command.print_earlier(check(["--config", "configs/tiny.yaml"]))
-    shown = capsys.readouterr().out
-    assert "already finished, so nothing is trained" in shown
-    assert "ragged.py has changed since: --resume never trains it again" in " ".join(shown.split())
