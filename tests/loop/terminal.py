@@ -13,31 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-MOVES = re.compile(r"(\r?\n|\r|\x1b\[\d+A|\x1b\[2K|\x1b\[\?25[hl])")
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
-
-
-def standing(received: str) -> list[str]:
-    """Return the lines that stand on a terminal, with their colors.
-
-    Live lines are drawn by moving up and erasing whole lines, so no other movement is followed.
-    """
-    lines = [""]
-    row, is_at_start = 0, True
-    parts = ["", *MOVES.split(received)]
-    for move, text in zip(parts[::2], parts[1::2], strict=True):
-        if move.endswith("\n"):
-            row += 1
-            lines += [""] * (row == len(lines))
-        elif move.endswith("A"):
-            row = max(0, row - int(move[2:-1]))
-        elif move.endswith("K"):
-            lines[row] = ""
-        is_at_start |= move.endswith(("\n", "\r"))
-        if text:
-            lines[row] = text if is_at_start else lines[row] + text
-            is_at_start = False
-    return lines
 
 
 class Terminal:
@@ -96,11 +72,6 @@ class Terminal:
         """Return the text without control sequences; of a line that was overwritten the last."""
         lines = CONTROL.sub("", self.text).replace("\r\n", "\n").split("\n")
         return "\n".join(line.rpartition("\r")[2] for line in lines)
-
-    @property
-    def screen(self) -> list[str]:
-        """Return the lines that stand on the screen, without colors."""
-        return [CONTROL.sub("", line) for line in standing(self.text)]
 
     def type(self, keys: str) -> None:
         """Type keys, such as Ctrl-C, which is a byte 3."""
