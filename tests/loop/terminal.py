@@ -17,7 +17,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
 class Terminal:
-    """A terminal of some columns in which a command of the package, or another module, runs."""
+    """A terminal of some columns in which a command of the package runs."""
 
     def __init__(
         self,
@@ -25,7 +25,6 @@ class Terminal:
         folder: Path,
         columns: int = 80,
         environment: dict | None = None,
-        module: str = "my_project",
     ) -> None:
         self.text = ""
         self.started = time.monotonic()
@@ -38,7 +37,7 @@ class Terminal:
             for name in ("COLUMNS", "LINES"):
                 variables.pop(name, None)
             # execv would pass on COLUMNS too, which readline sets unseen by os.environ
-            os.execve(sys.executable, [sys.executable, "-m", module, *words], variables)
+            os.execve(sys.executable, [sys.executable, "-m", "my_project", *words], variables)
 
     def read(self, until: Callable[[str], bool] | None = None, seconds: float = 600) -> str:
         """Read until a condition on all text is true, or until the command has ended."""

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from documents import PROJECT
 from my_project import failures
 from my_project.config import ConfigError
 from my_project.files import writing
@@ -67,9 +66,6 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ca
     assert (noted["outcome"], noted["step"]) == ("failed", 7)
     assert noted["failure"] == failures.without_traceback(found)
     assert failures.checked(noted["failure"]), "it can be read as an error file is"
-    described = (PROJECT / "docs/run-folder.md").read_text()
-    assert f"`{cause}`" in described
-    assert all(f"`{name}`" in described for name in found)
 
 
 def test_a_setting_that_a_full_disk_made_wrong_says_so(tmp_path):
@@ -99,6 +95,8 @@ def test_a_rank_that_went_on_when_the_others_had_given_up_is_the_first_failure()
     waited |= {"time": 110.0, "progress_time": 100.0}
     lost |= {"time": 111.0, "progress_time": 100.0}
     assert failures.first_failure([waited, lost])["rank"] == 0
+    bug = failures.record(reason="", cause="exception") | {"rank": 2, "time": 112.0}
+    assert failures.first_failure([waited, lost, bug])["rank"] == 2
     lost |= {"time": 130.0}
     assert failures.first_failure([waited, lost])["rank"] == 1
 
@@ -111,9 +109,10 @@ def test_of_ranks_that_all_skipped_too_many_steps_the_one_with_a_loss_that_is_no
     assert failures.first_failure([one, other])["rank"] == 1
 
 
-@pytest.mark.parametrize("name", ["rank", "host", "cause", "time", "frames", "at", "step"])
-def test_a_damaged_error_file_is_none(name):
+def test_a_damaged_error_file_is_none():
     whole = failures.record(reason="x", cause="exception")
     assert failures.checked(whole)
-    assert not failures.checked(whole | {name: "x" if name not in ("host", "cause") else 3})
+    for name in ("rank", "host", "cause", "time", "frames", "at", "step"):
+        wrong = 3 if name in ("host", "cause") else "x"
+        assert not failures.checked(whole | {name: wrong}), name
     assert not failures.checked([whole])

@@ -29,16 +29,8 @@ def run(command: str, folder: Path, **environment: str) -> subprocess.CompletedP
 def project(tmp_path_factory):
     """A copy of the project, so that runs land elsewhere."""
     folder = tmp_path_factory.mktemp("project")
-    for name in (
-        "configs",
-        "accelerate_configs",
-        "launch",
-        "src",
-        "tests",
-        "Makefile",
-        "pyproject.toml",
-        "README.md",
-    ):
+    names = "configs accelerate_configs launch src tests Makefile pyproject.toml README.md"
+    for name in names.split():
         (folder / name).symlink_to(PROJECT / name)
     return folder
 
@@ -116,23 +108,12 @@ def two_nodes(command: str) -> str:
     return f"{second} & {command} && wait $!"
 
 
-def test_the_make_targets_are_the_commands_of_the_readme(project):
+def test_the_make_targets_of_the_readme_are_there(project):
     typed = [command.split("#")[0].strip() for command in commands(README)]
     targets = [command for command in typed if re.fullmatch(r"make [a-z-]+", command)]
     assert {"make test", "make test-all", "make test-gpu", "make lint"} <= set(targets)
-    installing = [f"make install PIP='{pip}'" for pip in ("uv pip", "pip")]
-    dry_run = "; ".join(f"{command} -n" for command in [*installing, "make train", *targets])
-    shown = run(f"set -e; {dry_run}", project)
+    shown = run("set -e; " + "; ".join(f"{command} -n" for command in targets), project)
     assert shown.returncode == 0, shown.stderr
-    # under make, make says which folder it is in
-    lines = [line for line in shown.stdout.splitlines() if not line.startswith("make[")]
-    with_uv, with_pip = (command for command in typed if "pip install" in command)
-    assert lines[:2] == [with_uv, with_pip]
-    (train,) = (line.strip() for line in lines if "my_project train" in line)
-    assert train in typed
-    chosen = [line.rpartition(" -m ")[2] for line in lines if line.startswith("python -m pytest ")]
-    assert chosen == ['"not slow and not gpu"', '"not gpu"', "gpu"]
-    assert "pyright" in lines
 
 
 def test_the_global_batch_splits_among_the_processes_of_each_command():

@@ -20,15 +20,10 @@ SECRET = "hf_QWERTYqwerty123"
 class Logged(Ragged):
     hub_token: str | None = None
     inner: dict[str, Any] = field(default_factory=dict)
-    token_count: str = "many-of-them"
-    tokens: str = "many-of-them"
     max_tokens: str = "many-of-them"
     secretary: str = "a-long-enough-name"
     token: int = 12345678
     eos_token: str = "<|endoftext|>"
-    pad_token: str = "endoftext"
-    trigger_token: str = "sks"
-    image_token: str = "<image>"
     api_key_file: str = "/home/me/api_key"
 
 
@@ -58,14 +53,11 @@ def test_other_names_are_no_secrets(name):
     "text",
     [
         "train --recipe.init_args.hub_token=%s --steps 3",
-        "train --recipe.init_args.hub_token %s --steps 3",
         "Command '['python', '--api-key', '%s', '--steps', '3']'",
         "Recipe(hub_token='%s', samples=3)",
         '{"password": "%s", "samples": 3}',
         "hub_token: %s\nsamples: 3",
         "GET https://%s@host/path",
-        "password_2 = '%s'",
-        "credentials=%s",
         "Authorization: %s",
         "GET https://host/path?access_token=%s&page=3",
     ],
@@ -81,26 +73,19 @@ def test_other_texts_stay_as_they_are():
         assert mask(text) == text
 
 
-def test_arguments_of_a_command_are_masked_each():
-    given = ["train", "--hub_token", "a b", "--api-key=c d", "-x", '{"token": "e"}', "--steps=3"]
-    masked = ["train", "--hub_token", "***", "--api-key=***", "-x", "***", "--steps=3"]
-    assert mask_command(given) == masked
-
-
 @pytest.mark.parametrize(
     ("given", "masked"),
     [
+        (
+            ["train", "--hub_token", "a b", "--api-key=c d", "--steps=3"],
+            ["train", "--hub_token", "***", "--api-key=***", "--steps=3"],
+        ),
         (["--hub_token", "--S3cr3t"], ["--hub_token", "***"]),
-        (["--pwd", "S3cr3t"], ["--pwd", "***"]),
-        (["--credentials", "S3cr3t"], ["--credentials", "***"]),
         (["HF_TOKEN=S3cr3t"], ["HF_TOKEN=***"]),
         (["--init={'a': {'password': 'a b S3cr3t'}}"], ["--init=***"]),
         (["--x", "{password: a S3cr3t}"], ["--x", "***"]),
-        (["--x", 'a: {token: "a\\"S3cr3t"}'], ["--x", "***"]),
-        (["--x", "token:\n  S3cr3t"], ["--x", "***"]),
         (["--x", "Authorization: Bearer S3cr3t"], ["--x", "***"]),
         (["--x", "bearer S3cr3t12"], ["--x", "bearer ***"]),
-        (["https://user:pa/S3cr3t@host"], ["https://***@host"]),
         (["--url=https://user:S3cr3t#x@y@host/a"], ["--url=https://***@host/a"]),
         (["--max_tokens", "5", "--x={eos_token: a}"], ["--max_tokens", "5", "--x={eos_token: a}"]),
     ],
@@ -115,11 +100,8 @@ def test_an_argument_is_masked_as_a_whole(given, masked):
     [
         {"hub_token": SECRET},
         {"inner": {"a": [{"password": "abc"}]}},
-        {"inner": {"password": 12345678}},
-        {"inner": {"api_key": b"abcdefgh"}},
         {"inner": {"hf_tokens": ["abcdefgh"]}},
         {"inner": {"hub_token": {"value": SECRET}}},
-        {"inner": {"password": {"abcdefgh"}}},
         {"inner": {"place": "s3://me:abcdefgh@bucket"}},
         {"eos_token": "https://me:abcdefgh@host"},
     ],

@@ -1,7 +1,6 @@
 """Samples that are shown at each evaluation: where they lie, and that they change no run."""
 
 import dataclasses
-import logging
 import os
 import random
 from pathlib import Path
@@ -24,14 +23,9 @@ PICTURE = b"not looked at"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shown(Ragged):
-    """With a text, answers and files; draws random numbers, and fails where it is told to."""
+    """With answers and files; draws random numbers, and fails where it is told to."""
 
-    fails_in: str = dataclasses.field(default="", metadata={"changes_curve": False})
-
-    def sample(self, model: Any) -> str:
-        if self.fails_in == "sample":
-            raise ValueError("no text\nto show")
-        return f"sum {float(model[0].weight.sum()):.6f}"
+    fails: bool = dataclasses.field(default=False, metadata={"changes_curve": False})
 
     def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
         assert not model.training
@@ -39,11 +33,12 @@ class Shown(Ragged):
         drawn = torch.rand(()), random.random(), np.random.rand()
         (folder / "picture.png").write_bytes(PICTURE)
         (folder / "drawn.txt").write_text(" ".join(f"{float(number):.9f}" for number in drawn))
-        if self.fails_in == "predict_samples":
+        if self.fails:
             raise ValueError("no answers\nto show")
         answers = [model(sample["x"][None]) for sample in samples]
         assert not answers[0].requires_grad
-        return " ".join(str(int(sample["index"])) for sample in samples)
+        indices = " ".join(str(int(sample["index"])) for sample in samples)
+        return f"{float(model[0].weight.sum()):.6f}: {indices}"
 
 
 def shown_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> Config:
@@ -61,57 +56,35 @@ def test_an_evaluation_shows_the_weights_that_it_evaluates(tmp_path):
     assert train(config) == 0
     record = records(config, "validation/accuracy")[-1]
     total = float(weights(config.folder / "export")["0.weight"].sum())
-    answers = " ".join(str(i * 23 // 8) for i in range(8))
-    assert record["sample"] == f"sum {total:.6f}\n\n{answers}"
+    answers = f"{total:.6f}: " + " ".join(str(i * 23 // 8) for i in range(8))
+    assert record["sample"] == answers
     assert record["pictures"] == ["samples/step_00000002/picture.png"]
-    folder = config.folder / "samples/step_00000002"
     assert (config.folder / record["pictures"][0]).read_bytes() == PICTURE
-    assert (folder / "sample.txt").read_text() == f"sum {total:.6f}"
-    assert (folder / "answers.txt").read_text() == answers
     drawn = {path.read_text() for path in config.folder.glob("samples/*/drawn.txt")}
     assert len(drawn) == 1, "the same random numbers at each evaluation"
 
 
 def test_the_newest_folders_are_kept_and_steps_not_done_yet_are_removed(tmp_path):
-    config = shown_config(tmp_path, steps=5, checkpoints__every_steps=3)
+    config = shown_config(tmp_path, steps=5, checkpoints__every_steps=3, evaluation__samples=3)
     (config.folder / "samples/step_00000009").mkdir(parents=True)
     (config.folder / "samples/mine").mkdir()
     assert train(config) == 0
     assert folders_of(config) == ["mine", *(f"step_{step:08d}" for step in (3, 4, 5))]
+    assert records(config, "validation/accuracy")[-1]["sample"].endswith(": 0 7 15")
 
 
-def test_a_setting_limits_the_samples_or_leaves_them_out(tmp_path):
-    config = shown_config(tmp_path, steps=1, evaluation__samples=3)
-    none = change(config, run_name="none", evaluation__samples=0)
-    for one in (config, none):
-        assert train(one) == 0
-    (record,) = records(config, "validation/accuracy")
-    assert record["sample"].endswith("\n\n0 7 15")
-    (record,) = records(none, "validation/accuracy")
-    assert record["sample"].startswith("sum")
-    assert "pictures" not in record
-    with pytest.raises(ValueError, match=r"evaluation.samples is -1, but must be at least 0"):
-        change(config, evaluation__samples=-1)
-
-
-@pytest.mark.parametrize("where", ["sample", "predict_samples"])
-def test_what_fails_is_told_in_one_line_once_and_the_run_goes_on(tmp_path, where, caplog):
-    config = shown_config(tmp_path, Shown(fails_in=where), evaluation__sanity_check=False)
+def test_what_fails_is_told_in_one_line_once_and_the_run_goes_on(tmp_path, caplog):
+    config = shown_config(tmp_path, Shown(fails=True), evaluation__sanity_check=False)
     assert train(config) == 0
     assert status(config)["outcome"] == "finished"
     (line,) = (r.getMessage() for r in caplog.records if r.name.endswith("records.samples"))
-    assert f"{where} failed, and the run goes on: ValueError: no " in line
+    assert "predict_samples failed, and the run goes on: ValueError: no " in line
     assert "\n" not in line
-    assert {r.levelno for r in caplog.records if "failed" in r.getMessage()} == {logging.WARNING}
-    found = records(config, "validation/accuracy")
-    assert [record["sample"].split(" ")[0] for record in found] == (
-        ["sum", "sum"] if where == "predict_samples" else ["0", "0"]
-    )
 
 
-def test_a_mistake_in_sample_ends_the_run_before_the_first_step(tmp_path):
-    config = shown_config(tmp_path, Shown(fails_in="sample"))
-    with pytest.raises(ValueError, match="no text"):
+def test_a_mistake_ends_the_run_before_the_first_step(tmp_path):
+    config = shown_config(tmp_path, Shown(fails=True))
+    with pytest.raises(ValueError, match="no answers"):
         train(config)
     assert records(config) == []
 
@@ -158,29 +131,12 @@ def random_states() -> tuple:
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
-@pytest.mark.parametrize("fails_in", ["", "sample", "predict_samples"])
-def test_random_state_and_training_mode_are_as_before(tmp_path, fails_in):
-    random.seed(len(fails_in))
-    np.random.seed(len(fails_in))
-    found = show(shown_config(tmp_path, Shown(fails_in=fails_in)))
+@pytest.mark.parametrize("fails", [False, True])
+def test_random_state_and_training_mode_are_as_before(tmp_path, fails):
+    found = show(shown_config(tmp_path, Shown(fails=fails)))
     assert found["states"][0] == found["states"][1]
     assert found["is_training"]
-    assert bool(found["shown"]["sample"])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithoutText(Shown):
-    """Has no sample."""
-
-    sample = None
-
-
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_recipe_with_pictures_alone_leaves_no_rank_waiting(tmp_path, shard):
-    first, second = run_world(2, show, shown_config(tmp_path, WithoutText()), shard)
-    assert first["ranks"] == second["ranks"] == [0, 1]
-    assert "pictures" in first["shown"]
-    assert second["shown"] == {}
+    assert bool(found["shown"]) == (not fails)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,9 +145,6 @@ class OnEachRank(Shown):
 
     notes: str = ""
     unreadable_on: int = -1
-
-    def sample(self, model: Any) -> str:
-        return "text"
 
     def build_datasets(self, data_info: Any) -> Any:
         train_set, validation_sets = super().build_datasets(data_info)
@@ -218,7 +171,7 @@ def test_the_whole_model_answers_and_rank_0_writes(tmp_path, shard):
     assert len({folder for folder, _ in notes}) == len(notes)
     assert not any(Path(folder).exists() for folder, _ in notes), "thrown away"
     assert first["shown"] == {
-        "sample": f"text\n\n{notes[0][1]}",
+        "sample": notes[0][1],
         "pictures": ["samples/step_00000007/picture.png"],
     }
     assert second["shown"] == {}
@@ -227,24 +180,12 @@ def test_the_whole_model_answers_and_rank_0_writes(tmp_path, shard):
 def test_an_error_in_a_sharded_model_ends_the_run(tmp_path):
     """The other ranks might wait in a gather for the one that failed."""
     with pytest.raises(RuntimeError, match="rank"):
-        run_world(2, show, shown_config(tmp_path, Shown(fails_in="predict_samples")), True)
+        run_world(2, show, shown_config(tmp_path, Shown(fails=True)), True)
 
 
 def test_a_rank_that_cannot_read_the_samples_leaves_no_other_waiting(tmp_path):
     recipe = OnEachRank(notes=str(tmp_path), unreadable_on=1)
     first, second = run_world(2, show, shown_config(tmp_path, recipe), True)
     assert first["ranks"] == second["ranks"] == [0, 1], "the next collective is the same on both"
-    assert first["shown"] == {"sample": "text"}
+    assert first["shown"] == {}
     assert not (tmp_path / "0").exists()
-
-
-class NotHere(torch.utils.data.Dataset):
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        assert torch.utils.data.get_worker_info(), "a file opened here is shared with all workers"
-        return self.data[index]
