@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import test_launch
 from documents import PROJECT
-from my_project import command_line, failures, launch
+from my_project import failures, launch
 from my_project.config import ConfigError
 from my_project.end_block import Ending
 from my_project.files import TransientError
@@ -31,23 +31,6 @@ TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
 def test_a_wrong_launch_is_refused(where, flags, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["--run_name=o=ther", "--runs_folder", "/elsewhere"],
-        ["--run_name", "before", "--config", "named.yaml"],
-    ],
-)
-def test_the_run_folder_is_the_one_that_the_run_will_use(arguments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(CONFIG)
-    Path("named.yaml").write_text("run_name: named\nruns_folder: there\n")
-    arguments = ["--config", "tiny.yaml", *arguments]
-    launched = launch.parse(["--config_file", f"{WHERE}/cpu.yaml", "-m", launch.TRAIN, *arguments])
-    assert launched[1].run_folder == command_line.parse(arguments).folder
 
 
 def test_what_a_scheduler_set_does_not_reach_torchrun(monkeypatch):

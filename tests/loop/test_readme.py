@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT, commands, text_of
 
 README = text_of("README.md")
@@ -106,25 +105,3 @@ def two_nodes(command: str) -> str:
     if restarts:  # on one machine, whoever comes first opens the port: it has to be node 0
         return f"{command} & sleep 12; {second} && wait $!"
     return f"{second} & {command} && wait $!"
-
-
-def test_the_make_targets_of_the_readme_are_there(project):
-    typed = [command.split("#")[0].strip() for command in commands(README)]
-    targets = [command for command in typed if re.fullmatch(r"make [a-z-]+", command)]
-    assert {"make test", "make test-all", "make test-gpu", "make lint"} <= set(targets)
-    shown = run("set -e; " + "; ".join(f"{command} -n" for command in targets), project)
-    assert shown.returncode == 0, shown.stderr
-
-
-def test_the_global_batch_splits_among_the_processes_of_each_command():
-    """Also of the commands that the tests here run on fewer processes than they name."""
-    checked = 0
-    for command in commands(README):
-        processes = re.search(r"--num_processes (\d+)", command)
-        config = re.search(r"--config (\S+)", command)
-        if not processes or not config:
-            continue
-        batches = yaml.safe_load((PROJECT / config[1]).read_text())["batches"]
-        assert batches["global_batch_size"] % int(processes[1]) == 0, command
-        checked += 1
-    assert checked >= 3

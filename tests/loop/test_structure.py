@@ -9,21 +9,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 from world import TESTS, free_port
 
 PACKAGE = TESTS.parent / "src/my_project"
-IMPORTS_TORCH = {"torch", "accelerate", "torchmetrics", "torchvision", "transformers", "peft"}
-# What answers before torch is imported.
-LIGHT = (
-    "__main__",
-    "cli",
-    "files",
-    "failures",
-    "tools.runs",
-    "tools.report.report",
-    "tools.doctor",
-)
 # What a run imports only where it is used: metrics, trackers, a terminal, FSDP, data of recipes.
 UNUSED = (
     "torchmetrics",
@@ -129,24 +117,6 @@ def test_the_loop_imports_no_module_by_its_name_as_text():
             assert "__package__" not in argument, f"{name} imports {argument}"
 
 
-@pytest.mark.parametrize("start", [name for name in MODULES if name.startswith(("loading", "opt"))])
-def test_data_and_optimizer_know_nothing_of_the_run_folder(start: str):
-    assert "run_folder" not in (found := chains(start, with_deferred=True)), found["run_folder"]
-
-
-def test_modules_import_each_other_relatively_and_recipes_nothing_of_the_loop():
-    for name in (*MODULES, *RECIPES):
-        tree = ast.parse(PATHS[name].read_text(encoding="utf-8"))
-        for node, _ in statements(tree):
-            dotted = [alias.name for alias in node.names if isinstance(node, ast.Import)]
-            is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
-            if isinstance(node, ast.ImportFrom) and not is_relative:
-                dotted = [node.module or ""]
-            absolute = [word for word in dotted if word.split(".")[0] == PACKAGE.name]
-            assert not absolute, f"{name} imports {absolute[0]}, not relatively"
-            assert not (is_relative and name in RECIPES), f"{name} imports what is in the loop"
-
-
 def test_no_imports_run_in_a_circle():
     """Those in functions count too."""
     graph = {name: own_imports(name) for name in MODULES}
@@ -161,15 +131,6 @@ def test_no_imports_run_in_a_circle():
 
     for name in MODULES:
         visit(name, ())
-
-
-@pytest.mark.parametrize("start", [name for name in LIGHT if name in PATHS])
-def test_torch_is_not_imported_for_what_has_to_answer_at_once(start: str):
-    for name, way in chains(start, with_deferred=False).items():
-        for dotted, is_own, deferred in imports(name):
-            if not is_own and not deferred:
-                heavy = dotted.split(".")[0] in IMPORTS_TORCH or dotted == "safetensors.torch"
-                assert not heavy, f"{way} -> {dotted}"
 
 
 RUN = """
@@ -210,9 +171,3 @@ def test_the_map_in_the_readme_names_every_module():
         assert re.search(rf"(?<!\w){name.rpartition('.')[2]}\b", text), name
     for file in re.findall(r"\w+\.py\b", text):
         assert file.removesuffix(".py") in PATHS, f"there is no {file}"
-
-
-def test_the_rules_read_all_imports():
-    """The text is read, not imported: so see that imports of every kind are found in it."""
-    assert {("rendezvous", True, True), ("end_block", True, False)} <= set(imports("launch"))
-    assert ("torch", False, False) in set(imports("optim"))

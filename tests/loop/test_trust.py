@@ -34,7 +34,6 @@ class Typed(Ragged):
     group: Group = field(default_factory=Group)
     groups: list[Group] = field(default_factory=list)
     named: dict[str, Group] = field(default_factory=dict)
-    lengths: tuple[int, ...] | None = None
     function: Callable | None = None
     kind: type | None = None
     anything: Any = None
@@ -119,7 +118,6 @@ def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, ma
     ("text", "sentence"),
     [
         ("recipe: {class_path: test_trust.Typed}\nconfig: other.yaml", "global_batch_size"),
-        ("recipe: {class_path: my_project.config.Config}", "is not a recipe: it"),
         ("recipe: {class_path: test_trust.Typed}\nbatches: other.yaml", "batches is not a group"),
         (
             "recipe: {class_path: test_trust.Typed, init_args: {groups: ['{anything: other.yaml}',"
@@ -131,7 +129,6 @@ def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, ma
             "add --trust hostile.Evil",
         ),
         ("recipe: !!python/name:hostile.Evil", "tag"),
-        ("recipe: " + "[" * 100_000, "levels deep"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -179,7 +176,7 @@ def test_only_what_is_needed_of_a_config_is_used(tmp_path, marker):
     }
     typed = settings_of(
         group={"number": 3, "anything": {"a": [1, "b"]}}, groups=[{"number": 4}],
-        named={"x": {"number": 5}}, lengths=[1, 2], anything="x: y",
+        named={"x": {"number": 5}}, anything="x: y",
     )  # fmt: skip
     path = write(tmp_path / "export", typed | hostile)
     for config in (trust.read_config(path, MINE), export.config_beside(path.parent, MINE)):
@@ -189,7 +186,6 @@ def test_only_what_is_needed_of_a_config_is_used(tmp_path, marker):
         recipe = config.recipe
         assert recipe.group == Group(number=3, anything={"a": [1, "b"]})
         assert (recipe.groups, recipe.named) == ([Group(number=4)], {"x": Group(number=5)})
-        assert recipe.lengths == (1, 2)
     assert not marker.exists()
 
 
@@ -265,14 +261,6 @@ def test_commands_run_nothing_of_the_export_that_they_stand_in(tmp_path, marker)
         assert done.returncode == 2, done.stderr
         assert "add --trust my_recipe.Evil" in done.stderr
     assert not marker.exists(), marker.read_text()
-
-
-@pytest.mark.parametrize("text", ["[1, 2]", "[" * 100_000])
-def test_a_data_info_that_is_no_dict_is_a_sentence(tmp_path, text):
-    write(tmp_path / "export", settings_of())
-    (tmp_path / "export/data_info.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"data_info\.json"):
-        export.load(tmp_path / "export", MINE)
 
 
 def test_evaluate_writes_nothing_where_a_strangers_config_says(tmp_path, monkeypatch):
