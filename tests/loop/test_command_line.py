@@ -58,10 +58,8 @@ def name(*arguments: str) -> str:
     [
         ("", "first"),
         ("--optim.lr 3e-3", "first-lr=0.003"),
-        ("--optim.lr=0.003", "first-lr=0.003"),
         ("--optim.lr 1e-3", "first"),  # as in the file
         ("--seed 0 --recipe.rate 0.5", "first"),  # as by default
-        ("--recipe.width 8", "first"),
         ("--seed 1 --optim.lr 1", "first-lr=1-seed=1"),
         ("--optim.lr 1 --seed 1", "first-lr=1-seed=1"),
         ("--recipe.sizes [1,2]", "first-sizes=1,2"),

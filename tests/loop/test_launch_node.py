@@ -57,7 +57,6 @@ LATE = TransientError("a node is late.")
         ("train", "running", "preempted", 1, None, None, 75),
         ("train", "running", "preempted", 0, None, None, 75),  # of workers with restarts
         ("train", "preempted", "preempted", 1, None, None, 1),  # refused before it began
-        ("train", "preempted", "preempted", 0, None, None, 1),
         ("train", "running", "failed", 1, None, None, 1),
         ("train", "running", "failed", 1, None, 5.0, 75),  # they leave in start-up, one by one
         ("train", "", "running", -9, None, None, 1),

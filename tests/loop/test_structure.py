@@ -117,6 +117,12 @@ def test_the_loop_imports_no_module_by_its_name_as_text():
             assert "__package__" not in argument, f"{name} imports {argument}"
 
 
+def test_data_and_optimizer_know_nothing_of_the_run_folder():
+    for start in [name for name in MODULES if name.startswith(("loading", "optim"))]:
+        ways = chains(start, with_deferred=True)
+        assert "run_folder" not in ways, ways["run_folder"]
+
+
 def test_no_imports_run_in_a_circle():
     """Those in functions count too."""
     graph = {name: own_imports(name) for name in MODULES}
