@@ -123,6 +123,13 @@ def test_data_and_optimizer_know_nothing_of_the_run_folder():
         assert "run_folder" not in ways, ways["run_folder"]
 
 
+def test_modules_import_each_other_relatively_and_recipes_nothing_of_the_loop():
+    for name in (*MODULES, *RECIPES):
+        text = PATHS[name].read_text(encoding="utf-8")
+        assert not re.search(rf"(?m)^\s*(from|import) {PACKAGE.name}\b", text), name
+        assert not (name in RECIPES and re.search(r"(?m)^\s*from \.", text)), name
+
+
 def test_no_imports_run_in_a_circle():
     """Those in functions count too."""
     graph = {name: own_imports(name) for name in MODULES}
