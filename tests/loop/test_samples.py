@@ -117,7 +117,7 @@ def show(config: Config, shard: bool = False) -> dict[str, Any]:
         model.train()
         shown = samples.show(accelerator, run, model, data_info, validation_sets)
         ranks = gather_object([rank]) if accelerator.num_processes > 1 else [rank]
-    return {"shown": shown, "ranks": ranks}
+    return {"shown": shown, "ranks": ranks, "is_training": model.training}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,8 @@ def test_the_whole_model_answers_and_rank_0_writes(tmp_path, shard):
         "pictures": ["samples/step_00000007/picture.png"],
     }
     assert second["shown"] == {}
+    assert first["is_training"]
+    assert second["is_training"]
 
 
 def test_an_error_in_a_sharded_model_ends_the_run(tmp_path):
