@@ -61,7 +61,6 @@ def name(*arguments: str) -> str:
         ("--optim.lr 1e-3", "first"),  # as in the file
         ("--seed 0 --recipe.rate 0.5", "first"),  # as by default
         ("--seed 1 --optim.lr 1", "first-lr=1-seed=1"),
-        ("--optim.lr 1 --seed 1", "first-lr=1-seed=1"),
         ("--recipe.sizes [1,2]", "first-sizes=1,2"),
         ("--recipe.label ../a:b", "first-label=.._a_b"),
         # these continue or extend the same run

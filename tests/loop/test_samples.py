@@ -159,8 +159,7 @@ def test_the_whole_model_answers_and_rank_0_writes(tmp_path, shard):
         "pictures": ["samples/step_00000007/picture.png"],
     }
     assert second["shown"] == {}
-    assert first["is_training"]
-    assert second["is_training"]
+    assert all(one["is_training"] for one in (first, second))
 
 
 def test_an_error_in_a_sharded_model_ends_the_run(tmp_path):
