@@ -15,7 +15,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from accelerate import Accelerator
 from my_project import commands, files, optim
@@ -145,32 +144,6 @@ def test_where_every_checkpoint_is_damaged_no_damaged_weights_are_trained(copied
     assert "training starts from step 0" in caplog.text
 
 
-def train_where_rank_1_reads_damage(config: Config) -> int:
-    """As on a node whose memory or network changes what it reads."""
-    real = shards._bytes_of
-
-    def damaged(tensor: torch.Tensor) -> memoryview:
-        content = bytearray(real(tensor))
-        content[:1] = b"x"
-        return memoryview(content)
-
-    def load(self, folder):
-        if self.rank == 1:
-            shards._bytes_of = damaged if folder.name == "step_00000010" else real
-        return real_load(self, folder)
-
-    real_load = saving.Checkpoints.load
-    saving.Checkpoints.load = load  # type: ignore[method-assign]
-    return train(config)
-
-
-def test_damage_that_one_rank_reads_makes_all_go_back(copied, trained):
-    run_world(2, train_where_rank_1_reads_damage, copied)
-    assert_same_weights(copied, trained)
-    assert "step_00000010.old-1" in names(copied)
-    assert "step_00000008" in names(copied)
-
-
 def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(copied, trained):
     flip_one_bit(folder_of(copied, 10) / "model.safetensors", 300)
     (folder_of(copied, 8) / "state.json").unlink()
@@ -203,13 +176,6 @@ def test_a_path_given_by_hand_is_where_the_run_begins_not_where_each_launch_does
     run_world(1, train, change(other, steps=9))
     assert [r["step"] for r in records(other)] == [5, 6, 7, 8, 9]
     assert names(other) == ["step_00000006", "step_00000008", "step_00000009"], "none moved aside"
-    gone = tmp_path / "gone"
-    folder_of(trained, 4).rename(gone)
-    try:
-        run_world(1, train, change(other, steps=10))
-    finally:
-        gone.rename(folder_of(trained, 4))
-    assert [r["step"] for r in records(other)][-1] == 10, "it has its own"
 
 
 def test_a_path_given_by_hand_may_have_any_name(copied):
@@ -275,25 +241,13 @@ def test_rotation_leaves_what_is_not_its_own(copied):
 
 
 # ---- the files ---------------------------------------------------------------------------------
-def can_hold(dtype: torch.dtype) -> bool:
-    """Return whether the installed safetensors has a dtype: 0.4 has fewer."""
-    try:
-        return bool(safetensors.torch.save({"one": torch.zeros(1, dtype=dtype)}))
-    except (KeyError, safetensors.SafetensorError):
-        return False
-
-
 def tensors_of_every_kind() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 256, (2, 3, 16), generator=draw, dtype=torch.uint8)
-    found = {str(dtype): (bits % 2).to(dtype) for dtype in (torch.bool, torch.complex64)}
-    if not can_hold(torch.complex64):
-        del found["torch.complex64"]
-    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-                 "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
-                 "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):  # fmt: skip
-        if can_hold(getattr(torch, name)):
-            found[name] = bits.view(getattr(torch, name))
+    found = {"bool": bits % 2 == 1}
+    for name in ("int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32",
+                 "float64", "float8_e4m3fn", "float8_e5m2"):  # fmt: skip
+        found[name] = bits.view(getattr(torch, name))
     image = torch.rand(2, 3, 5, 7, generator=draw)
     found["channels_last"] = image.to(memory_format=torch.channels_last)
     found["transposed"], found["expanded"] = image[0, 0].T, torch.tensor(3.0).expand(4)
@@ -330,14 +284,6 @@ def test_files_equal_those_of_safetensors(tmp_path, monkeypatch, chunk_bytes):
         assert one.metadata() == other.metadata()
     assert saving.save_shards({}, paths[0]) == files.fingerprint(paths[0])
     assert load_file(paths[0]) == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
-def test_a_dtype_that_the_format_lacks_is_refused(tmp_path, dtype):
-    tensor = shards.own_shard(torch.empty(2, dtype=dtype), 0)
-    with pytest.raises(ValueError, match=f"cannot hold tensors of {dtype}"):
-        saving.save_shards({"": tensor}, tmp_path / "file")
-    assert not list(tmp_path.iterdir())
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -411,48 +357,6 @@ def test_killed_at_any_instant_the_same_command_ends_with_the_same_weights(tmp_p
         shutil.copytree(half, again.runs_folder)
         run_world(processes, train, again)
         assert_same_weights(again, reference, 1e-9)
-
-
-def stop_often(config: Config, cycles: int) -> list[int]:
-    """Stop and continue in the same processes: at each start, after a step or two."""
-    recipe_loss, codes = type(config.recipe).loss, []
-    for cycle in range(cycles):
-        seen: list[int] = []
-
-        def loss(self, model, batch, at, seen=seen, cycle=cycle):
-            seen.append(at)
-            if at == seen[0] + cycle % 2 and os.environ["RANK"] == str(cycle % 2):
-                os.kill(os.getpid(), 15)
-            return recipe_loss(self, model, batch, at)
-
-        type(config.recipe).loss = loss  # type: ignore[method-assign]
-        codes.append(train(config))
-    type(config.recipe).loss = recipe_loss  # type: ignore[method-assign]
-    return [*codes, train(config)]
-
-
-@pytest.mark.parametrize(
-    ("cycles", "steps"), [(3, 12), pytest.param(50, 160, marks=pytest.mark.slow)]
-)
-def test_stopping_often_changes_nothing(tmp_path, cycles, steps):
-    reference = make_long_run(tmp_path / "reference", steps)
-    config = make_long_run(tmp_path / "stopped", steps)
-    run_world(2, train, reference)
-    codes = run_world(2, stop_often, config, cycles, seconds=600)
-    assert codes == [[75] * cycles + [0]] * 2
-    assert_same_weights(config, reference)
-
-
-def test_the_best_checkpoint_is_one_whose_metric_is_a_number(tmp_path, monkeypatch):
-    config = make_config(tmp_path, evaluation__best_metric="validation/auroc")
-    values = {"step_1": float("nan"), "step_2": 0.6, "step_3": 0.7, "step_4": float("nan")}
-    monkeypatch.setattr(
-        resuming,
-        "read_manifest",
-        lambda f: {"evaluation": {"results": {"validation/auroc": values[f.name]}}},
-    )
-    assert resuming.best_of([Path(name) for name in values], config) == Path("step_3")
-    assert resuming.best_of([Path("step_1")], config) is None
 
 
 # ---- trouble with the disk -----------------------------------------------------------------------
@@ -591,17 +495,6 @@ def test_best_weights_in_the_background_are_those_of_their_evaluation(tmp_path):
     assert not list(killed.folder.glob(".best.*"))
 
 
-def test_best_weights_that_cannot_be_written_end_the_run_if_configured_so(tmp_path):
-    config = make_config(
-        tmp_path, evaluation__every_steps=1, evaluation__best_metric="validation/auroc",
-        checkpoints__on_failure="end",
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match="No space left"):
-        run_world(1, train_with_a_full_disk_for_best, config)
-    assert status(config)["outcome"] == "failed"
-    assert weights(config.folder / "best")
-
-
 def fill_and_free(small_disk: Path, config: Config, log: Path, world: World) -> None:
     wait_until(lambda: len(resuming.checkpoints(config.folder)) == 2)
     fill_up(small_disk / "filler")
@@ -661,15 +554,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(trained, tmp_path):
         trained, runs_folder=str(tmp_path), resume=str(folder_of(trained, 4)),
         recipe__batch_norm=True,
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match=r"ConfigError.*does not fit the model.*running_mean"):
+    with pytest.raises(RuntimeError, match=r"ConfigError.*running_mean"):
         run_world(1, train, other)
-    without = make_config(tmp_path / "without", checkpoints__every_steps=2)
-    run_world(1, train, without)
-    asks = change(
-        without, run_name="asks", optim__ema_decay=0.9, resume=str(folder_of(without, 10)), steps=12
-    )
-    with pytest.raises(RuntimeError, match=r"holds no ema\.safetensors"):
-        run_world(1, train, asks)
 
 
 def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
@@ -689,6 +575,3 @@ def test_merge_writes_one_file_that_loads_anywhere(trained, tmp_path, capsys):
         assert same == average, "the export of a run with ema_decay is the average"
         with pytest.raises(ConfigError, match="exists"):
             commands.write_one_file(arguments)
-    arguments.file = str(tmp_path / "nowhere" / "weights.safetensors")
-    with pytest.raises(ConfigError, match="is in a folder that does not exist"):
-        commands.write_one_file(arguments)

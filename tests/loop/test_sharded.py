@@ -13,14 +13,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from my_project import commands, export, files, optim, sharding
-from my_project.checkpoint import exporting, resuming, saving, shards, verification
-from my_project.checkpoint.shards import model_tensors
+from my_project import commands, export, files, optim
+from my_project.checkpoint import exporting, resuming, saving, verification
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run_folder import Run
 from my_project.state import TrainState
@@ -181,7 +179,7 @@ def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
     Tied().double().load_state_dict(merged[1])
 
 
-def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path, monkeypatch):
+def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path):
     config = make_config(tmp_path)
     run_world(2, in_group, train_and_save, config)
     folder = config.folder / "checkpoints" / "step_00000003"
@@ -200,14 +198,7 @@ def test_a_shard_that_is_missing_or_damaged_is_noticed(tmp_path, monkeypatch):
         checkpoints_of(config, 0, 1, model, optimizer).load(folder)
     del manifest["files"]["model.rank_00001.safetensors"]
     (folder / "manifest.json").write_text(files.manifest_text(manifest))
-    merged, read = tmp_path / "merged", shards.TensorReader.read
-
-    def read_before_it_has_its_name(*arguments: Any) -> Any:
-        assert not merged.exists()
-        return read(*arguments)
-
-    monkeypatch.setattr(shards.TensorReader, "read", read_before_it_has_its_name)
-    arguments = Namespace(folder=str(folder), file=str(merged), ema=False)
+    arguments = Namespace(folder=str(folder), file=str(tmp_path / "merged"), ema=False)
     with pytest.raises(ConfigError, match="holds only a part of model"):
         commands.write_one_file(arguments)
     assert not list(tmp_path.glob("*merged*")), "no incomplete file is left"
@@ -310,24 +301,6 @@ class WithExport(OfTied):
         torch.save(model.state_dict(), folder / "model.pt")
 
 
-@dataclass(frozen=True, kw_only=True)
-class WithTensors(WithExport):
-    """Its own export of a sharded model needs no whole model: some tensors, and another file."""
-
-    def export(self, model: Any, data_info: Any, folder: Path) -> None:
-        raise AssertionError("it would get a whole model")
-
-    def export_tensors(self, model: Any, tensors: Any) -> Any:
-        assert exporting.is_sharded(model)
-        return "mine", {f"my.{name}": tensor for name, tensor in tensors.items()}
-
-    def export_files(self, model: Any, data_info: Any, folder: Path) -> None:
-        assert exporting.is_sharded(model)
-        # state_dict() of a gathered module would shard it again, on this rank alone
-        assert saving.threading.current_thread() is saving.threading.main_thread()
-        (folder / "other.txt").write_text(str(data_info["features"]))
-
-
 LIMIT = 700  # bytes: the embedding and the output, which is tied to it, have 440 each, all 1128
 
 
@@ -379,35 +352,27 @@ def export_counted(rank: int, world: int, config: Config) -> tuple[Any, list[int
     return whole(model), before, peaks
 
 
-def read_export(folder: Path, kind: str = "model") -> dict[str, Any]:
-    paths = sorted(folder.glob(f"{kind}*.safetensors"))
+def read_export(folder: Path) -> dict[str, Any]:
+    paths = sorted(folder.glob("model*.safetensors"))
     return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize("recipe", [OfTied(), WithTensors()])
-def test_a_rank_holds_one_whole_tensor_while_a_large_model_is_exported(tmp_path, recipe):
-    config = make_config(tmp_path, recipe)
+def test_a_rank_holds_one_whole_tensor_while_a_large_model_is_exported(tmp_path):
+    config = make_config(tmp_path, OfTied())
     (weights, *held), (_, *held_on_rank_1) = run_world(2, in_group, export_counted, config)
     for before, peaks, number in ((*held, 2), (*held_on_rank_1, 1)):
         assert len(before) == number * 5, "each of 5 tensors, gathered for export/, read for best/"
         assert max(before) == 0, "none is held when the next is gathered"
         assert 440 <= max(peaks) < 2 * 440, "the largest tensor, padded; all have 1128"
-    is_chosen = isinstance(recipe, WithTensors)
-    kind = "mine" if is_chosen else "model"
     for name in ("export", "best"):
         folder = config.folder / name
         assert sorted(path.name for path in folder.glob("m*")) == [
-            f"{kind}-00001-of-00002.safetensors", f"{kind}-00002-of-00002.safetensors",
-            f"{kind}.safetensors.index.json",
+            "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
         ]  # fmt: skip
-        found = read_export(folder, kind)
-        if is_chosen:
-            assert (folder / "other.txt").read_text() == "6"
-            found = {name.removeprefix("my."): tensor for name, tensor in found.items()}
-        else:
-            _, _, loaded = export.load(folder, ["test_sharded.OfTied"])
-            assert_close(whole(loaded), weights)
-        assert_close(found, weights)
+        _, _, loaded = export.load(folder, ["test_sharded.OfTied"])
+        assert_close(whole(loaded), weights)
+        assert_close(read_export(folder), weights)
 
 
 def export_in_background(
@@ -444,89 +409,35 @@ def test_best_of_a_sharded_model_is_written_while_training_goes_on(tmp_path, rep
     assert not list(config.folder.glob(".*")), "the files of the shards"
 
 
-def fail_to_write_best(rank: int, world: int, config: Config) -> list[Any]:
-    """Write best/ three times; the second time rank 1 cannot write its shards."""
-    model, optimizer, checkpoints = start_exports(config, rank, world, 10_000)
-    real, outcomes = saving.save_shards, []
+def export_with_failures(rank: int, world: int, config: Config) -> list[Any]:
+    """Export five times, each time other weights.
 
-    def full(*arguments: Any) -> Any:
+    The second time the disk is full on rank 0, which writes the files; the fourth time on rank 1,
+    which writes its shards of best/.
+    """
+    model, optimizer, checkpoints = start_exports(config, rank, world, LIMIT)
+    save_tensors, save_shards, outcomes = exporting.save_tensors, saving.save_shards, []
+
+    def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for step in range(2, 5):
-        checkpoints.run.step = step
-        saving.save_shards = full if (step, rank) == (3, 1) else real
-        weights = whole(model)
-        exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
-        train_steps(model, optimizer, range(step, step + 1))
-        checkpoints.wait()
-        found = whole_of(read_export(config.folder / "best")) if rank == 0 else {}
-        outcomes.append((str(checkpoints.best_failure or ""), found, weights))
-    return outcomes
+    def full_later(tensors: Any, path: Path, values: Iterator[Any]) -> None:
+        (full if "00002-of" in path.name else save_tensors)(tensors, path, values)
 
-
-def test_a_rank_that_cannot_write_its_part_of_best_leaves_the_one_before(tmp_path):
-    config = make_config(tmp_path, OfTied(), distributed__startup_timeout_seconds=30)
-    written, others = run_world(2, in_group, fail_to_write_best, config)
-    failures = ["", "rank 1 on here could not write its shards", ""]
-    assert [failure for failure, *_ in written] == failures
-    assert ["No space" in failure for failure, *_ in others] == [False, True, False]
-    for i, expected in ((0, 0), (1, 0), (2, 2)):
-        assert_close(written[i][1], written[expected][2])
-    assert not list(config.folder.glob(".*"))
-
-
-def kill_before_the_second_file() -> None:
-    real = exporting.save_tensors
-
-    def kill(tensors: Any, path: Path, values: Iterator[Any]) -> None:
-        if "00002-of" in path.name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(tensors, path, values)
-
-    exporting.save_tensors = kill
-
-
-def killed_in_best(rank: int, world: int, config: Config) -> None:
-    """Be killed when rank 0 has the shards of all and has written a part of best/."""
-    model, _, checkpoints = start_exports(config, rank, world, LIMIT)
-    kill_before_the_second_file()
-    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
-    checkpoints.wait()
-
-
-def test_a_run_killed_in_best_leaves_only_what_the_next_start_removes(tmp_path):
-    config = make_config(tmp_path, OfTied())
-    with pytest.raises(RuntimeError, match="the process died"):
-        run_world(2, in_group, killed_in_best, config)
-    left = {path.name for path in config.folder.iterdir()}
-    assert left == {".best.partial", ".best_00000000.partial"}
-    resuming.clean_up(config.folder)
-    assert not list(config.folder.iterdir())
-
-
-def export_on_a_full_disk(rank: int, world: int, config: Config) -> list[Any]:
-    """Export three times, each time other weights; the second time the disk is full."""
-    model, optimizer, checkpoints = start_exports(config, rank, world, LIMIT)
-    real, outcomes = exporting.save_tensors, []
-
-    def full(tensors: Any, path: Path, values: Iterator[Any]) -> None:
-        if "00002-of" in path.name:
-            raise OSError(28, "No space left on device")
-        real(tensors, path, values)
-
-    for i in range(3):
-        exporting.save_tensors = full if i == 1 else real
+    for i in range(5):
+        exporting.save_tensors = full_later if i == 1 else save_tensors
+        saving.save_shards = full if (i, rank) == (3, 1) else save_shards  # type: ignore
         train_steps(model, optimizer, range(2 + i, 3 + i))
         checkpoints.run.step = 3 + i
         exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
         checkpoints.wait()
-        failure = checkpoints.best_failure is not None
+        failed = checkpoints.best_failure is not None
         try:
             exporting.export(checkpoints.run, {"features": 6}, model)
         except OSError as error:
-            failure = failure, error.errno
-        found = [read_export(config.folder / name) for name in ("export", "best")]
-        outcomes.append((failure, whole(model), [whole_of(tensors) for tensors in found]))
+            failed = failed, error.errno
+        found = [whole_of(read_export(config.folder / name)) for name in ("best", "export")]
+        outcomes.append((failed, whole(model), found))
     return outcomes
 
 
@@ -535,13 +446,13 @@ def whole_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def test_an_export_that_fails_leaves_the_one_before_and_no_rank_waits(tmp_path):
-    config = make_config(tmp_path, OfTied())
-    written, others = run_world(2, in_group, export_on_a_full_disk, config)
-    assert [failure for failure, *_ in written] == [False, (True, 28), False]
-    assert [failure for failure, *_ in others] == [False] * 3
-    for i, expected in ((0, 0), (1, 0), (2, 2)):
-        for found in written[i][2]:
-            assert_close(found, written[expected][1])
+    config = make_config(tmp_path, OfTied(), distributed__startup_timeout_seconds=30)
+    written, others = run_world(2, in_group, export_with_failures, config)
+    assert [failed for failed, *_ in written] == [False, (True, 28), False, True, False]
+    assert [failed for failed, *_ in others] == [False, False, False, True, False]
+    for i, newest in ((0, (0, 0)), (1, (0, 0)), (2, (2, 2)), (3, (2, 3)), (4, (4, 4))):
+        for found, j in zip(written[i][2], newest, strict=True):
+            assert_close(found, written[j][1])
     assert not list(config.folder.glob(".*"))
 
 
@@ -550,7 +461,14 @@ def export_and_be_killed(rank: int, world: int, config: Config) -> None:
     model, optimizer, checkpoints = start_exports(config, rank, world, LIMIT)
     exporting.export(checkpoints.run, {"features": 6}, model)
     train_steps(model, optimizer, range(2, 3))
-    kill_before_the_second_file()
+    save_tensors = exporting.save_tensors
+
+    def kill(tensors: Any, path: Path, values: Iterator[Any]) -> None:
+        if "00002-of" in path.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_tensors(tensors, path, values)
+
+    exporting.save_tensors = kill
     exporting.export(checkpoints.run, {"features": 6}, model)
 
 
@@ -616,153 +534,3 @@ def test_training_goes_on_with_the_weights_after_the_ema_was_evaluated(tmp_path)
     """Sharded modules may keep gathered weights after a forward."""
     config = make_config(tmp_path, batches__micro_batch_size=2)
     assert run_world(2, in_group, evaluate_ema, config) == [[True, True]] * 2
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.inner(x))
-
-
-class Head(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.output = torch.nn.Linear(5, 11, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.output(x)
-
-
-class Deep(torch.nn.Module):
-    """Layers in a ModuleList, an output tied to the embedding, and weights of the root's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(11, 5)
-        self.layers = torch.nn.ModuleList([Layer(5), Layer(5)])
-        self.tower = torch.nn.Sequential(Layer(5), torch.nn.Linear(5, 5))
-        self.head = Head()
-        self.head.output.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.tower(x))
-
-
-def test_blocks_can_be_called_and_hold_tied_weights_whole():
-    assert sharding.sharded_blocks(Deep(), 20) == (["Layer"], [30] * 3, 55 + 30)
-    assert sharding.sharded_blocks(Deep(), 31) == ([], [], 55 + 4 * 30)
-    in_one_of_two = torch.nn.Sequential(Deep(), Layer(1))
-    assert sharding.sharded_blocks(in_one_of_two, 60) == (["Deep"], [55 + 4 * 30], 2)
-    assert sharding.sharded_blocks(torch.nn.Sequential(Deep()), 60) == ([], [], 55 + 4 * 30)
-    another = type("Layer", (Layer,), {})(5)
-    twice_named = torch.nn.Sequential(Deep(), another)
-    assert sharding.sharded_blocks(twice_named, 20)[0] == ["Deep"]
-
-
-def test_layers_of_a_list_are_gathered_whole_also_if_their_parts_are_large():
-    class Expert(Layer):
-        pass
-
-    class Wide(torch.nn.Module):
-        def __init__(self, experts: int = 2) -> None:
-            super().__init__()
-            self.attention = Head()
-            self.experts = torch.nn.ModuleList(Expert(5) for _ in range(experts))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.attention(self.experts[0](x))
-
-    layers = torch.nn.ModuleList(Wide() for _ in range(5))
-    model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(11, 5), "layers": layers})
-    assert sharding.sharded_blocks(model, 20) == (["Wide"], [55 + 2 * 30] * 5, 55)
-    assert sharding.sharded_blocks(model, 200) == ([], [], 55 + 5 * 115), "too small"
-    assert sharding.sharded_blocks(layers[:2], 20) == (["Wide"], [115] * 2, 0)
-    # of different sizes, and one is large: these are stages, and their parts are blocks
-    stages = torch.nn.ModuleList([Wide(2), Wide(3)])
-    assert sharding.sharded_blocks(stages, 20) == (
-        ["Expert", "Head"], [55, 30, 30, 55, 30, 30, 30], 0,
-    )  # fmt: skip
-
-
-def shard_as_accelerate_does(config: Config, backend: str) -> tuple[list[str], float, int]:
-    """Shard by accelerate's own function, and compare a gradient with that of the plain model.
-
-    Returns:
-        The names of the blocks, the largest difference of a gradient, and how many blocks have run
-        in Python, or were compiled.
-    """
-    import torch.distributed as dist
-    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch._dynamo.utils import counters
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule
-
-    def prepare(call: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        whole = list(call.parameters())
-        call = fsdp2_prepare_model(accelerator, call)
-        into = dict(zip(whole, call.parameters(), strict=True))
-        for group in optimizer.param_groups:  # as accelerate does, there by name
-            group["params"] = [into[parameter] for parameter in group["params"]]
-        return call, optimizer
-
-    dist.init_process_group("gloo")
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=20,
-        activation_checkpointing=backend == "aot_eager",  # accelerate's key, and the loop's
-    )  # fmt: skip
-    dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin, dynamo_plugin=dynamo),
-        device=torch.device("cpu"),
-        torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)),
-        parallelism_config=SimpleNamespace(fsdp_dim_names=["shard"]),
-        mixed_precision="no",
-        is_main_process=True,
-        prepare=prepare,
-        unwrap_model=lambda call, **_: call,
-    )
-    torch.manual_seed(0)
-    plain, model = Deep(), Deep()
-    model.load_state_dict(plain.state_dict())
-    sharding.checkpoint_activations(accelerator, config, model)
-    assert not plugin.activation_checkpointing, "accelerate wraps no module"
-    call, _ = sharding.prepare(accelerator, model, torch.optim.SGD(model.parameters()))
-    calls, forward = [], Layer.forward
-    if backend == "no":
-        Layer.forward = lambda *a: calls.append(1) or forward(*a)  # type: ignore[assignment]
-    tokens = torch.arange(6)
-    call(lambda model, tokens: model(tokens).square().sum(), tokens).backward()
-    passes = len(calls) if backend == "no" else counters["stats"]["unique_graphs"]
-    plain(tokens).square().sum().backward()
-    assert [*model_tensors(model)] == [*plain.state_dict()]
-    difference = max(
-        float((ours.grad.full_tensor() - theirs.grad).abs().max())
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True)
-    )
-    return (
-        [name for name, part in model.named_modules() if isinstance(part, FSDPModule)],
-        difference,
-        passes,
-    )
-
-
-@pytest.mark.parametrize(
-    ("recompute", "backend", "passes"),
-    [(False, "no", {3}), (True, "no", {6}), (False, "aot_eager", {1, 2, 3})],
-)
-def test_accelerate_shards_models_with_lists_of_layers_and_tied_weights(
-    tmp_path, recompute, backend, passes
-):
-    """Also where the activations of these blocks are recomputed, and where they are compiled."""
-    config = make_config(tmp_path, distributed__activation_checkpointing=recompute)
-    for blocks, difference, forwards in run_world(2, shard_as_accelerate_does, config, backend):
-        assert blocks == ["layers.0", "layers.1", "tower.0"]
-        assert difference < 1e-5
-        assert forwards in passes
