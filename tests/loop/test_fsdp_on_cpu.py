@@ -19,10 +19,10 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from documents import PROJECT
-from my_project import contract, devices, optim, sharded_start, sharding
+from my_project import contract, devices, optim, sharding
 from my_project.config import Config
 from my_project.files import wait_until
-from ragged import Deep, Tower
+from ragged import Deep
 from runs import change, make_config, records, status, train, weights
 from test_stopping import wait_for_records
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ def train_sharded(config: Config, replicas: int = 1, precision: str = "no") -> i
         return train(config)
 
 
-def references_to_groups_at_the_exit(config: Config, replicas: int) -> list[int]:
+def references_to_groups_at_the_exit(config: Config) -> list[int]:
     """Train, call what runs at the exit, and count who still holds each process group."""
     groups, destroy = [], torch.distributed.destroy_process_group
 
@@ -67,7 +67,7 @@ def references_to_groups_at_the_exit(config: Config, replicas: int) -> list[int]
         destroy()
 
     torch.distributed.destroy_process_group = note_and_destroy
-    train_sharded(config, replicas)
+    train_sharded(config)
     atexit._run_exitfuncs()
 
     def held() -> list[int]:
@@ -78,11 +78,10 @@ def references_to_groups_at_the_exit(config: Config, replicas: int) -> list[int]
     return held()
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_nothing_holds_a_process_group_when_the_interpreter_ends(tmp_path, replicas):
+def test_nothing_holds_a_process_group_when_the_interpreter_ends(tmp_path):
     """A thread of gloo that then asks for the GIL would abort the process."""
     config = make_config(tmp_path, Deep(), steps=2)
-    for left in run_world(2 * replicas, references_to_groups_at_the_exit, config, replicas):
+    for left in run_world(2, references_to_groups_at_the_exit, config):
         assert left
         assert set(left) == {0}
 
@@ -316,19 +315,7 @@ class Pretrained(Counted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local(Counted):
-    """Has a class that pickle cannot find."""
-
-    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        class Inside(Tower):
-            pass
-
-        CALLS["build_model"] += 1
-        return Inside(data_info["features"], self.width, self.blocks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Valued(Local):
+class Valued(Counted):
     """Computes with the values of weights."""
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
@@ -383,7 +370,6 @@ INFO = {"features": 6}
 WIDE = 64
 START: dict[str, Any] = {
     "deep": Counted(width=WIDE, blocks=8),
-    "local": Local(width=WIDE, blocks=8),
     "valued": Valued(width=WIDE, blocks=8),
     "draws": Counted(width=WIDE, blocks=8, draws=True),
 }
@@ -403,80 +389,47 @@ def bert(folder: Path) -> dict[str, Any]:
     return {"pretrained": Pretrained(folder=str(folder))}
 
 
+def assert_equal_tensors(ours: dict[str, Any], theirs: Any) -> None:
+    expected = dict(theirs)
+    assert ours.keys() == expected.keys()
+    for name, value in ours.items():
+        assert torch.equal(torch.as_tensor(value), expected[name].detach()), name
+
+
 @pytest.mark.parametrize(
-    ("processes", "replicas"), [(4, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+    ("replicas", "is_resumed"),
+    [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (1, True)],
 )
 def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
-    tmp_path, processes, replicas
+    tmp_path, replicas, is_resumed
 ):
+    """Resumed, recipes that need whole weights build them, on rank 0; the others never do."""
     recipes = START | bert(tmp_path / "bert")
     configs = [make_config(tmp_path, recipe, run_name=name) for name, recipe in recipes.items()]
-    by_rank = run_world(processes, start_each, configs, False, replicas)
+    by_rank = run_world(4, start_each, configs, is_resumed, replicas)
     for i, config in enumerate(configs):
+        name = config.run_name
         devices.set_numerics(config)
         plain = contract.build_model(config, INFO)
-        named = dict(plain.named_parameters(remove_duplicate=False))
         trained = sorted(name for name, p in plain.named_parameters() if p.requires_grad)
         whole_bytes = sum(p.nbytes for p in plain.parameters())
-        shards = processes // replicas
+        most = whole_bytes * (replicas / 4 + 1 / 8)  # a shard and a block
         for rank, found in enumerate(result[i] for result in by_rank):
-            name = config.run_name
             assert found["held"] == trained, "each trained parameter once"
             assert found["sharded"]
             assert found["fused"]
             assert found["left"] == 0, "rank 0 keeps no weights"
-            assert found["weights"].keys() == named.keys()
-            for key, value in found["weights"].items():
-                assert torch.equal(torch.as_tensor(value), named[key].detach()), (name, key)
-            buffers = dict(plain.named_buffers())
-            assert found["buffers"].keys() == buffers.keys()
-            for key, value in found["buffers"].items():
-                assert torch.equal(torch.as_tensor(value), buffers[key]), (name, key)
-            is_local = name in ("local", "valued")
-            assert found["calls"] == (1 if rank == 0 else {"local": 1, "valued": 2}.get(name, 0))
-            if rank > 0 and not is_local and name != "pretrained":
-                block = whole_bytes / 8
-                assert found["peak"] <= whole_bytes / shards + block, found["peak"] / whole_bytes
-        if isinstance(config.recipe, Pretrained):
+            assert_equal_tensors(found["buffers"], plain.named_buffers())
+            if not is_resumed:
+                named = plain.named_parameters(remove_duplicate=False)
+                assert_equal_tensors(found["weights"], named)
+                assert found["calls"] == (rank == 0)
+                assert rank == 0 or name == "pretrained" or found["peak"] <= most
+            elif rank == 0:
+                assert found["calls"] == 1 + (name in ("valued", "draws"))
+            if is_resumed and name in ("deep", "adapted"):
+                assert found["peak"] <= most
+        if isinstance(config.recipe, Pretrained) and not is_resumed:
             tokens = torch.arange(6)[None]
             loss = plain.eval()(input_ids=tokens, labels=tokens).loss.item()
             assert by_rank[0][i]["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_resumed_run_builds_no_whole_weights(tmp_path):
-    """Recipes that need them do, on rank 0; what they draw is what a new run draws."""
-    recipes = START | bert(tmp_path / "bert")
-    configs = [make_config(tmp_path, recipe, run_name=name) for name, recipe in recipes.items()]
-    by_rank = run_world(4, start_each, configs, True, 1)
-    for i, config in enumerate(configs):
-        devices.set_numerics(config)
-        plain = contract.build_model(config, INFO)
-        whole_bytes = sum(p.nbytes for p in plain.parameters())
-        for rank, found in enumerate(result[i] for result in by_rank):
-            assert found["sharded"]
-            assert found["held"] == sorted(
-                name for name, p in plain.named_parameters() if p.requires_grad
-            )
-            if rank == 0:
-                assert found["calls"] == 1 + (config.run_name in ("valued", "draws"))
-            for key, value in plain.named_buffers():
-                assert torch.equal(torch.as_tensor(found["buffers"][key]), value), key
-            if config.run_name in ("deep", "adapted", "local"):
-                assert found["peak"] <= whole_bytes * (1 / 4 + 1 / 8), rank
-
-
-def test_weights_are_taken_from_tied_and_recurrent_modules_and_attributes_stay():
-    model = Tower(6, 8, 1)
-    model.input.weight.group = "first"  # type: ignore[attr-defined]
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    parameters = [*model.parameters()]
-    taken = sharded_start.take_weights(model)
-    assert taken.keys() == before.keys()
-    assert all(torch.equal(taken[name], before[name]) for name in before)
-    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
-    assert all(p.is_meta for p in model.parameters())
-    assert model.output.weight is model.input.weight
-    assert model.input.weight.group == "first"  # type: ignore[attr-defined]
-    assert not any(buffer.is_meta for buffer in model.buffers())
-    assert not sharded_start.take_weights(nn.LSTM(2, 2).to("meta"))
-    assert len(sharded_start.take_weights(nn.LSTM(2, 2))) == 4

@@ -1,9 +1,8 @@
-"""What a start, a save, an evaluation and a failure cost on more processes: counted, not timed.
+"""What a start, a save and an evaluation cost on more processes: counted, not timed.
 
 Each count is of two numbers of processes, so that what grows with their square is seen.
 """
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from my_project import devices, failures, files, optim, sharding, stopping
+from my_project import devices, files, optim, sharding
 from my_project.checkpoint import resuming, shards, verification
 from my_project.config import Config, OptimConfig
-from my_project.failures import record_of
-from my_project.files import wait_until
-from my_project.run_folder import Run
 from my_project.state import TrainState
 from ragged import Ragged
 from rank_counts import check_received, counted, objects_counted
-from runs import make_config, status
+from runs import make_config
 from test_sharded import checkpoints_of, in_group, train_steps
 from world import run_world
 
@@ -97,12 +93,6 @@ def test_a_start_on_more_processes_costs_each_of_them_the_same(tmp_path):
             assert sorted(of_rank["opened"]) == sorted(own), "names and shapes are in rank 0's"
     received = {world: [of_rank["objects"] for of_rank in found[world]] for world in found}
     check_received(received, each=7)
-    # on half of the processes each reads the shards of two
-    for rank, of_rank in enumerate(run_world(4, in_group, start, config)):
-        ranks = {0, 2 * rank, 2 * rank + 1}
-        own = [f"{kind}.rank_{one:05d}.safetensors" for kind in KINDS for one in ranks]
-        assert sorted(of_rank["opened"]) == sorted(own)
-        assert len(set(of_rank["hashed"]) - {"state.json"}) == 6
 
 
 # ---- an evaluation -------------------------------------------------------------------------------
@@ -153,69 +143,3 @@ def test_an_evaluation_on_more_processes_sends_each_of_them_the_same(tmp_path):
             assert one["bytes sent"] < 8 * CLASSES**2 / 10
     received = {world: [one["received"] for one in found[world]] for world in found}
     check_received(received, each=1)
-
-
-# ---- a failure -----------------------------------------------------------------------------------
-def fail(config: Config, token: str) -> dict[str, int]:
-    """Fail as all ranks do when the network fails; return how often which error file is read.
-
-    The last rank reports when each of the others looks, or waits for one that does.
-    """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    run = Run(config, rank)
-    run.token, run.hosts = token, ["here"] * world
-    folder = run.folder / "waiting"
-    read: Counter[str] = Counter()
-
-    def note(path: Path) -> None:
-        read[path.name] += path.parent.name == "errors"
-
-    def waits(*_: Any) -> None:
-        (folder / str(rank)).touch()
-
-    if rank == world - 1:
-        wait_until(lambda: len(list(folder.iterdir())) == world - 1, 60)
-    lost = record_of(RuntimeError("Connection closed by peer"))
-    run.record_error(lost)
-    with counted(failures, "read_json", note), counted(stopping, "wait_until", waits):
-        stopping.fail_with_cause(run, lost, 60)
-    return dict(+read)
-
-
-def test_a_failure_on_more_processes_is_looked_into_by_one_of_them(tmp_path):
-    for world in (4, 8):
-        config = make_config(tmp_path / str(world))
-        run = Run(config, 0)
-        run.begin()
-        assert run.lock
-        run.lock.close()  # the rank 0 of the processes takes it
-        (run.folder / "waiting").mkdir()
-        found = run_world(world, fail, config, run.token)
-        assert all(count == 1 for of_rank in found for count in of_rank.values()), "read once"
-        looked = [rank for rank, of_rank in enumerate(found) if of_rank]
-        # one of those that wait, and the last rank, if it comes when that one has looked
-        assert len(set(looked) - {world - 1}) == 1
-        assert all(len(found[rank]) == world for rank in looked)
-        assert status(config)["silent"] == []
-
-
-def test_a_rank_that_reports_while_another_looks_is_not_called_silent(tmp_path, monkeypatch):
-    """It found the lock taken, so the rank that looks looks again."""
-    config = make_config(tmp_path)
-    first = Run(config, 0)
-    first.begin()
-    second = Run(config, 1)
-    second.token, first.hosts = first.token, ["here"] * 3
-    real, silent = stopping.explain, []
-
-    def explain(run: Run, reports: dict[int, Any]) -> None:
-        real(run, reports)
-        if not silent:
-            second.record_error(record_of(RuntimeError("Connection closed by peer")))
-        silent.append(status(config)["silent"])
-
-    monkeypatch.setattr(stopping, "explain", explain)
-    lost = record_of(RuntimeError("Connection closed by peer"))
-    first.record_error(lost)
-    stopping.fail_with_cause(first, lost, 0)
-    assert [[one["rank"] for one in ranks] for ranks in silent] == [[1, 2], [2]]
