@@ -1,11 +1,8 @@
 """A wrong setting gets one sentence, before torch is asked for anything."""
 
-import subprocess
-import sys
-
 import pytest
 from my_project.command_line import parse, parse_command_line
-from my_project.config import Config, ConfigError, to_dict, to_yaml
+from my_project.config import Config, ConfigError
 from my_project.devices import check_launch
 from my_project.loading.layout import batch_layout
 from ragged import Ragged
@@ -33,29 +30,7 @@ def test_yaml_then_typed_overrides(config_file):
     )  # fmt: skip
     assert config.recipe == Ragged(samples=50)
     assert (config.optim.lr, config.steps) == (3e-4, 7)
-    assert config.run_name == "my_experiment-betas=0.9,0.95-lr=0.0003-samples=50"
     assert config.optim.init_args == {"betas": [0.9, 0.95]}
-
-
-def test_the_resolved_config_reads_back_the_same(config_file, tmp_path):
-    config = parse(["--config", str(config_file), "--recipe.init_args.empty_at", "[1, 2]"])
-    (tmp_path / "resolved.yaml").write_text(to_yaml(config))
-    again = parse(["--config", str(tmp_path / "resolved.yaml")])
-    assert to_dict(again) == to_dict(config)
-    assert again.run_name == "my_experiment-empty_at=1,2"
-
-
-def test_an_optimizer_may_be_named_without_a_learning_rate(config_file):
-    """jsonargparse takes a mapping of class_path and init_args alone for a subclass."""
-    text = config_file.read_text()
-    optim = "optim: {class_path: torch.optim.SGD, init_args: {momentum: 0.9}}\n"
-    config_file.write_text("".join(x for x in text.splitlines(True) if "optim" not in x) + optim)
-    config = parse(["--optim.lr", "2", "--config", str(config_file)])
-    assert config.optim.class_path == "torch.optim.SGD"
-    assert config.optim.init_args == {"momentum": 0.9}
-    assert config.optim.lr == 2
-    other = parse(["--config", str(config_file), "--optim", "{class_path: torch.optim.Adagrad}"])
-    assert other.optim.class_path == "torch.optim.Adagrad"
 
 
 @pytest.mark.parametrize(
@@ -63,22 +38,13 @@ def test_an_optimizer_may_be_named_without_a_learning_rate(config_file):
     [
         (["--optim.lrr", "1"], "optim.lrr"),
         (["--optim.lr", "fast"], "optim.lr"),
-        (["--optim.lr=-1"], "optim.lr is -1.0, but must be at least 0"),
-        (["--optim.schedule", "exponential"], "exponential"),
-        (["--optim.schedule", "wsd"], "optim.decay_steps is 0, but must be at least 1"),
-        (["--recipe.init_args.width", "3"], "width"),
+        (["--optim.lr=-1"], "optim.lr is -1.0"),
+        (["--optim.schedule", "wsd"], "optim.decay_steps is 0"),
         (["--recipe.class_path", "ragged.Missing"], "Missing"),
-        (["--recipe.class_path", "ragged.Samples"], "it has no method prepare_data"),
-        (["--epochs", "3", "--steps", "5"], "steps is 5 and epochs is 3.0: set exactly one"),
+        (["--epochs", "3", "--steps", "5"], "steps is 5 and epochs is 3.0"),
         (["--evaluation.patience", "2"], "evaluation.best_metric"),
         (["--run_name", "a/b"], "run_name 'a/b'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["--optim.ema_decay", "1.5"], "between 0 and 1"),
-        (["--stop_after", "soon"], "such as 3h55m"),
-        (
-            ["--checkpoints.keep_best", "true"],
-            "keep_best is True, but needs evaluation.best_metric",
-        ),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(config_file, arguments, sentence):
@@ -88,20 +54,12 @@ def test_a_mistake_is_named_in_one_sentence(config_file, arguments, sentence):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_missing_config_names_the_remedy():
-    with pytest.raises(ConfigError, match=r"--config configs/<name>\.yaml"):
-        parse([])
-
-
 def test_a_batch_that_does_not_split_is_refused_with_the_arithmetic():
     batches = make_config(TESTS).batches
     assert batch_layout(batches, 2).accumulation == 2
-    with pytest.raises(ConfigError, match=r"16 does not split over 3 processes: 16 / 3 = 5.33"):
-        batch_layout(batches, 3)
-    with pytest.raises(ConfigError, match=r"16 / \(5 x 1\) = 3.2.*that divides 16, or 0"):
-        batch_layout(change(batches, micro_batch_size=5), 1)
-    with pytest.raises(ConfigError, match="does not split"):
-        batch_layout(change(batches, micro_batch_size=0), 32)
+    for micro_batch_size, processes in ((4, 3), (5, 1), (0, 32)):
+        with pytest.raises(ConfigError, match=r"does not split|16 / \(5 x 1\)"):
+            batch_layout(change(batches, micro_batch_size=micro_batch_size), processes)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +75,9 @@ def test_a_rank_takes_at_most_its_part_of_the_global_batch(given, processes, mic
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"recipe__samples": 15}, "15 samples, fewer than one global batch of 16"),
-        ({"optim__class_path": "torch.optim.Adamw"}, "torch.optim.Adamw"),
+        ({"recipe__samples": 15}, "fewer than one global batch of 16"),
         ({"optim__init_args": {"momentun": 0.9}}, "momentun"),
-        ({"batches__loader": {"num_wokers": 1}}, "num_wokers"),
         ({"distributed__ddp": {"find_unused": True}}, "no option find_unused"),
-        ({"distributed__ddp": {"comm_hook": "power_sgd"}}, "must be no, fp16 or bf16"),
     ],
 )
 def test_an_impossible_run_is_refused(tmp_path, settings, sentence):
@@ -153,19 +108,12 @@ def test_a_gpu_config_without_a_gpu_is_refused(tmp_path, monkeypatch):
     check_launch(make_config(tmp_path))
 
 
-def test_fsdp_1_is_refused(tmp_path, monkeypatch):
+def test_fsdp_1_and_fsdp_that_shards_nothing_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    config = make_config(tmp_path)
-    check_launch(config)
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(ConfigError, match="set fsdp_version: 2"):
-        check_launch(config)
-
-
-def test_a_run_that_asks_for_fsdp_and_does_not_get_it_ends(tmp_path, monkeypatch):
+        check_launch(make_config(tmp_path))
     monkeypatch.setattr("my_project.devices.check_launch", lambda *_: None)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match="accelerate has sharded no parameter"):
         train(make_config(tmp_path))
 
@@ -193,43 +141,9 @@ def test_processes_that_do_not_see_each_other_end_at_once(tmp_path):
         run_world(2, train_blindly, make_config(tmp_path))
 
 
-def test_help_and_print_config_import_no_torch(config_file):
-    code = (
-        "import sys\n"
-        "from my_project.command_line import parse\n"
-        "try: parse(sys.argv[1:])\n"
-        "except SystemExit as e: assert not e.code\n"
-        "else: raise AssertionError('help did not exit')\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    for setting in ("--batches.global_batch_size", "Samples per optimizer step", "--optim.lr"):
-        assert setting in shown
-    printed = subprocess.run(
-        [sys.executable, "-m", "my_project.train",
-         "--config", str(config_file), "--print_config"],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert "schedule: cosine" in printed
-    assert "samples: 40" in printed
-
-
 def test_restarted_in_place_a_run_that_began_anew_is_continued(config_file, monkeypatch):
     command = ["train", "--config", str(config_file), "--resume", "never"]
     monkeypatch.setattr("sys.argv", command)
     assert parse_command_line("").resume == "never"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert parse_command_line("").resume == "auto"
-
-
-def test_a_plain_class_is_no_recipe():
-    class Plain:
-        def prepare_data(self): ...
-        def build_datasets(self, data_info): ...
-        def build_model(self, data_info): ...
-        def loss(self, model, batch, step): ...
-
-    with pytest.raises(ConfigError, match="Plain is not a dataclass"):
-        Config(recipe=Plain(), batches=make_config(TESTS).batches, steps=1)

@@ -35,9 +35,13 @@ LEAST = 20  # parameters of a block
 
 
 def ask_for_fsdp(replicas: int = 1, precision: str = "no") -> None:
-    """Set what `accelerate launch` sets for an accelerate config with fsdp_config."""
+    """Set what `accelerate launch` sets for an accelerate config with fsdp_config.
+
+    HSDP keeps the gathered weights after a forward, as configs for fast links do.
+    """
     os.environ.update(
-        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
+        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2",
+        FSDP_RESHARD_AFTER_FORWARD=str(replicas == 1).lower(),
         FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP", FSDP_MIN_NUM_PARAMS=str(LEAST),
         FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT", ACCELERATE_MIXED_PRECISION=precision,
     )  # fmt: skip
@@ -291,17 +295,6 @@ class Counted(Deep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapted(Counted):
-    """With LoRA by peft."""
-
-    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        from peft import LoraConfig, get_peft_model
-
-        plain = super().build_model(data_info)
-        return get_peft_model(plain, LoraConfig(r=2, target_modules=["inner"]))  # type: ignore
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pretrained(Counted):
     """Reads a model with tied weights by transformers."""
 
@@ -373,12 +366,10 @@ START: dict[str, Any] = {
     "valued": Valued(width=WIDE, blocks=8),
     "draws": Counted(width=WIDE, blocks=8, draws=True),
 }
-if find_spec("peft"):  # a project has the libraries of its recipe only
-    START["adapted"] = Adapted(width=WIDE, blocks=8)
 
 
 def bert(folder: Path) -> dict[str, Any]:
-    if not find_spec("transformers"):
+    if not find_spec("transformers"):  # a project has the libraries of its recipe only
         return {}
     from transformers import BertConfig, BertForMaskedLM
 
@@ -427,7 +418,7 @@ def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
                 assert rank == 0 or name == "pretrained" or found["peak"] <= most
             elif rank == 0:
                 assert found["calls"] == 1 + (name in ("valued", "draws"))
-            if is_resumed and name in ("deep", "adapted"):
+            if is_resumed and name == "deep":
                 assert found["peak"] <= most
         if isinstance(config.recipe, Pretrained) and not is_resumed:
             tokens = torch.arange(6)[None]

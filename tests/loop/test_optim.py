@@ -1,12 +1,12 @@
 """The step: schedules, groups, skipped steps, communication."""
 
 import json
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from my_project import devices, sharding
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.optim import build_optimizer, learning_rate
@@ -102,14 +102,7 @@ WRONG_GROUPS = {
     "holds more than once 0.bias": lambda m: [
         {"params": m.parameters()}, {"params": [m[0].bias], "lr_scale": 2.0},
     ],
-    "the model does not have: a parameter of shape (7,)": lambda m: [
-        {"params": m.parameters()}, {"params": nn.Parameter(torch.zeros(7))},
-    ],
-    "states lr_scal, which AdamW does not take from a group; is lr_scale meant?": lambda m: [
-        {"params": m.parameters(), "lr_scal": 0.1}
-    ],
-    "must return a list of dicts": lambda m: [{"parameters": m.parameters()}],
-    "a list of dicts with params, as": lambda m: None,
+    "lr_scal": lambda m: [{"params": m.parameters(), "lr_scal": 0.1}],
 }  # fmt: skip
 
 
@@ -119,14 +112,6 @@ def test_groups_that_would_train_something_else_are_refused(sentence):
     with pytest.raises(ConfigError) as refusal:
         build_optimizer(OptimConfig(), Grouped(WRONG_GROUPS[sentence]), model)
     assert sentence in str(refusal.value)
-
-
-def test_keys_that_are_no_mistake_and_optimizers_without_weight_decay_are_taken():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    groups = Grouped(lambda m: [{"params": m.parameters(), "name": "all", "rank": 8}])
-    assert build_optimizer(OptimConfig(), groups, model).param_groups[0]["name"] == "all"
-    config = OptimConfig(class_path="torch.optim.Rprop", weight_decay=0.1)
-    assert len(build_optimizer(config, Ragged(), model).param_groups) == 2
 
 
 def test_frozen_parameters_may_be_in_a_group_or_not():
@@ -139,39 +124,27 @@ def test_frozen_parameters_may_be_in_a_group_or_not():
         build_optimizer(OptimConfig(), Ragged(), model)
 
 
-def prepare_another(config: Config) -> int:
-    """Train with an optimizer that loses a parameter while accelerate prepares it."""
-    from accelerate import Accelerator
+def test_a_run_in_which_every_step_was_skipped_is_not_finished(tmp_path):
+    recipe = Ragged(empty_at=tuple(range(4)))
+    config = make_config(tmp_path, recipe, steps=4)
+    for _ in range(2):  # the same command cannot finish it either
+        with pytest.raises(RuntimeError, match="all 4 steps were skipped"):
+            train(config)
+        assert status(config)["outcome"] == "failed"
+        assert not (config.folder / "export").exists()
+    assert train(change(config, steps=6)) == 0
 
+
+def test_a_parameter_that_prepare_loses_is_named(tmp_path, monkeypatch):
     prepare = Accelerator.prepare
 
     def lossy(self, model, optimizer):
         optimizer.param_groups[0]["params"].pop()
         return prepare(self, model, optimizer)
 
-    Accelerator.prepare = lossy  # type: ignore[method-assign]
-    try:
-        return train(config)
-    finally:
-        Accelerator.prepare = prepare  # type: ignore[method-assign]
-
-
-def test_a_parameter_that_prepare_loses_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"the optimizer leaves out 3\.weight: put every"):
-        prepare_another(make_config(tmp_path))
-
-
-def test_a_run_in_which_every_step_was_skipped_is_not_finished(tmp_path):
-    recipe = Ragged(empty_at=tuple(range(4)))
-    config = make_config(tmp_path, recipe, steps=4)
-    for _ in range(2):  # the same command cannot finish it either
-        with pytest.raises(
-            RuntimeError, match=r"all 4 steps were skipped .* no weight has changed"
-        ):
-            train(config)
-        assert status(config)["outcome"] == "failed"
-        assert not (config.folder / "export").exists()
-    assert train(change(config, steps=6)) == 0
+    monkeypatch.setattr(Accelerator, "prepare", lossy)
+    with pytest.raises(ConfigError, match=r"leaves out 3\.weight"):
+        train(make_config(tmp_path))
 
 
 @pytest.mark.parametrize("reason", ["explode_at", "empty_at"])
@@ -192,8 +165,8 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
 @pytest.mark.parametrize(
     ("reason", "sentence"),
     [
-        ("explode_at", "the gradient was not finite in 3 steps in a row, up to step 5"),
-        ("empty_at", "the recipe's loss returned num_items 0 in 3 steps in a row"),
+        ("explode_at", "gradient was not finite in 3 steps in a row"),
+        ("empty_at", "num_items 0 in 3 steps in a row"),
     ],
 )
 def test_too_many_steps_that_teach_nothing_end_the_run(tmp_path, reason, sentence):
@@ -208,8 +181,6 @@ def test_an_unused_parameter_is_named_with_the_key_that_allows_it(tmp_path):
     config = make_config(tmp_path, Ragged(unused_parameter=True), steps=2)
     with pytest.raises(RuntimeError, match=r"forgotten.*distributed\.ddp\.find_unused_parameters"):
         run_world(2, train, config)
-    run_world(2, train, change(config, distributed__ddp={"find_unused_parameters": True}))
-    assert status(config)["outcome"] == "finished"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +188,6 @@ class Sometimes(Ragged):
     """A second head with weight decay, which some steps do not use."""
 
     unused_at: tuple[int, ...] = (1, 2, 5)
-    book: str = field(default="", metadata={"changes_curve": False})  # a folder
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         model = super().build_model(data_info)
@@ -226,14 +196,6 @@ class Sometimes(Ragged):
         return model
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        if self.book:  # which memory holds the gradients before each backward
-            held = {
-                (p.grad.untyped_storage().data_ptr(), p.grad.untyped_storage().nbytes())
-                for p in model.parameters()
-                if p.grad is not None
-            }
-            with open(f"{self.book}/{os.environ.get('RANK', '0')}", "a") as file:
-                file.write(f"{json.dumps([step, sorted(held)])}\n")
         total, weight = super().loss(model, batch, step)
         if step not in self.unused_at:
             total = total + ((batch["x"] @ model.second)[..., 0] * batch["counts"]).square().sum()
@@ -254,17 +216,6 @@ def test_a_parameter_that_some_steps_do_not_use_trains_as_in_one_process(tmp_pat
         finals.append(weights(config.folder / "export"))
     for name, value in finals[0].items():
         torch.testing.assert_close(value, finals[1][name], rtol=1e-9, atol=1e-9)
-
-
-def test_accumulated_gradients_lie_in_ddps_buckets_from_the_first_micro_batch_on(tmp_path):
-    recipe = Sometimes(unused_at=(), book=str(tmp_path))
-    config = make_config(tmp_path, recipe, batches__micro_batch_size=2, steps=4)
-    run_world(2, train, config)
-    size = sum(p.numel() * 4 for p in recipe.build_model({"features": 6}).parameters())
-    for rank in (0, 1):
-        seen = [json.loads(line) for line in (tmp_path / str(rank)).read_text().splitlines()]
-        assert [step for step, _ in seen] == [step for step in range(4) for _ in range(4)]
-        assert all(len(held) == 1 and held[0][1] == size for _, held in seen), "in one bucket"
 
 
 def ddp_of_a_start_that_has_ended(config: Config) -> dict[str, bool]:
@@ -310,26 +261,18 @@ def test_micro_batches_but_the_last_communicate_nothing(tmp_path):
     assert counts[0] >= 12, "one for the gradient and one for the loss, per step"
 
 
-def test_communication_hooks_are_chosen_by_name(tmp_path):
+def test_hooks_and_bf16_round_gradients_and_activations_but_no_weights(tmp_path):
     exact = make_config(tmp_path, run_name="exact", steps=4)
     hooked = change(exact, run_name="hooked", distributed__ddp={"comm_hook": "bf16"})
-    for config in (exact, hooked):
+    bf16 = change(exact, run_name="bf16", precision="bf16")
+    for config in (exact, hooked, bf16):
         run_world(2, train, config)
-    for name, value in weights(hooked.folder / "export").items():
-        theirs = weights(exact.folder / "export")[name]
-        torch.testing.assert_close(value, theirs, rtol=0.05, atol=0.02)
-        assert not torch.equal(value, theirs), "gradients travelled as bfloat16"
-
-
-def test_bf16_trains_and_exports_float32(tmp_path):
-    config = make_config(tmp_path, precision="bf16", steps=4)
-    run_world(2, train, config)
-    assert {v.dtype for v in weights(config.folder / "export").values()} == {torch.float32}
-    exact = make_config(tmp_path, run_name="exact", steps=4)
-    run_world(2, train, exact)
-    losses = [[r["loss"] for r in records(c)] for c in (config, exact)]
-    assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    theirs = weights(exact.folder / "export")
+    for config in (hooked, bf16):
+        for name, value in weights(config.folder / "export").items():
+            assert value.dtype == torch.float32
+            assert not torch.equal(value, theirs[name])
+            torch.testing.assert_close(value, theirs[name], rtol=0.05, atol=0.02)
 
 
 def test_batch_norm_trains_the_same_for_any_split(tmp_path):

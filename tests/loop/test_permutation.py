@@ -57,12 +57,6 @@ def test_the_order_is_the_same_on_every_machine():
     ]
 
 
-def test_a_part_of_the_order_is_computed_alone_in_any_shape():
-    whole = np.array(order_of(1000, 4))
-    positions = np.array([[999, 0], [17, 500]])
-    assert Permutation(1000, 4)(positions).tolist() == whole[positions].tolist()
-
-
 def test_the_first_step_of_a_huge_dataset_is_found_at_once():
     """Its order would not fit into memory, nor be made within the time limit of a test."""
     from my_project.loading.layout import BatchLayout

@@ -1,13 +1,11 @@
 """Who prepares the data first, and what the others do meanwhile."""
 
-import multiprocessing
 import os
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from my_project.config import ConfigError
 from my_project.files import TransientError
 from my_project.loading import prepare_once
 from my_project.loading.prepare_once import first_alone, in_turn, until_all_are_done
@@ -117,35 +115,6 @@ def test_a_node_that_is_done_waits_for_the_others(tmp_path):
     assert run_world(2, work, tmp_path) == [True, True]
 
 
-def prepare_with_a_child(folder: Path) -> bool:
-    """Rank 0 leaves a process behind, as a pool that was not closed."""
-    if os.environ["RANK"] == "0":
-        with first_alone(folder / "lock", "rank 0"):
-            child = multiprocessing.get_context("fork").Process(
-                target=wait_for, args=(folder, "inside_1", 1), daemon=True
-            )
-            child.start()
-        (folder / "left_0").touch()
-        child.join()
-        return child.exitcode == 0
-    wait_for(folder, "left_0", 1)
-    with first_alone(folder / "lock", "rank 1") as is_first:
-        (folder / "inside_1").touch()
-        return is_first
-
-
-def test_what_is_forked_while_the_data_is_prepared_keeps_no_lock(tmp_path):
-    assert run_world(2, prepare_with_a_child, tmp_path) == [True, True]
-
-
-def test_what_a_kill_has_left_in_a_lock_is_no_hindrance(tmp_path):
-    lock = tmp_path / "lock"
-    lock.write_text(f"{prepare_once.launch_name()}\nrank 7 on a host")
-    with first_alone(lock, "rank 0") as is_first:
-        assert is_first
-    assert lock.read_text() == ""
-
-
 def take_over(folder: Path) -> bool:
     """Wait for a process of another launch, which dies."""
     os.environ["MASTER_PORT"] = os.environ["RANK"]
@@ -164,10 +133,3 @@ def test_another_launch_does_the_work_where_the_first_one_has_died(tmp_path):
     with closing(World(2, take_over, tmp_path)) as world:
         assert world.pipes[1].poll(600)
         assert world.pipes[1].recv() == ("returned", True)
-
-
-def test_a_mistake_of_the_user_is_left_to_the_others_to_meet(tmp_path):
-    lock = tmp_path / "lock"
-    with pytest.raises(ConfigError), first_alone(lock, "rank 0"):
-        raise ConfigError("no such file")
-    assert lock.read_text() == ""

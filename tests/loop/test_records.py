@@ -1,11 +1,9 @@
 """Records: of an interval, its steps and all ranks; of what a run is continued with."""
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,36 +108,11 @@ def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
         rate = record["samples_per_second"]
         assert rate == pytest.approx(16 / record["step_seconds"], rel=1e-3)
     assert log.throughput.of_run() == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
-
-
-def test_the_shares_of_a_record_are_those_of_its_phases_and_pauses(tmp_path, clock):
-    log = writer_of(tmp_path, steps=8, telemetry__every_steps=2)
-    take_steps(log, clock, [1, 3, 2, 6, 4, 4, 0.5, 1.5])
     names = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
-    seen = [[r[f"{name}_share"] for name in names] for r in records(log.config)]
-    # seconds of two steps, of which half a second, an eighth and an eighth are known; and pauses
-    wanted = [
-        [0.5, 0.25, 3, 0.25, 0, 0, 4],
-        [0.5, 0.25, 7, 0.25, 0, 0, 8],
-        [0.5, 0.25, 7, 0.25, 100, 100, 218],  # 10 seconds of something else
-        [0.5, 0.25, 1, 0.25, 100, 0, 102],
-    ]
-    for shares, (*parts, whole) in zip(seen, wanted, strict=True):
-        assert shares == pytest.approx([part / whole for part in parts], rel=1e-3)
-    assert [(r["rank_seconds_max"], r["data_seconds_max"]) for r in records(log.config)] == [
-        (0.375, 0.25)
-    ] * 4
-    assert [r["epoch"] for r in records(log.config)] == [0.5, 1, 1.5, 2]
-
-
-def test_communication_is_never_more_than_the_backward_pass(tmp_path, clock, monkeypatch):
-    """DDP measures it in a few steps, which may be the slow ones."""
-    log = writer_of(tmp_path, steps=4, telemetry__every_steps=2)
-    exposed = iter([1.25, 1000.0])  # seconds per step
-    monkeypatch.setattr(metrics, "exposed_communication", lambda _: next(exposed))
-    take_steps(log, clock, [1, 3, 2, 6])  # seconds; half a second of each is not backward
-    shares = [(r["communication_share"], r["backward_share"]) for r in records(log.config)]
-    assert shares == [(2.5 / 4, 3 / 4), (7 / 8, 7 / 8)]
+    # half a second of a step, and of each pause, is known: 10 seconds are something else
+    seconds = [0.5, 0.25, 7, 0.25, 100, 100]
+    shares = [records(log.config)[2][f"{name}_share"] for name in names]
+    assert shares == pytest.approx([part / 218 for part in seconds], rel=1e-3)
 
 
 def numerics(config: Config) -> dict[str, Any]:
@@ -151,7 +124,7 @@ def train_compiled(config: Config) -> int:
     return train(config)
 
 
-def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, caplog):
+def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
     config = make_config(tmp_path, Ragged(validation_samples=0), steps=2)
     plain = {
         "precision": "no", "tf32": True, "deterministic": False, "sharding": "none",
@@ -173,19 +146,10 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, ca
     newest = config.folder / "checkpoints/step_00000004"
     assert json.loads((newest / "state.json").read_text())["numerics"] == numerics(config)
 
-    again = change(other, steps=6, distributed__ddp={})  # alone, hence without a hook
-    assert "curve may differ" not in caplog.text
-    with caplog.at_level(logging.WARNING):
-        train(again)
-    told = "step_00000004 was trained with comm_hook bf16 (now no), torch_compile True (now False)"
-    assert caplog.text.count("curve may differ") == caplog.text.count(told) == 1
-    assert [r["step"] for r in records(config, "changed")] == [2, 4]
-
-    for step in (4, 6):  # continued from step 2, so the later changes never were
-        shutil.rmtree(config.folder / f"checkpoints/step_{step:08d}")
-    train(change(config, steps=8))
+    shutil.rmtree(newest)  # continued from step 2, so the change never was
+    train(change(config, steps=6))
     assert records(config, "changed") == []
-    assert [r["step"] for r in records(config)] == [*range(1, 9)]
+    assert [r["step"] for r in records(config)] == [*range(1, 7)]
 
 
 # ---- a whole run ---------------------------------------------------------------------------------
@@ -251,17 +215,6 @@ def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
         low, middle, high = (record[f"rank_seconds_{how}"] for how in ("min", "median", "max"))
         assert low <= middle <= high
 
-    for path in config.folder.glob("checkpoints/step_*"):  # as if killed before they were written
-        if path.name > f"step_{step:08d}":
-            shutil.rmtree(path)
-    before = kinds(config)
-    assert run_world(1, train, change(config, steps=9)) == [0]
-    after = kinds(config)
-    kept = [one for one in before if one[1] <= step]
-    assert after[: len(kept)] == kept
-    assert after[len(kept)] == ("start", step)
-    assert after[-1] == ("evaluation", 9)
-
 
 def test_steps_that_are_skipped_are_counted_in_their_interval(tmp_path):
     config = make_config(
@@ -284,31 +237,18 @@ def test_the_slowest_rank_is_recorded(tmp_path):
 
 
 # ---- MFU -----------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Stated(Ragged):
-    """Ragged, which states what a sample costs."""
-
-    def per_sample(self, model: torch.nn.Module) -> dict[str, float]:
-        assert len(model) == 4, "the plain model"
-        return {"tokens": 9, "flops": 1000.0}
-
-
 def test_mfu_is_recorded_for_any_recipe(tmp_path):
     """By hand: two linear layers, forward; backward for both weights and one input."""
-    plain = {"telemetry__peak_tflops": 1e-6, "telemetry__every_steps": 2}
-    for name, recipe in {
-        "counted": Ragged(validation_samples=0),
-        "stated": Stated(validation_samples=0),
-    }.items():
-        config = make_config(tmp_path, recipe, steps=2, run_name=name, **plain)
-        positions = recipe.build_datasets(recipe.prepare_data())[0][0]["x"].shape[0]
-        by_hand = 2 * positions * (6 * 8 + 8 * 1) * 2 + 2 * positions * 8
-        run_world(2, train, config)
-        (record,) = records(config)
-        flops = by_hand if name == "counted" else 1000
-        mfu = record["samples_per_second"] * flops / (1e6 * 2)
-        assert record["mfu"] == pytest.approx(mfu, rel=2e-3), name
-    assert record["tokens_per_second"] == pytest.approx(9 * record["samples_per_second"], rel=2e-3)
+    recipe = Ragged(validation_samples=0)
+    config = make_config(
+        tmp_path, recipe, steps=2, telemetry__peak_tflops=1e-6, telemetry__every_steps=2
+    )
+    positions = recipe.build_datasets(recipe.prepare_data())[0][0]["x"].shape[0]
+    by_hand = 2 * positions * (6 * 8 + 8 * 1) * 2 + 2 * positions * 8
+    run_world(2, train, config)
+    (record,) = records(config)
+    mfu = record["samples_per_second"] * by_hand / (1e6 * 2)
+    assert record["mfu"] == pytest.approx(mfu, rel=2e-3)
 
 
 def test_the_peak_is_known_by_the_name_of_the_device(monkeypatch):
@@ -319,14 +259,6 @@ def test_the_peak_is_known_by_the_name_of_the_device(monkeypatch):
         return throughput.peak_tflops(cuda, precision, tf32=tf32)
 
     assert peak("NVIDIA H100 80GB HBM3", "bf16") == 989
-    assert peak("NVIDIA H100 PCIe", "fp16") == 756
     assert peak("NVIDIA A100-SXM4-40GB", "no", tf32=False) == 19.5
-    assert peak("NVIDIA GB200", "bf16") == 2500
-    assert peak("NVIDIA H20", "bf16") == 148
-    assert peak("AMD Instinct MI355X", "no") == 157
     for name in ("Some Other GPU", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         assert peak(name, "bf16") is None, name
-    assert throughput.peak_tflops(torch.device("cpu"), "bf16", tf32=True) is None
-
-
-# ---- the sensors of a GPU ------------------------------------------------------------------------

@@ -91,8 +91,8 @@ def in_group(function, *arguments: Any) -> Any:
         dist.destroy_process_group()
 
 
-def train_and_save(rank: int, world: int, config: Config, replicas: int = 1) -> dict[str, Any]:
-    model, optimizer = build(world > 1, replicas)
+def train_and_save(rank: int, world: int, config: Config) -> dict[str, Any]:
+    model, optimizer = build(world > 1)
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
     train_steps(model, optimizer, range(3))
     checkpoints.ema.update()
@@ -145,21 +145,6 @@ def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, backg
     for processes, shard in ((1, True), (2, True), (3, True), (4, True), (2, False)):
         for result in run_world(processes, in_group, load_and_train, config, folder, shard):
             assert_close(result, reference)
-
-
-@pytest.mark.slow
-def test_of_replicated_shards_one_copy_is_written(tmp_path):
-    """As with HSDP: shards inside a node, copies across nodes."""
-    one, four = make_config(tmp_path / "one"), make_config(tmp_path / "four")
-    (reference,) = run_world(1, in_group, train_and_save, one)
-    for result in run_world(4, in_group, train_and_save, four, 2):
-        assert_close(result, reference)
-    folder = four.folder / "checkpoints" / "step_00000003"
-    assert {p.name for p in folder.glob("model*")} == {
-        "model.rank_00000.safetensors", "model.rank_00001.safetensors",
-    }  # fmt: skip
-    for result in run_world(2, in_group, load_and_train, four, folder):
-        assert_close(result, reference)
 
 
 def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
@@ -500,37 +485,3 @@ def test_a_recipes_own_export_gets_the_whole_model(tmp_path):
         folder = config.folder / name
         assert {p.name for p in folder.iterdir()} == {"model.pt", "config.yaml", "data_info.json"}
         assert_close(torch.load(folder / "model.pt"), weights)
-
-
-class Loss:
-    """Of a recipe for `Tied`, as far as evaluate asks for one."""
-
-    def loss(self, model: Any, batch: Any, step: int) -> Any:
-        return model(batch % 11).sum(), len(batch)
-
-
-def evaluate_ema(rank: int, world: int, config: Config) -> list[bool]:
-    """Evaluate the EMA; then train on with the weights."""
-    from accelerate import Accelerator
-    from my_project.evaluate import evaluate
-    from my_project.sharding import RecipeModule
-    from torch.distributed.fsdp import fully_shard
-
-    model, _ = build(sharded=False)
-    call = fully_shard(RecipeModule(model), reshard_after_forward=False)
-    ema = optim.EMA(model, 0.9)
-    for tensor in ema.averages:
-        tensor.zero_()
-    tokens = torch.arange(4)
-    before = call(torch.nn.Module.__call__, tokens).detach().clone()
-    object.__setattr__(config, "recipe", Loss())
-    with ema.swapped_in():
-        results = evaluate(Accelerator(cpu=True), config, call, {"set": tokens})
-    after = call(torch.nn.Module.__call__, tokens).detach()
-    return [results["set/loss"] == 0.0, torch.equal(before, after)]
-
-
-def test_training_goes_on_with_the_weights_after_the_ema_was_evaluated(tmp_path):
-    """Sharded modules may keep gathered weights after a forward."""
-    config = make_config(tmp_path, batches__micro_batch_size=2)
-    assert run_world(2, in_group, evaluate_ema, config) == [[True, True]] * 2
