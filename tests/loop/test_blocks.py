@@ -1,5 +1,6 @@
 """Activation checkpointing and torch.compile of a model's blocks: the same curve, plain keys."""
 
+import copy
 import logging
 import os
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from my_project import sharding
+from my_project import blocks, sharding
 from my_project.config import Config, ConfigError
 from ragged import Norm, Ragged
 from runs import change, make_config, records, train, weights
@@ -75,6 +76,16 @@ class Stacked(Ragged):
 
 
 # ---- activation checkpointing --------------------------------------------------------------------
+def test_a_copy_of_a_recomputed_block_calls_its_own_weights():
+    model = Stack(6)
+    for block in model.blocks:
+        blocks.recompute_activations(block)
+    copied = copy.deepcopy(model)
+    torch.nn.init.zeros_(copied.blocks[0].down.weight)
+    x = torch.randn(2, 3, 6)
+    assert not torch.equal(copied(x), model(x))
+
+
 def test_blocks_are_the_layers_of_one_class_in_a_list(tmp_path):
     from accelerate import Accelerator
 

@@ -35,13 +35,9 @@ LEAST = 20  # parameters of a block
 
 
 def ask_for_fsdp(replicas: int = 1, precision: str = "no") -> None:
-    """Set what `accelerate launch` sets for an accelerate config with fsdp_config.
-
-    HSDP keeps the gathered weights after a forward, as configs for fast links do.
-    """
+    """Set what `accelerate launch` sets for an accelerate config with fsdp_config."""
     os.environ.update(
-        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2",
-        FSDP_RESHARD_AFTER_FORWARD=str(replicas == 1).lower(),
+        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
         FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP", FSDP_MIN_NUM_PARAMS=str(LEAST),
         FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT", ACCELERATE_MIXED_PRECISION=precision,
     )  # fmt: skip

@@ -485,3 +485,37 @@ def test_a_recipes_own_export_gets_the_whole_model(tmp_path):
         folder = config.folder / name
         assert {p.name for p in folder.iterdir()} == {"model.pt", "config.yaml", "data_info.json"}
         assert_close(torch.load(folder / "model.pt"), weights)
+
+
+class Loss:
+    """Of a recipe for `Tied`, as far as evaluate asks for one."""
+
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        return model(batch % 11).sum(), len(batch)
+
+
+def evaluate_ema(rank: int, world: int, config: Config) -> list[bool]:
+    """Evaluate the EMA; then train on with the weights."""
+    from accelerate import Accelerator
+    from my_project.evaluate import evaluate
+    from my_project.sharding import RecipeModule
+    from torch.distributed.fsdp import fully_shard
+
+    model, _ = build(sharded=False)
+    call = fully_shard(RecipeModule(model), reshard_after_forward=False)
+    ema = optim.EMA(model, 0.9)
+    for tensor in ema.averages:
+        tensor.zero_()
+    tokens = torch.arange(4)
+    before = call(torch.nn.Module.__call__, tokens).detach().clone()
+    object.__setattr__(config, "recipe", Loss())
+    with ema.swapped_in():
+        results = evaluate(Accelerator(cpu=True), config, call, {"set": tokens})
+    after = call(torch.nn.Module.__call__, tokens).detach()
+    return [results["set/loss"] == 0.0, torch.equal(before, after)]
+
+
+def test_training_goes_on_with_the_weights_after_the_ema_was_evaluated(tmp_path):
+    """Sharded modules may keep gathered weights after a forward."""
+    config = make_config(tmp_path, batches__micro_batch_size=2)
+    assert run_world(2, in_group, evaluate_ema, config) == [[True, True]] * 2
