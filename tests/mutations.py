@@ -56,7 +56,7 @@ TARGETS = {
     "sharding": "sharded fsdp_on_cpu blocks fp16 optim",
     "stopping": "stopping process doctor launch_node resume",
     "checkpoint": "checkpoint damage resume sharded export evaluation",
-    "loading": "loader streams permutation prepare_once same_curve resume growth overfit",
+    "loading": "loader streams permutation prepare_once same_curve resume overfit",
 }
 STAGES = ("targeted", "others", "slow")
 CAUGHT = ("caught", "timeout")

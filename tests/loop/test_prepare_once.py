@@ -1,5 +1,6 @@
 """Who prepares the data first, and what the others do meanwhile."""
 
+import multiprocessing
 import os
 import time
 from contextlib import closing, contextmanager
@@ -113,6 +114,27 @@ def work(folder: Path) -> bool:
 
 def test_a_node_that_is_done_waits_for_the_others(tmp_path):
     assert run_world(2, work, tmp_path) == [True, True]
+
+
+def prepare_with_a_child(folder: Path) -> bool:
+    """Rank 0 leaves a process behind, as a pool that was not closed."""
+    if os.environ["RANK"] == "0":
+        with first_alone(folder / "lock", "rank 0"):
+            child = multiprocessing.get_context("fork").Process(
+                target=wait_for, args=(folder, "inside_1", 1), daemon=True
+            )
+            child.start()
+        (folder / "left_0").touch()
+        child.join()
+        return child.exitcode == 0
+    wait_for(folder, "left_0", 1)
+    with first_alone(folder / "lock", "rank 1") as is_first:
+        (folder / "inside_1").touch()
+        return is_first
+
+
+def test_what_is_forked_while_the_data_is_prepared_keeps_no_lock(tmp_path):
+    assert run_world(2, prepare_with_a_child, tmp_path) == [True, True]
 
 
 def take_over(folder: Path) -> bool:

@@ -99,7 +99,13 @@ def tracked_peak(config: Any) -> int:
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-@pytest.mark.parametrize("size", ["1", "32"], ids=["at the gradients", "at the activations"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param("1", id="at the gradients"),
+        pytest.param("32", id="at the activations", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_is_what_torch_allocates(tmp_path, size):
     settings = ["--batches.global_batch_size", size, "--batches.micro_batch_size", "0"]
     settings += ["--precision", "no"]
