@@ -4,13 +4,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from documents import PROJECT
 from ragged import Ragged
 from runs import change, make_config, records, status, train
 from world import run_world
@@ -345,24 +343,3 @@ def test_a_folder_that_fails_after_the_checks_is_one_sentence_on_every_process(t
         patch.setattr(run_folder.Run, "begin", fail)
         with pytest.raises(ConfigError, match=r"cannot be written to \(.*No space left"):
             train(make_config(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--config", "bomb.yaml"], "bomb.yaml cannot be read: its aliases expand to"),
-        (["--config", "good.yaml", "--runs_folder", "bomb.yaml/x"], "cannot be written to"),
-    ],
-)
-def test_the_launcher_says_it_too(tmp_path, arguments, sentence):
-    (tmp_path / "bomb.yaml").write_bytes(BOMB)
-    (tmp_path / "good.yaml").write_bytes(SETTINGS)
-    done = subprocess.run(
-        [sys.executable, "-m", "my_project.launch", "--config_file",
-         str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"),
-         "-m", "my_project.train", *arguments],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1

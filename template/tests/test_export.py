@@ -16,7 +16,7 @@ import torch
 from ragged import Ragged
 from runs import change, make_config, train, weights
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from world import TESTS, run_world
 
 from my_project import commands
@@ -197,45 +197,6 @@ def weights_are_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Ten
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("a file is missing", r"lacks model-00002-of-00002\.safetensors"),
-        ("cut", r"index\.json is damaged"),
-        ("outside", r"index\.json lists '\.\./x\.safetensors', which is not a safetensors file"),
-        ("a tensor is missing", r"lack.*3\.bias"),
-        ("another tensor", r"lack.*other"),
-        ("nothing", r"holds n.*model\.safetensors"),
-    ],
-)
-def test_a_damaged_index_is_a_sentence_in_predict_and_merging(several, tmp_path, damage, message):
-    folder = shutil.copytree(several[1] / "export", tmp_path / "export")
-    (tmp_path / "x.safetensors").write_bytes(b"")
-    file, text = folder / "model-00002-of-00002.safetensors", (folder / INDEX).read_text()
-    tensors = load_file(file)
-    if damage == "a file is missing":
-        file.unlink()
-    elif damage == "cut":
-        (folder / INDEX).write_text(text[:99])
-    elif damage == "outside":
-        (folder / INDEX).write_text(text.replace("model-00001-of-00002", "../x"))
-    elif damage == "a tensor is missing":
-        del tensors["3.bias"]
-        save_file(tensors, file)
-    elif damage == "another tensor":
-        save_file(tensors | {"other": torch.ones(2)}, file)
-        (folder / INDEX).write_text(text.replace("3.bias", "other"))
-    else:
-        (folder / INDEX).unlink()
-    with pytest.raises(ConfigError, match=message):
-        run_here(folder, "0.5")
-    if damage != "another tensor":  # a matter of the model
-        merged = str(tmp_path / "merged.safetensors")
-        with pytest.raises(ConfigError, match=message):
-            commands.write_one_file(argparse.Namespace(folder=folder, file=merged, ema=False))
-        assert not list(tmp_path.glob("*merged*"))
-
-
 # ---- validation samples --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Shown(Ragged):
@@ -339,22 +300,6 @@ def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, cap
     (export / "data_info.json").write_text(json.dumps({"features": 6, "classes": ["other"]}))
     run_here(export)
     assert "warning: the data is not that of the training" in capsys.readouterr().err
-
-
-def test_a_recipe_without_the_method_or_without_validation_is_a_sentence(export, shown, tmp_path):
-    with pytest.raises(ConfigError, match=r"no predict_samples\("):
-        run_here(export)
-    with pytest.raises(ConfigError, match=r"Ragged has no write_sample\("):
-        run_here(export, "--sample", tmp_path / "x")
-    given = shutil.copytree(shown / "export", tmp_path / "given")
-    config = (given / "config.yaml").read_text()
-    (given / "config.yaml").write_text(
-        config.replace("validation_samples: 23", "validation_samples: 0")
-    )
-    with pytest.raises(ConfigError, match=r"returns no validation set"):
-        run_here(given)
-    with pytest.raises(ConfigError, match=r"could not convert string to float: 'word'"):
-        run_here(given, "word")
 
 
 @pytest.mark.slow
