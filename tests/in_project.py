@@ -22,7 +22,11 @@ POST_GEN = runpy.run_path(str(REPOSITORY / "hooks/post_gen_project.py"))
 
 def prepared(project: Path) -> Path:
     """Return the folder to run pytest in."""
-    (package,) = (path.parent for path in project.glob("src/*/train.py"))
+    packages = [path.parent for path in project.glob("src/*/train.py")]
+    if len(packages) != 1:
+        print(f"error: {project} is not a generated project: give its folder.", file=sys.stderr)
+        raise SystemExit(2)
+    package = packages[0]
     slug = tomllib.loads((project / "pyproject.toml").read_text())["project"]["name"]
     names = {"package_name": package.name, "project_slug": slug}
     words = {POST_GEN["DEFAULTS"][question]: name for question, name in names.items()}

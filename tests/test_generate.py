@@ -213,7 +213,7 @@ def test_cruft_gives_the_same_project(template: Path, repository: Path, desk: De
     assert tree(project) == default_tree(template)
 
 
-MOVED = {  # since the commit below; a file that was written anew stays where the owner edited it
+MOVED = {  # since the commit below; a rewritten file stays where the owner edited it
     "src/leafscan/recipes/image_classification.py": "src/leafscan/recipes/image_classification.py",
     "src/leafscan/cluster/rendezvous.py": "src/leafscan/rendezvous.py",
     "src/leafscan/cluster/simulate.py": "src/leafscan/cluster/simulate.py",
