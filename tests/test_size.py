@@ -20,7 +20,7 @@ CEILINGS = {
     "lines of train.py and all that it imports": 7_140,
     "files of train.py and all that it imports": 50,
     "lines of the package without tools/": 8_980,
-    "lines of tools/": 2_360,
+    "lines of tools/": 2_367,
     "lines of template/tests": 4_400,
     "lines of template/tests and tests": 14_420,
     "settings": 53,

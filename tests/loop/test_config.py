@@ -144,6 +144,7 @@ def test_processes_that_do_not_see_each_other_end_at_once(tmp_path):
 def test_restarted_in_place_a_run_that_began_anew_is_continued(config_file, monkeypatch):
     command = ["train", "--config", str(config_file), "--resume", "never"]
     monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr("gc.disable", lambda: None)  # for the whole process
     assert parse_command_line("").resume == "never"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert parse_command_line("").resume == "auto"

@@ -76,6 +76,7 @@ def head() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 70 G: two minutes of CPU time
 @pytest.mark.skipif(TorchVersion(torch.__version__) < SHARDED_SINCE, reason="needs a newer torch")
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_table_of_sizes_is_that_of_simulated_steps(name: str):
@@ -86,8 +87,7 @@ def test_the_table_of_sizes_is_that_of_simulated_steps(name: str):
         [float(cell.replace(",", "")) for cell in cells.split("|")[2:-1]]
         for cells in (line, row(name))
     )
-    # recomputed activations that Python's garbage collector frees count until it runs
-    assert shown == pytest.approx(simulated, rel=0.25)
+    assert shown == pytest.approx(simulated, rel=0.02)
 
 
 if __name__ == "__main__":

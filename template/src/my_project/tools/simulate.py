@@ -10,6 +10,7 @@ Not simulated: torch.compile, SyncBatchNorm's collectives, the scaler of fp16, w
 allocate, fragmentation.
 """
 
+import gc
 import os
 import re
 from collections import Counter
@@ -47,6 +48,7 @@ from .. import contract, devices, launch, optim, sharding
 from ..command_line import parse
 from ..config import Config, ConfigError
 from ..loading.layout import batch_layout, is_stream
+from ..process import no_garbage_collection
 from ..step_sums import StepSums
 from ..train_command import find_where
 
@@ -63,6 +65,8 @@ OF_THIS_MACHINE = re.compile(r"ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|CUDA_VISIBL
 SHARDED_SINCE = "2.15"
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter")
 READ_SAMPLES = 8  # a larger micro-batch has the shapes of these, grown
+# The trackers keep recomputed activations in reference cycles, which a real step does not.
+OPERATIONS_PER_COLLECTION = 500
 CPU = torch.device("cpu")
 
 
@@ -363,8 +367,10 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
     counter = FlopCounterMode(display=False)
     collectives = _Recorder()
     number = min(accumulation, 2)
+    gc.collect()
+    gc.freeze()  # the recorder collects what is made from here on
     # the counter sees an operation last, since it takes some of them apart
-    with counter, tracker, collectives:
+    with no_garbage_collection(), counter, tracker, collectives:
         sums = StepSums(here)
         if number == 2:
             collectives.weight = accumulation - 1
@@ -394,17 +400,21 @@ class _NoPeaks(WeakIdKeyDictionary):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records each collective, `weight` times."""
+    """Records each collective, `weight` times, and collects garbage at the same operations always."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = 1
+        self.seen = 0
         self.numbers: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # then this mode sees what DTensor does for it
             return NotImplemented
+        self.seen += 1
+        if self.seen % OPERATIONS_PER_COLLECTION == 0:
+            gc.collect()
         result = func(*args, **(kwargs or {}))
         if func in collective_ops and func not in sync_ops:
             name = CollectiveOp.get_process_group(func, args).group_name
