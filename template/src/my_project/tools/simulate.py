@@ -400,7 +400,7 @@ class _NoPeaks(WeakIdKeyDictionary):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records each collective, `weight` times, and collects garbage at the same operations always."""
+    """Records each collective, `weight` times, and collects garbage after so many operations."""
 
     def __init__(self) -> None:
         super().__init__()
