@@ -14,16 +14,15 @@ import gzip
 import logging
 import os
 import shutil
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity
 
 from ..files import write_atomically
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
-STEP = "ProfilerStep#"  # the range of a step, by the name that other tools for traces look for
 OPERATORS = 15  # in the table
 
 
@@ -38,8 +37,7 @@ class Profiler:
         self.first, self.last = self.config.window or (0, 0)
         self.is_active = bool(self.config.window) and rank in self.config.chosen_ranks
         self.done = 0  # steps
-        self.profile: Any = None  # torch's, from the warm-up to the end
-        self.range: Any = None  # of the step under way
+        self.profile: torch.profiler.profile | None = None  # from the warm-up to the end
 
     def start(self, step: int) -> None:
         """Begin at this number of steps done: before the first step, or where a run continues."""
@@ -58,64 +56,55 @@ class Profiler:
         if not self.is_active or step < self.first - 2:
             return
         self.done = step
-        try:
-            if self.profile is None:
-                self.profile = self._prepared()
-            if step == self.first - 1:
-                if self.device.type == "cuda":  # kernels of the steps before are not recorded
-                    torch.cuda.synchronize(self.device)
-                self.profile.start_trace()
-            self._end_range()
-            if self.first - 1 <= step < self.last:
-                self.range = record_function(f"{STEP}{step + 1}")
-                self.range.__enter__()
-        except (RuntimeError, ValueError) as error:
-            self._warn(f"is left out: {error}")
-            self.profile, self.is_active = None, False
         if step == self.last:
             self.stop()
+        elif self.profile is None:
+            self._try(lambda: self._begin(step + 1))
+        else:
+            if step == self.first - 1 and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # kernels before are not recorded
+            self._try(self.profile.step)
 
     def stop(self) -> None:
         """End, and write what there is; a run that fails or is stopped may be in any step."""
         profile, self.profile = self.profile, None
         self.is_active = False
-        if profile is None:
-            return
-        is_recording = self.done >= self.first - 1
-        try:
-            if not is_recording:  # the warm-up, which cannot be ended in another way
-                profile.start_trace()
-            self._end_range()
-            profile.stop_trace()
-            if is_recording:
-                self._write(profile)
-        except Exception as error:  # whatever it is, training is worth more
-            self._warn(f"cannot be written to {self.folder}: {error}")
+        if profile:
+            self._try(profile.stop)
 
-    def _prepared(self) -> Any:
-        """Return torch's profiler in its warm-up."""
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever it is, training is worth more
+            logger.warning(
+                "the profile of rank %d is left out of %s: %s", self.rank, self.folder, error
+            )
+            self.profile, self.is_active = None, False
+
+    def _begin(self, step: int) -> None:
+        """Let torch's profiler count from this step."""
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         else:  # else it reports on stderr that there is no GPU, as an error
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+        def action_in(number: int) -> ProfilerAction:  # torch asks for 0 before it knows the number
+            is_before = max(number, step) < self.first
+            return ProfilerAction.WARMUP if is_before else ProfilerAction.RECORD
+
         profile = torch.profiler.profile(
             activities=activities,
+            schedule=action_in,
+            on_trace_ready=self._write,
             with_stack=self.config.with_stack,
             acc_events=True,  # there is one cycle; without it torch 2.10 warns of others
         )
-        profile.prepare_trace()
-        return profile
+        profile.step_num = step  # the number in the name of a step's range in the trace
+        self.profile = profile
+        profile.start()
 
-    def _warn(self, problem: str) -> None:
-        logger.warning("the profile of rank %d %s", self.rank, problem)
-
-    def _end_range(self) -> None:
-        if self.range is not None:
-            self.range.__exit__(None, None, None)
-            self.range = None
-
-    def _write(self, profile: Any) -> None:
+    def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace and the table, under names that no earlier profile has."""
         last = max(self.done, self.first)  # a run may fail in the first of the steps
         name = stem = f"rank_{self.rank:05d}_steps_{self.first}_{last}"

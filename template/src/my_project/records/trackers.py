@@ -6,7 +6,6 @@ which get texts and pictures too; any other tracker gets a run for each start.
 
 import logging
 import os
-import re
 from collections.abc import Callable
 from html import escape
 from importlib import import_module
@@ -24,7 +23,6 @@ logger = logging.getLogger(__name__)
 TRAIN = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}
 ABOUT = {"kind", "step", "epoch", "elapsed_seconds", "time"}  # in every record
 LEFT_OUT = (ABOUT - TRAIN) | {"steps", "skipped", "slowest_rank", "slowest_host"}
-RUN_NAME = {"mlflow": "run_name", "trackio": "name", "swanlab": "name", "clearml": "task_name"}
 WITH_SAMPLES = {"tensorboard", "wandb"}  # take texts and pictures
 
 
@@ -74,7 +72,7 @@ class Trackers:
         """Log the numbers of a record, and its text and pictures."""
         kind, step = record.get("kind", ""), record["step"]
         if values := values_of(record):
-            self._each("log", lambda tracker: log_values(tracker, values, step), kind, step)
+            self._each("log", lambda tracker: tracker.log({**values}, step=step), kind, step)
         text = record.get("sample")
         paths = [self.run.folder / path for path in record.get("pictures") or ()]
         images = {path.stem: path for path in paths}
@@ -100,14 +98,14 @@ class Trackers:
 
     def _init_kwargs(self, tracker: str, step: int) -> dict[str, Any]:
         """Return what accelerate passes on to the tool."""
-        name = self.run.config.run_name
         if tracker == "tensorboard":
             return {"purge_step": step + 1}
         if tracker == "wandb":
             runs = Path(self.run.config.runs_folder).absolute()
             folder = os.environ.get("WANDB_DIR") or str(runs)
+            name = self.run.config.run_name
             return {"name": name, "id": self.run.id, "resume": "allow", "dir": folder}
-        return {RUN_NAME[tracker]: name} if tracker in RUN_NAME else {}
+        return {}
 
     def _store_config(self, tracker: Any, settings: dict[str, Any], step: int) -> None:
         """Write the config into TensorBoard's event files: a text, and once as hyperparameters."""
@@ -164,13 +162,6 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
     seconds = numbers.pop("seconds", None)
     values = {name: value for name, value in numbers.items() if name not in ABOUT}
     return values | ({} if seconds is None else {f"perf/{kind}_seconds": seconds})
-
-
-def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
-    """Log numbers; tools other than these two may refuse characters in names, such as @."""
-    if tracker.name not in WITH_SAMPLES:
-        values = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in values.items()}
-    tracker.log({**values}, step=step)
 
 
 def log_text(tracker: Any, text: str, step: int) -> None:
