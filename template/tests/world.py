@@ -1,15 +1,19 @@
 """Real processes for tests, forked from one that has imported everything: 0.1 s, not 8."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 TESTS = Path(__file__).parent
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -47,15 +51,17 @@ class World:
             self.pipes.append(ours)
             self.workers.append(worker)
 
-    def results(self, seconds: float = 600) -> list:
+    def results(self, seconds: float = 240) -> list:
         """Wait; return by rank what was returned, or the exit code that is not 0.
 
-        A process that raises makes this raise, with the rank and the traceback.
+        A process that raises makes this raise, with the rank and the traceback; one that hangs,
+        with the stacks of all on stderr.
         """
         results: list = []
         try:
             for rank, pipe in enumerate(self.pipes):
                 if not pipe.poll(seconds):
+                    self._print_stacks()
                     raise TimeoutError(f"rank {rank} gave no result in {seconds} s")
                 try:
                     outcome, value = pipe.recv()
@@ -70,6 +76,14 @@ class World:
             self.close()
         return results
 
+    def _print_stacks(self) -> None:
+        for worker in self.workers:
+            process = psutil.Process(worker.pid)
+            for each in [process, *process.children(recursive=True)]:
+                print(f"process {each.pid} of {worker.pid}:", file=sys.stderr, flush=True)
+                each.send_signal(signal.SIGUSR2)
+                time.sleep(1)
+
     def close(self) -> None:
         """Kill what is left, as the kernel does."""
         for worker in self.workers:
@@ -78,7 +92,7 @@ class World:
             worker.join()
 
 
-def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 600) -> list:
+def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 240) -> list:
     """Run function(*arguments) on each process of a world of its own; return its results."""
     return World(processes, function, *arguments).results(seconds)
 
@@ -86,6 +100,7 @@ def run_world(processes: int, function: Callable, *arguments: Any, seconds: floa
 def _work(pipe: Any, environment: dict[str, Any], function: Callable, arguments: tuple) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+    faulthandler.register(signal.SIGUSR2, sys.__stderr__, all_threads=True)
     multiprocessing.set_start_method("fork", force=True)  # loader workers: as in a real run
     try:
         with open(os.devnull, "w") as nowhere:
