@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +52,42 @@ class World:
             self.pipes.append(ours)
             self.workers.append(worker)
 
-    def results(self, seconds: float = 240) -> list:
+    def results(self, seconds: float = 200) -> list:
         """Wait; return by rank what was returned, or the exit code that is not 0.
 
         A process that raises makes this raise, with the rank and the traceback; one that hangs,
         with the stacks of all on stderr.
         """
-        results: list = []
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        deadline = time.monotonic() + seconds
         try:
-            for rank, pipe in enumerate(self.pipes):
-                if not pipe.poll(seconds):
+            while waiting:
+                ready = connection.wait([*waiting], max(0.0, deadline - time.monotonic()))
+                if not ready and not failures:
                     self._print_stacks()
-                    raise TimeoutError(f"rank {rank} gave no result in {seconds} s")
-                try:
-                    outcome, value = pipe.recv()
-                except EOFError:
-                    outcome, value = "failed", "the process died"
-                if outcome == "failed":
-                    raise RuntimeError(f"rank {rank} of {len(self.pipes)}: {value}")
-                results.append(value)
+                    raise TimeoutError(f"ranks {[*waiting.values()]} gave no result in {seconds} s")
+                if not ready:  # the others wait for the one that failed
+                    break
+                for pipe in ready:
+                    rank = waiting.pop(pipe)
+                    try:
+                        outcome, value = pipe.recv()
+                    except EOFError:
+                        outcome, value = "failed", "the process died"
+                    results[rank] = value
+                    if outcome == "failed":
+                        failures[rank] = value
+                        deadline = min(deadline, time.monotonic() + 30)
+            if failures:
+                rank = min(failures)
+                raise RuntimeError(f"rank {rank} of {len(self.pipes)}: {failures[rank]}")
         finally:
             for worker in self.workers:
                 worker.join(10)
             self.close()
-        return results
+        return [results[rank] for rank in range(len(self.pipes))]
 
     def _print_stacks(self) -> None:
         for worker in self.workers:
@@ -92,7 +105,7 @@ class World:
             worker.join()
 
 
-def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 240) -> list:
+def run_world(processes: int, function: Callable, *arguments: Any, seconds: float = 200) -> list:
     """Run function(*arguments) on each process of a world of its own; return its results."""
     return World(processes, function, *arguments).results(seconds)
 
