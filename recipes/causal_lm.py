@@ -403,13 +403,6 @@ class CausalLM:
     def _prompt(self, sequence: Tensor) -> list[int]:
         return sequence[: max(1, self.sequence_length // 2)].tolist()
 
-    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
-        """Write the first half of a sequence as a text file; return what follows."""
-        tokens = self._prompt(samples[0])
-        path.write_text(decode(data_info, tokens), encoding="utf-8")
-        following = decode(data_info, samples[0][len(tokens) :].tolist())
-        return f"a prompt; the text goes on with {following[:60]!r}"
-
     def _generate_text(
         self, model: nn.Module, data_info: dict[str, Any], prompt: list[int], max_new_tokens: int
     ) -> str:

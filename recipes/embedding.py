@@ -191,15 +191,6 @@ class Embedding:
         device = model.table.weight.device
         return model.encode((tokens.to(device), starts.to(device)), side)
 
-    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
-        """Write a query and five documents, one per line, as a file; return the right one."""
-        pairs = samples.dataset.pairs
-        query, own = pairs[samples.indices[0]]
-        others = [document for _, document in pairs[:5] if document != own][:4]
-        lines = [" ".join(text.split()) for text in (query, *others, own)]
-        path.write_text("\n".join(lines), encoding="utf-8")
-        return f"a query and {len(others) + 1} documents, of which the last is the query's own"
-
 
 # ---- collectives --------------------------------------------------------------------------------
 def all_gather_with_grad(local: Tensor) -> Tensor:

@@ -475,19 +475,6 @@ class Finetune:
         words = sample["text"].split(" ")
         return " ".join(words[:4]), " ".join(words[4:])
 
-    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
-        """Write a text, or the prompt for one, as a file; return its class, or the text."""
-        sample = samples[0]
-        if self.task == "causal_lm":
-            prompt, text = self._prompt(sample)
-            path.write_text(prompt, encoding="utf-8")
-            return f"a prompt, before {text!r}"
-        lines = [sample["text"]]
-        if self.second_text_column:
-            lines = [" ".join(sample[name].split()) for name in ("text", "second")]
-        path.write_text("\n".join(lines), encoding="utf-8")
-        return f"class {data_info['classes'][sample['label']]}"
-
     def export(self, model: Any, data_info: dict[str, Any], folder: Path) -> None:
         """Write the model or the adapter, with the tokenizer, as from_pretrained loads them."""
         if self.lora_rank and self.merge_adapter:

@@ -217,12 +217,6 @@ class ImageClassification:
         contact_sheet(title, tiles).save(folder / "predictions.png")
         return title
 
-    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
-        """Write a picture as a file; return its class."""
-        image, label = samples[0]
-        _picture(image).save(path)
-        return f"class {data_info['classes'][label]}"
-
     def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return two images as example inputs for tracing."""
         return (torch.zeros(2, 3, data_info["image_size"], data_info["image_size"]),)

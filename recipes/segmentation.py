@@ -207,13 +207,6 @@ class Segmentation:
         sheet.save(folder / "predictions.png")
         return title
 
-    def write_sample(self, data_info: dict[str, Any], samples: Any, path: Path) -> str:
-        """Write a picture as a file; return the classes in it."""
-        image, label = samples[0]
-        _picture(image).save(path)
-        found = [k for k in label.unique().tolist() if k != IGNORE_INDEX]
-        return f"classes {', '.join(data_info['classes'][k] for k in found)}"
-
     def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return two images as example inputs for tracing."""
         return (torch.zeros(2, 3, 64, 64),)

@@ -141,7 +141,7 @@ def test_the_comment_at_the_head_of_a_config_launches_that_config(path: Path):
     assert launch == ["accelerate", "launch", "--config_file", accelerate_config, *module]
     words = ["python", "-m", "my_project", "predict", f"runs/{path.stem}"]
     file = predict[-1][-1]
-    assert predict == [words, [*words, "--sample", file], [*words, file]]
+    assert predict == [words, [*words, file]]
 
 
 def test_the_tests_that_a_project_names_are_where_it_says():

@@ -208,10 +208,6 @@ class Shown(Ragged):
         (folder / "predictions.txt").write_text("answers")
         return " ".join(str(int(sample["index"])) for sample in samples)
 
-    def write_sample(self, data_info: Any, samples: Any, path: Path) -> str:
-        path.write_text("0.5")
-        return f"sample {int(samples[0]['index'])}"
-
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
@@ -275,24 +271,6 @@ def test_a_run_means_its_best_weights_or_else_its_export(shown, tmp_path, capsys
         run_here(run, "0.5")
     with pytest.raises(ConfigError, match=r"nowhere is not a folder; give a run folder"):
         run_here(tmp_path / "nowhere")
-
-
-def test_a_sample_is_written_once_and_never_over_a_file(shown, tmp_path, capsys):
-    file = tmp_path / "a sample.txt"
-    run_here(shown, "--sample", file)
-    known, command = capsys.readouterr().out.splitlines()
-    assert known == f"{file}: sample 0"
-    trusted = "--trust test_export.Shown --trust ragged.Ragged"
-    assert command == f"python -m my_project predict {trusted} {shown} '{file}'"
-    assert file.read_text() == "0.5"
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for taken in (file, tmp_path, tmp_path / "link"):
-        with pytest.raises(ConfigError, match=r"exists; give the name of a new file"):
-            run_here(shown, "--sample", taken)
-    with pytest.raises(ConfigError, match=r"is in a folder that does not exist"):
-        run_here(shown, "--sample", tmp_path / "none/x")
-    with pytest.raises(SystemExit, match="2"):
-        run_here(shown, "0.5", "--sample", tmp_path / "other")
 
 
 def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, capsys):

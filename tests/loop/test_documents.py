@@ -170,6 +170,7 @@ def write_flowers(folder: Path) -> None:
         lines.append(f"{petal},{sepal},{'rose' if petal * sepal > 0 else 'lily'}")
     (folder / "data").mkdir()
     (folder / "data/flowers.csv").write_text("\n".join(lines))
+    (folder / "flower.csv").write_text("0.5,-0.5")
 
 
 def write_own(recipes: Path, configs: Path) -> None:

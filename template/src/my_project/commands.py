@@ -8,7 +8,6 @@ import argparse
 import json
 import logging
 import os
-import shlex
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -104,13 +103,12 @@ def predict(words: list[str]) -> None:
     """Predict with the weights of a run, or show its answers for samples of the validation set.
 
     python -m my_project predict runs/image_classification
-    python -m my_project predict runs/image_classification --sample digit.png
     python -m my_project predict runs/image_classification digit.png
     python -m my_project predict runs/image_classification --onnx
 
-    The first command answers for 16 validation samples, the second writes one of them as a file,
-    and the third predicts from a file (some recipes: from a text). These need no accelerate, and
-    only the first two read the validation data. The last one writes model.onnx beside the weights.
+    The first command answers for 16 validation samples, the second predicts from a file (some
+    recipes: from a text) and reads no validation data. Both need no accelerate. The last one writes
+    model.onnx beside the weights.
     A run folder means its best/, or its export/ if there is no best/.
     """
     cli.run(print_prediction, parse_predict(words))
@@ -124,16 +122,13 @@ def parse_predict(words: list[str]) -> argparse.Namespace:
     choice.add_argument(
         "argument", nargs="?", help="the input, such as an image file; default: validation samples"
     )
-    choice.add_argument(
-        "--sample", metavar="FILE", help="write a validation sample as an input into a new file"
-    )
     choice.add_argument("--onnx", action="store_true", help="write model.onnx beside the weights")
     _add_trust(parser)
     return parser.parse_args(words)
 
 
 def print_prediction(arguments: argparse.Namespace) -> None:
-    """Print the recipe's prediction, or write the ONNX file or a sample."""
+    """Print the recipe's prediction, or write the ONNX file."""
     import torch
 
     from .contract import one_line_errors
@@ -143,9 +138,6 @@ def print_prediction(arguments: argparse.Namespace) -> None:
     weights = weights_of(given)
     if weights != given:
         print(f"weights: {weights}", file=sys.stderr)  # standard output is for the answer alone
-    if arguments.sample:
-        write_sample(arguments, weights)
-        return
     if arguments.argument is None and not arguments.onnx:
         show_samples(arguments, weights)
         return
@@ -286,28 +278,6 @@ def place(file: Path, folder: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}.") from error
     return path
-
-
-def write_sample(arguments: argparse.Namespace, weights: Path) -> None:
-    """Write a validation sample as a file that predict takes, and print the command for it."""
-    from .contract import one_line_errors
-    from .export import config_beside
-
-    path = Path(arguments.sample)
-    if os.path.lexists(path) or not path.parent.is_dir():
-        problem = "exists" if os.path.lexists(path) else "is in a folder that does not exist"
-        raise ConfigError(f"{path} {problem}; give the name of a new file.")
-    config = config_beside(weights, arguments.trust, Path(arguments.folder))
-    write = needed(config.recipe, "write_sample")
-    data_info, samples = validation_samples(config, 1)
-    with one_line_errors(config.recipe):
-        try:
-            print(f"{path}: {write(data_info, samples, path)}")
-        except OSError as error:
-            raise ConfigError(f"{path} was not written: {error}.") from error
-    trust = [word for name in arguments.trust for word in ("--trust", name)]
-    words = ["python", "-m", __package__, "predict", *trust, arguments.folder, path]
-    print(shlex.join(map(str, words)))
 
 
 # ---- export --------------------------------------------------------------------------------------

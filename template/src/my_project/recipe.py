@@ -46,7 +46,6 @@ A recipe may also have:
     predict(model, data_info, argument) -> str    the answer that predict prints
     predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
                                                   also shown at each evaluation
-    write_sample(data_info, samples, path) -> str    writes an input for `predict` as a file
     example_inputs(data_info) -> tuple of tensors     batch first; for predict --onnx
     export(model, data_info, folder) -> None      writes an export other than model.safetensors;
                                                   the model is whole, also of a sharded one
@@ -58,8 +57,7 @@ A recipe may also have:
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what
 predict prints, a str or a table of rich; files that it writes into `folder`, such as pictures,
 are moved to the run. It is called at each evaluation, too, on every rank, for evaluation.samples
-samples, whose tensors are on the device of the model (records/samples.py). write_sample writes
-samples[0] and returns what is known of it (its class).
+samples, whose tensors are on the device of the model (records/samples.py).
 
 Of a sharded model, rank 0 builds another, whole one for `export`. A model too large for that needs
 `export_tensors`, which is called on every rank with the state of the model, whose values are
@@ -113,7 +111,6 @@ PARAMETERS = {  # of every method that the loop calls
     "per_sample": ("model",),
     "predict": ("model", "data_info", "argument"),
     "predict_samples": ("model", "data_info", "samples", "folder"),
-    "write_sample": ("data_info", "samples", "path"),
     "example_inputs": ("data_info",),
     "export": ("model", "data_info", "folder"),
     "export_tensors": ("model", "tensors"),

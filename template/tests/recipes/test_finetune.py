@@ -235,17 +235,17 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
 
     command = f"python -m my_project predict {config.folder}"
     shown, file = predict_as_typed(command), tmp_path / "text.txt"
-    known, following = predict_as_typed(f"{command} --sample {file}").splitlines()
-    assert following == f"{command} {file}"
+    file.write_text("an apple" if task == "classification" else "eat: ")
     if task == "classification":
         wrong = shown.count(" wrong ")
         assert f"{8 - wrong} of 8 validation samples right" in shown
         assert shown.count("│ an apple") == 1
-        assert (file.read_text(), known) == ("an apple", f"{file}: class fruit")
     else:
         assert shown.count("│ eat: ") + shown.count("│ use: ") == 3
-        assert (file.read_text(), known) == ("eat: ", f"{file}: a prompt, before 'an apple'")
-    assert predict_as_typed(following) == f"{recipe.predict(model, data_info, file.read_text())}\n"
+    assert (
+        predict_as_typed(f"{command} {file}")
+        == f"{recipe.predict(model, data_info, file.read_text())}\n"
+    )
 
 
 def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):

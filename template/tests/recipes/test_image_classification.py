@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -296,14 +297,12 @@ def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_pat
     assert capsys.readouterr().out == f"{answer}\n"
 
 
-def test_the_commands_of_the_card_show_answers_and_classify_a_sample(exported, tmp_path):
+def test_the_commands_of_the_card_show_answers_and_classify_a_picture(exported, tmp_path):
     from PIL import Image
 
     _, *predict = commands_of(PROJECT / "configs/image_classification.yaml")
-    sheet, sample, answer = (predict_as_typed(command) for command in predict)
-    assert sample == f"digit.png: class 4\n{predict[2]}\n"
-    picture = Image.open("digit.png")
-    assert picture.tobytes() == Image.open("picture.png").convert("RGB").tobytes()
+    shutil.copy("picture.png", "digit.png")
+    sheet, answer = (predict_as_typed(command) for command in predict)
     assert re.fullmatch(r"\d \(probability [01]\.\d{3}\)\n", answer)
     title, path = sheet.splitlines()
     assert path == "runs/image_classification/predictions.png"

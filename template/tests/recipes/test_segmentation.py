@@ -98,13 +98,12 @@ def test_it_resumes_exactly(tmp_path, whole):
 def test_a_mask_holds_the_classes_and_shows_their_colors(tmp_path, whole, monkeypatch):
     from PIL import Image
     from torchvision.io import ImageReadMode, decode_image
+    from torchvision.utils import save_image
 
     image, expected = SMALL.build_datasets({})[1]["validation"][0]
     monkeypatch.setattr(Segmentation, "_mask", lambda *_: expected)
     command = f"python -m my_project predict {whole.folder} {tmp_path}/scene.png"
-    written = predict_as_typed(command.replace(f"{tmp_path}", f"--sample {tmp_path}"))
-    assert written.startswith(f"{tmp_path}/scene.png: classes background, ")
-    assert written.splitlines()[1] == command
+    save_image(image, tmp_path / "scene.png")
     paths = [tmp_path / f"scene.{kind}.png" for kind in ("mask", "overlay")]
     for path in paths:
         path.symlink_to(tmp_path / "elsewhere")
