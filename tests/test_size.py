@@ -17,14 +17,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_140,
+    "lines of train.py and all that it imports": 7_112,
     "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 8_980,
+    "lines of the package without tools/": 8_857,
     "lines of tools/": 2_367,
     "lines of template/tests": 4_400,
     "lines of template/tests and tests": 14_420,
     "settings": 53,
-    "methods of a recipe": 18,
+    "methods of a recipe": 17,
     "lines of train.py": 182,
 }
 STEP_FILES = 27  # 31 at a9ab39b, counted in the same way
