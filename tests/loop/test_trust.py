@@ -96,6 +96,7 @@ DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
         settings_of(functions=["hostile.function"]),
         settings_of(function="my_project.run_folder.subprocess.run"),
         settings_of(anything=WRITE),
+        settings_of(anything={"class_path": "my_project.process.CopiedStream"}),
         settings_of(group={"anything": WRITE}),
         settings_of(groups=[{"anything": EVIL}]),
         settings_of(named={"x": {"anything": EVIL}}),
@@ -205,6 +206,9 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
         path = write(export, settings_of() | {"recipe": {"class_path": name}})
         with pytest.raises(ConfigError, match=r"is in .*given/theirs: code beside weights"):
             trust.read_config(path, [name])
+        path = write(export, settings_of(anything={"class_path": name}))
+        with pytest.raises(ConfigError, match=r"is in .*given/theirs: code beside weights"):
+            trust.read_config(path, [*MINE, name])
     assert not marker.exists()
 
     path_before = [*sys.path]

@@ -172,15 +172,12 @@ def _is_dotted(name: str) -> bool:
 
 
 def _is_own_dataclass(name: str) -> bool:
-    """Return whether the package defines a dataclass; what a module imports is another's."""
-    if not name.startswith(f"{PACKAGE}."):
-        return False
+    """Return whether a path in the package names a dataclass."""
     try:
-        found = pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(name) if name.startswith(f"{PACKAGE}.") else None
     except (ImportError, AttributeError, ValueError):
         return False
-    is_class = isinstance(found, type) and is_dataclass(found)
-    return is_class and found.__module__.partition(".")[0] == PACKAGE
+    return isinstance(found, type) and is_dataclass(found)
 
 
 def _projects() -> Iterator[Path]:
