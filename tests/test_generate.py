@@ -316,15 +316,6 @@ def test_a_package_name_may_contain_the_templates(template: Path, desk: Desk, pa
         assert generated[renamed][0] == content.replace(b"my_project", package.encode()), file
 
 
-def test_words_are_replaced_whole_and_once():
-    words = {"my_project": "my_project_2", "my-project": "The Author", "The Author": "my-project"}
-    for text in ("{}.train", "src/{}/train.py", "'{}'", "{}-seed=1"):
-        assert POST_GEN.replace(text.format("my_project"), words) == text.format("my_project_2")
-    for other in ("my_project2", "my_projects", "not_my_project", "my-project-x", "x-my-project"):
-        assert POST_GEN.replace(other, words) == other
-    assert POST_GEN.replace("my-project: The Author.", words) == "The Author: my-project."
-
-
 def test_free_text_gets_into_no_code():
     names = {"my-project": "leaf-scanner", "my_project": "leafscan"}
     answers = {**DEFAULTS, **RENAMED}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
-from my_project.records import anatomy, metrics, record_file, throughput
+from my_project.records import anatomy, metrics, record_file
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
 from ragged import Ragged
@@ -249,16 +249,3 @@ def test_mfu_is_recorded_for_any_recipe(tmp_path):
     (record,) = records(config)
     mfu = record["samples_per_second"] * by_hand / (1e6 * 2)
     assert record["mfu"] == pytest.approx(mfu, rel=2e-3)
-
-
-def test_the_peak_is_known_by_the_name_of_the_device(monkeypatch):
-    cuda = torch.device("cuda", 0)
-
-    def peak(name: str, precision: str, tf32: bool = True) -> float | None:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return throughput.peak_tflops(cuda, precision, tf32=tf32)
-
-    assert peak("NVIDIA H100 80GB HBM3", "bf16") == 989
-    assert peak("NVIDIA A100-SXM4-40GB", "no", tf32=False) == 19.5
-    for name in ("Some Other GPU", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
-        assert peak(name, "bf16") is None, name

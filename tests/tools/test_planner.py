@@ -2,13 +2,11 @@
 
 import json
 import math
-import re
-import shlex
 from argparse import Namespace
 from typing import Any
 
 import pytest
-from documents import PROJECT, blocks, text_of
+from documents import PROJECT
 from my_project.tools import planner
 from my_project.tools.simulate import Collective, Simulation, Simulator
 from test_simulate import OLD_TORCH, arguments
@@ -160,18 +158,3 @@ def test_the_command_predicts_each_config_from_its_simulated_step(tmp_path, caps
     (tmp_path / "preflight.json").write_text(json.dumps(measured))
     slow = plan(capsys, [*words, "--measured", str(tmp_path / "preflight.json")])
     assert slow[2]["seconds"] > 10 * rows[2]["seconds"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (PROJECT / "configs/causal_lm.yaml").exists(), reason="another recipe")
-@pytest.mark.parametrize("mode", ["planner --config", "planner --simulate"])
-def test_the_examples_of_the_readme_print_what_stands_there(monkeypatch, capsys, mode):
-    (example,) = (text for text in blocks(text_of("README.md"), "text") if mode in text)
-    found = re.fullmatch(r"\$ (.*?[^\\])\n(.*)", example, re.DOTALL)
-    assert found
-    monkeypatch.chdir(PROJECT)
-    words = shlex.split(found[1].replace("\\\n", ""))
-    assert words[:4] == ["python", "-m", "my_project", "planner"]
-    planner.main(*planner.parser().parse_known_args(words[4:]))
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines == found[2].splitlines()

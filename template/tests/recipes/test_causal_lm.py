@@ -3,20 +3,18 @@
 import dataclasses
 import json
 import math
-import shutil
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from documents import PROJECT, predict_as_typed, train_on_own_data
 from runs import change, make_config, records, train, weights
 from torch.nn import functional as F
 from world import run_world
 
-from my_project import export, sharding
+from my_project import export
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError
 from my_project.loading.streams import LaneReader
@@ -96,16 +94,6 @@ def test_a_table_on_disk_is_packed_again_when_it_changes(tmp_path):
         dataclasses.replace(recipe, text_column="body").prepare_data()
 
 
-def test_a_copy_of_the_text_has_the_same_sequences(tmp_path):
-    recipe = recipe_of(tmp_path)
-    here, _ = recipe.build_datasets(recipe.prepare_data())
-    disk = shutil.copytree(tmp_path / "texts", tmp_path / "disk")  # with the times, as rsync -a
-    recipe = dataclasses.replace(recipe, data_path=str(disk))
-    there, _ = recipe.build_datasets(recipe.prepare_data())
-    assert torch.equal(here[1], there[1])
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_the_model_is_causal_and_its_first_loss_is_that_of_chance(tmp_path, activation):
     torch.manual_seed(0)
@@ -137,11 +125,6 @@ def test_rotary_embeddings_depend_on_distance_only():
 
     assert score(3, 1) == pytest.approx(score(29, 27), abs=1e-5)
     assert score(3, 1) != pytest.approx(score(3, 2), abs=1e-5)
-
-
-def test_the_blocks_that_are_recomputed_and_sharded_are_those_of_the_model(tmp_path):
-    model = recipe_of(tmp_path).build_model({"vocab_size": 257})
-    assert sharding.blocks(Accelerator(cpu=True), model) == [*model.blocks]
 
 
 @pytest.mark.slow
@@ -390,12 +373,6 @@ def test_a_streamed_run_on_two_processes_and_a_resumed_one_learn_the_same(tmp_pa
     assert run_world(2, train, two) == [0, 0]
     losses = [r["loss"] for r in records(two)]
     assert [r["loss"] for r in records(one)] == pytest.approx(losses, rel=1e-5)
-
-
-def test_a_validation_fraction_that_holds_out_too_little_is_named(tmp_path, caplog):
-    info = recipe_of(tmp_path, validation_fraction=1e-6).prepare_data()
-    assert info["validation"]["sequences"] == 0
-    assert "validation_fraction 1e-06 holds out 0 of 12 documents" in caplog.text
 
 
 @pytest.mark.parametrize(

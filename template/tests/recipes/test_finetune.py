@@ -460,27 +460,6 @@ def test_files_are_held_out_by_their_names(tmp_path, folder, name):
     }
 
 
-def test_test_files_are_used_for_validation_if_there_are_no_validation_files(tmp_path, folder):
-    write_data(tmp_path / "train.jsonl", copies=3)
-    recipe = recipe_of(folder, data_path=str(tmp_path))
-    for name, copies in {"test": 2, "validation": 1}.items():
-        write_data(tmp_path / f"{name}.jsonl", copies=copies)
-        train_set, sets = recipe.build_datasets(recipe.prepare_data())
-        assert (len(train_set), len(sets["validation"])) == (24, 8 * copies)
-
-
-@pytest.mark.slow
-def test_a_test_set_without_labels_is_ignored(tmp_path, folder):
-    write_data(tmp_path / "train.jsonl")
-    (tmp_path / "test.jsonl").write_text('{"id": 1, "text": "a saw"}\n')
-    recipe = recipe_of(folder, data_path=str(tmp_path))
-    train_set, sets = recipe.build_datasets(recipe.prepare_data())
-    assert len(train_set) + len(sets["validation"]) == 48
-    (tmp_path / "train.jsonl").write_text("no json")
-    with pytest.raises(ValueError, match="data files cannot be read"):
-        recipe.prepare_data()
-
-
 def test_rows_without_a_text_or_a_label_are_skipped(tmp_path, folder):
     write_data(tmp_path / "train.jsonl", copies=1)
     with (tmp_path / "train.jsonl").open("a") as file:
