@@ -217,10 +217,6 @@ class ImageClassification:
         contact_sheet(title, tiles).save(folder / "predictions.png")
         return title
 
-    def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return two images as example inputs for tracing."""
-        return (torch.zeros(2, 3, data_info["image_size"], data_info["image_size"]),)
-
 
 def _logits(output: Any) -> Tensor:
     """Return the main logits; GoogLeNet and Inception also return auxiliary ones."""

@@ -207,10 +207,6 @@ class Segmentation:
         sheet.save(folder / "predictions.png")
         return title
 
-    def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return two images as example inputs for tracing."""
-        return (torch.zeros(2, 3, 64, 64),)
-
 
 def _logits(output: Any) -> Tensor:
     """Return the main logits; torchvision's models return a dict of outputs."""

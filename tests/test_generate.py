@@ -373,7 +373,7 @@ def test_every_way_to_install_brings_what_the_chosen_recipes_need(
         assert set(installed) == {f'-e ".[{extras},dev]"'}
     assert f'--editable ".[{extras}]" ' in (project / "Dockerfile").read_text()
     pyproject = tomllib.loads((project / "pyproject.toml").read_text())["project"]
-    assert set(pyproject["optional-dependencies"]) == {*chosen, "onnx", "dev"}
+    assert set(pyproject["optional-dependencies"]) == {*chosen, "dev"}
 
 
 def test_the_readmes_first_commands_are_those_at_the_end(template: Path, desk: Desk):

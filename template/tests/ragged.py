@@ -89,9 +89,6 @@ class Ragged:
         )
         return f"{model(x).item():.6f}"
 
-    def example_inputs(self, data_info: dict[str, Any]) -> tuple[Tensor, ...]:
-        return (torch.zeros(2, 9, data_info["features"], dtype=getattr(torch, self.dtype)),)
-
 
 class Block(nn.Module):
     """A block for FSDP to gather, with a buffer that checkpoints hold and one that they lack."""

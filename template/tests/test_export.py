@@ -280,20 +280,6 @@ def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, cap
     assert "warning: the data is not that of the training" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_onnx_gives_the_same_answer(export):
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    done = run_predict(str(export), "--onnx")
-    assert done.returncode == 0, done.stderr
-    x = torch.randn(5, 9, 6)  # another batch size than that of the trace
-    model = Ragged().build_model({"features": 6}).eval()
-    model.load_state_dict(weights(export))
-    session = runtime.InferenceSession(export / "model.onnx")
-    (answer,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.tensor(answer), model(x).detach(), rtol=1e-4, atol=1e-5)
-
-
 def test_the_average_of_the_weights_is_what_is_exported(tmp_path):
     base = make_config(tmp_path, steps=3)
     averaged = change(base, run_name="averaged", optim__ema_decay=0.5)

@@ -212,7 +212,7 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
     assert not marker.exists()
 
     path_before = [*sys.path]
-    search_path.leave_out_weights([str(export), "--onnx"])
+    search_path.leave_out_weights([str(export), "input"])
     assert set(path_before) - set(sys.path) == {""}
     path = write(export, settings_of(function="hostile.function"))
     with pytest.raises(ConfigError, match=r"If you trust it, add --trust hostile\.function"):

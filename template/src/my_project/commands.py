@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +103,9 @@ def predict(words: list[str]) -> None:
 
     python -m my_project predict runs/image_classification
     python -m my_project predict runs/image_classification digit.png
-    python -m my_project predict runs/image_classification --onnx
 
     The first command answers for 16 validation samples, the second predicts from a file (some
-    recipes: from a text) and reads no validation data. Both need no accelerate. The last one writes
-    model.onnx beside the weights.
+    recipes: from a text) and reads no validation data. Both need no accelerate.
     A run folder means its best/, or its export/ if there is no best/.
     """
     cli.run(print_prediction, parse_predict(words))
@@ -118,17 +115,15 @@ def parse_predict(words: list[str]) -> argparse.Namespace:
     """Parse the words of the command line."""
     parser = cli.make_parser(predict.__doc__, "predict")
     parser.add_argument("folder", help="a run folder, or runs/<name>/best or runs/<name>/export")
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument(
+    parser.add_argument(
         "argument", nargs="?", help="the input, such as an image file; default: validation samples"
     )
-    choice.add_argument("--onnx", action="store_true", help="write model.onnx beside the weights")
     _add_trust(parser)
     return parser.parse_args(words)
 
 
 def print_prediction(arguments: argparse.Namespace) -> None:
-    """Print the recipe's prediction, or write the ONNX file."""
+    """Print the recipe's prediction."""
     import torch
 
     from .contract import one_line_errors
@@ -138,37 +133,13 @@ def print_prediction(arguments: argparse.Namespace) -> None:
     weights = weights_of(given)
     if weights != given:
         print(f"weights: {weights}", file=sys.stderr)  # standard output is for the answer alone
-    if arguments.argument is None and not arguments.onnx:
+    if arguments.argument is None:
         show_samples(arguments, weights)
         return
     config, data_info, model = load(weights, arguments.trust, given)
-    if arguments.onnx:
-        write_onnx(weights / "model.onnx", config, data_info, model)
-        print(weights / "model.onnx")
-        return
     predict = needed(config.recipe, "predict")
     with torch.no_grad(), one_line_errors(config.recipe):
         print(predict(model, data_info, arguments.argument))
-
-
-def write_onnx(path: Path, config: Config, data_info: dict[str, Any], model: Any) -> None:
-    """Write the model's forward as ONNX, for any batch size."""
-    import torch
-
-    example_of = optional(config.recipe, "example_inputs")
-    if example_of is None:
-        raise ConfigError("the recipe has no example_inputs(data_info), which --onnx needs.")
-    if find_spec("onnxscript") is None:
-        raise ConfigError("--onnx needs onnxscript: pip install -e '.[onnx]'.")
-    inputs = example_of(data_info)
-    batch = torch.export.Dim("batch", min=1)
-    shapes = tuple({0: batch} for _ in inputs)
-    with tempfile.TemporaryDirectory(prefix=".onnx-", dir=path.parent) as folder:
-        written = os.path.join(folder, path.name)  # `path` may be a symlink of an untrusted export
-        torch.onnx.export(
-            model, inputs, written, dynamo=True, dynamic_shapes=shapes, external_data=False
-        )
-        os.replace(written, path)
 
 
 def weights_of(folder: Path) -> Path:

@@ -46,7 +46,6 @@ A recipe may also have:
     predict(model, data_info, argument) -> str    the answer that predict prints
     predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
                                                   also shown at each evaluation
-    example_inputs(data_info) -> tuple of tensors     batch first; for predict --onnx
     export(model, data_info, folder) -> None      writes an export other than model.safetensors;
                                                   the model is whole, also of a sharded one
     export_tensors(model, tensors) -> (stem, {name: tensor})    what the loop writes of a sharded
@@ -111,7 +110,6 @@ PARAMETERS = {  # of every method that the loop calls
     "per_sample": ("model",),
     "predict": ("model", "data_info", "argument"),
     "predict_samples": ("model", "data_info", "samples", "folder"),
-    "example_inputs": ("data_info",),
     "export": ("model", "data_info", "folder"),
     "export_tensors": ("model", "tensors"),
     "export_files": ("model", "data_info", "folder"),
