@@ -378,11 +378,6 @@ class CausalLM:
         text = PREPARED[self]["validation"]
         metrics["bits_per_byte"].update(losses * text["tokens"] / text["bytes"] / math.log(2))
 
-    def sample(self, model: nn.Module) -> str:
-        """Generate a short text, shown at each evaluation."""
-        data_info = PREPARED[self]
-        return self._generate_text(model, data_info, [data_info["eos_token_id"]], 60)
-
     def predict(self, model: nn.Module, data_info: dict[str, Any], argument: str) -> str:
         """Generate a continuation of the argument, a text or the path of a file with it."""
         tokens = encoder(data_info)(text_of(argument)) or [data_info["eos_token_id"]]

@@ -6,7 +6,6 @@ when it is used, so that --help and a wrong path answer at once.
 
 import argparse
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -19,7 +18,6 @@ from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .safety.search_path import run_folder
 
-logger = logging.getLogger(__name__)
 NUM_SAMPLES = 16
 
 
@@ -55,7 +53,7 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
     from . import contract, devices, evaluate, export, sharding
     from .checkpoint import resuming
     from .checkpoint.verification import on_main_with_hashes
-    from .files import finite, printable
+    from .files import finite
     from .records.display import print_table
     from .records.outcome import format_metric
 
@@ -81,11 +79,7 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
             plugin.backend = DynamoBackend.NO  # evaluation is not compiled
         model = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
         results = evaluate.evaluate(accelerator, config, model, datasets)
-        with evaluate.evaluation_mode(accelerator, model):
-            text = evaluate.sample(config, model)
         if accelerator.is_main_process:
-            if text:
-                logger.info("sample: %s", "\n".join(map(printable, text.splitlines())))
             if arguments.json:
                 found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
                 print(found, file=output)

@@ -72,15 +72,6 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
         model.train()
 
 
-def sample(config: Config, model: Any) -> str:
-    """Return the recipe's sample, such as a generated text; empty where it has no such method.
-
-    In evaluation mode, and on every rank: each holds only a part of a sharded model.
-    """
-    sample_of = optional(config.recipe, "sample")
-    return str(model(sample_of)) if sample_of else ""
-
-
 def sanity_check(
     accelerator: Accelerator, config: Config, model: Any, datasets: dict[str, Any]
 ) -> None:
@@ -99,8 +90,6 @@ def sanity_check(
         ):
             warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
             evaluate(accelerator, config, model, datasets, is_sanity_check=True)
-            with evaluation_mode(accelerator, model):
-                sample(config, model)
     except Exception as error:
         error.add_note(
             "This was the evaluation of one micro-batch before the first step;"

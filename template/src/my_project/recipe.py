@@ -40,7 +40,6 @@ A recipe may also have:
     parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
     build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
-    sample(model) -> str                          shown at each evaluation
     per_sample(model) -> {"tokens": n, "flops": m}    of one sample, forward and backward; for
                                                   throughput and MFU
     predict(model, data_info, argument) -> str    the answer that predict prints
@@ -106,7 +105,6 @@ PARAMETERS = {  # of every method that the loop calls
     "parameter_groups": ("model",),
     "build_metrics": (),
     "update_metrics": ("model", "batch", "metrics"),
-    "sample": ("model",),
     "per_sample": ("model",),
     "predict": ("model", "data_info", "argument"),
     "predict_samples": ("model", "data_info", "samples", "folder"),

@@ -1,6 +1,6 @@
-"""Answers of the recipe at each evaluation: `sample`, and `predict_samples` for a few samples.
+"""Answers of the recipe at each evaluation: `predict_samples` for a few validation samples.
 
-<run folder>/samples/step_00000110/ holds the texts and what the recipe has written, such as
+<run folder>/samples/step_00000110/ holds answers.txt and what the recipe has written, such as
 pictures. What fails here is a warning, unless the model is sharded: then the other ranks would wait
 in a gather for the one that failed. The random state is as before.
 """
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Subset
 
 from ..config import Config
-from ..evaluate import evaluation_mode, sample
+from ..evaluate import evaluation_mode
 from ..loading.loader import Fetch, identity, make_loader, start_iterating
 from ..loading.seeding import fork_rng, seed_forward
 from ..recipe import optional
@@ -73,18 +73,18 @@ def show(
     config, device = run.config, accelerator.device
     predict_samples = optional(config.recipe, "predict_samples")
     wanted = config.evaluation.samples if predict_samples and validation_sets else 0
-    if not (wanted or optional(config.recipe, "sample")):
+    if not wanted:
         return {}
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if not (is_sharded or accelerator.is_main_process):
-        wanted = 0  # rank 0 has the whole model; what follows is a collective of all ranks
     gpus = [device] if device.type == "cuda" else []
-    texts: dict[str, str] = {}
+    answer: str | None = None
     files: list[Path] = []
     with ExitStack() as stack:
         stack.enter_context(fork_rng())
         stack.enter_context(torch.random.fork_rng(devices=gpus))
-        stack.enter_context(evaluation_mode(accelerator, model))
+        stack.enter_context(evaluation_mode(accelerator, model))  # a collective of all ranks
+        if not (is_sharded or accelerator.is_main_process):  # rank 0 has the whole model
+            return {}
 
         def prepare() -> tuple[Any, Path]:
             folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -94,9 +94,8 @@ def show(
         seed_forward(config.seed, 0, 0, device)  # what is drawn at random stays the same
         # of a sharded model an error on one rank must end the run: the others wait in a gather
         attempt_model = attempt if not is_sharded else lambda run, what, function: function()
-        texts["sample.txt"] = attempt_model(run, "sample", lambda: sample(config, model)) or ""
         is_ready = on_every_rank(accelerator, bool(prepared)) if is_sharded else bool(prepared)
-        if wanted and is_ready:
+        if is_ready:
             data, folder = prepared
             answer = attempt_model(
                 run,
@@ -104,10 +103,9 @@ def show(
                 lambda: text_of(model(predict_samples, data_info, data, folder)),
             )
             if answer is not None:
-                texts["answers.txt"] = answer
                 files = sorted(path for path in folder.iterdir() if path.is_file())
         if accelerator.is_main_process:
-            return attempt(run, "writing", lambda: keep(run, texts, files)) or {}
+            return attempt(run, "writing", lambda: keep(run, answer or "", files)) or {}
     return {}
 
 
@@ -133,8 +131,6 @@ def on_every_rank(accelerator: Accelerator, is_true: bool) -> bool:
 
 def choose(config: Config, validation_sets: dict[str, Any], wanted: int, device: Any) -> Any:
     """Read evenly spaced samples of the first validation set."""
-    if not wanted:
-        return None
     data = next(iter(validation_sets.values()))
     count = min(wanted, len(data))
     indices = [i * len(data) // count for i in range(count)]
@@ -166,25 +162,23 @@ def text_of(answer: Any) -> str:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-def keep(run: Run, texts: dict[str, str], files: list[Path]) -> dict[str, Any]:
-    """Write texts and copy files into the run folder, and remove older ones."""
-    texts = {name: text for name, text in texts.items() if text}
-    if not texts and not files:
+def keep(run: Run, answer: str, files: list[Path]) -> dict[str, Any]:
+    """Write the answer and copy files into the run folder, and remove older ones."""
+    if not answer and not files:
         return {}
     parent = run.folder / "samples"
     folder = parent / f"step_{run.step:08d}"
     partial = parent / f".{folder.name}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for name, text in texts.items():
-        (partial / name).write_text(text, encoding="utf-8")
+    (partial / "answers.txt").write_text(answer, encoding="utf-8")
     for path in files:
         shutil.copyfile(path, partial / path.name)
     remove_old(parent, run.step)
     os.replace(partial, folder)
     shown: dict[str, Any] = {}
-    if texts:
-        shown["sample"] = "\n\n".join(texts.values())[:MAX_CHARACTERS]
+    if answer:
+        shown["sample"] = answer[:MAX_CHARACTERS]
     pictures = [path.name for path in files if path.suffix.lower() in IMAGES]
     if pictures:
         shown["pictures"] = [f"samples/{folder.name}/{name}" for name in pictures]
