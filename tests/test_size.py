@@ -17,14 +17,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_112,
+    "lines of train.py and all that it imports": 7_099,
     "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 8_857,
+    "lines of the package without tools/": 8_812,
     "lines of tools/": 2_367,
-    "lines of template/tests": 4_400,
-    "lines of template/tests and tests": 14_420,
+    "lines of template/tests": 4_250,
+    "lines of template/tests and tests": 14_230,
     "settings": 53,
-    "methods of a recipe": 17,
+    "methods of a recipe": 15,
     "lines of train.py": 182,
 }
 STEP_FILES = 27  # 31 at a9ab39b, counted in the same way

@@ -32,6 +32,7 @@ class Terminal:
         self.pid, self.master = pty.fork()
         if self.pid == 0:  # the child: its controlling terminal is the new one
             fcntl.ioctl(0, termios.TIOCSWINSZ, size)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
             os.chdir(folder)
             variables = os.environ | {"TERM": "xterm-256color"} | (environment or {})
             for name in ("COLUMNS", "LINES"):
