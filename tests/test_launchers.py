@@ -380,7 +380,7 @@ def test_preflight_passes_on_two_hosts_and_then_the_run_starts(hosts):
         check(hosts, host, "--preflight", module="train")
     assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
     shown = hosts.output(0)
-    for word in ("host0", "host1", "0 to 1", "2 to 3", "MB/s"):
+    for word in ("host0", "host1", "0 to 1", "2 to 3", "GB/s"):
         assert word in shown.split("preflight passed")[0]
     assert "all-reduce of 16 MB over all nodes" in shown
     assert "1 pair(s) of nodes" in shown

@@ -46,14 +46,13 @@ from ..run_folder import installed, not_shared
 from .reader import prefixed, print_table
 
 MB = 1_000_000
-# The time limit of a check, which shared storage that takes WRITTEN_BYTES of each node at 64 MB/s,
-# and nodes that send 256 MB to each other node twice at 100 MB/s, do not reach.
+# The time limit of a check, which is not reached by nodes that send 256 MB to each other node twice
+# at 100 MB/s.
 SECONDS = 60.0
 SECONDS_PER_NODE = 5.0
 MAX_CLOCK_SKEW_SECONDS = 5.0
 SLOW_LINK = 0.5  # of the median; a slower pair of nodes is reported
 SLOW_GPU = 0.8  # of the median; GPUs of one kind differ by some percent
-WRITTEN_BYTES = 64 * MB
 
 
 def nodes() -> list[range]:
@@ -127,21 +126,15 @@ def code_digest(config: Config) -> str:
 
 
 def compute(device: torch.device) -> dict[str, float]:
-    """Measure a product of matrices in bf16 and a copy, and count the values that are wrong."""
+    """Measure a product of matrices in bf16, and count the values that are wrong."""
     size = 8192 if device.type == "cuda" else 512
     rows, columns = (torch.arange(size, device=device) % k for k in (7, 5))
     left = rows[:, None].expand(size, size).to(torch.bfloat16).contiguous()
     right = columns[None].expand(size, size).to(torch.bfloat16).contiguous()
     expected = size * (rows[:, None] * columns[None]).to(torch.bfloat16)  # exact: few bits are set
     product = torch.empty_like(left)
-    product_seconds = seconds_per_call(device, lambda: torch.matmul(left, right, out=product))
-    wrong = int((product != expected).sum())
-    copy_seconds = seconds_per_call(device, lambda: product.copy_(expected))
-    return {
-        "flops": 2 * size**3 / product_seconds,
-        "copied_bytes": 2 * product.nbytes / copy_seconds,
-        "wrong_values": wrong,
-    }
+    seconds = seconds_per_call(device, lambda: torch.matmul(left, right, out=product))
+    return {"flops": 2 * size**3 / seconds, "wrong_values": int((product != expected).sum())}
 
 
 def seconds_per_call(device: torch.device, call: Callable[[], Any], repeats: int = 5) -> float:
@@ -156,10 +149,9 @@ def seconds_per_call(device: torch.device, call: Callable[[], Any], repeats: int
     return (time.perf_counter() - started) / repeats
 
 
-def check_folder(accelerator: Accelerator, config: Config) -> dict[str, Any]:
-    """Check that this node sees the file that rank 0 writes, and measure its write speed."""
-    folder = Path(config.runs_folder)
-    host = socket.gethostname()
+def folder_problem(accelerator: Accelerator, config: Config) -> str:
+    """Return what is wrong if this node does not see the file that rank 0 writes; "" if it does."""
+    folder, host = Path(config.runs_folder), socket.gethostname()
 
     def write_on_main() -> tuple[str, str]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -174,28 +166,11 @@ def check_folder(accelerator: Accelerator, config: Config) -> dict[str, Any]:
             os.listdir(folder.parent)
         return (folder / name).exists()
 
-    found: dict[str, Any] = {"folder_problem": "", "written": 0.0}
-    if not wait_until(is_visible, 20):
-        found["folder_problem"] = not_shared(folder, host, main_host)
-    elif accelerator.is_local_main_process:
-        found["written"] = write_speed(folder / f"{name}-{world()[1]}")
+    problem = "" if wait_until(is_visible, 20) else not_shared(folder, host, main_host)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         (folder / name).unlink()
-    return found
-
-
-def write_speed(path: Path) -> float:
-    """Write and flush a file; return its speed in bytes per second."""
-    block = os.urandom(WRITTEN_BYTES)
-    started = time.perf_counter()
-    with path.open("wb") as file:
-        file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - started
-    path.unlink()
-    return WRITTEN_BYTES / seconds
+    return problem
 
 
 # ---- the network ---------------------------------------------------------------------------------
@@ -331,7 +306,7 @@ def check(accelerator: Accelerator, config: Config) -> int:
         own["agree"] = must_agree(config, device)
         own |= compute(device)
     with checking("the run folder"):
-        own |= check_folder(accelerator, config)
+        own["folder_problem"] = folder_problem(accelerator, config)
     with checking("all-reduce"):
         if len(nodes()[0]) > 1:
             own["in_node"], wrong = all_reduce(device, size, [[*ranks] for ranks in nodes()])
@@ -356,15 +331,15 @@ def report(by_rank: list[dict[str, Any]], size: int, config: Config) -> int:
     speeds = link_speeds([one["seconds"] for one in firsts], size)
     links = {f"{hosts[a]} and {hosts[b]}": speed for (a, b), speed in speeds.items()}
     problems += slow(links, SLOW_LINK)
-    table = [["node", "ranks", "GPU", "clock", "writes", "product", "copy", "verdict"]]
+    table = [["node", "ranks", "GPU", "clock", "product", "verdict"]]
     for one, ranks in zip(firsts, nodes(), strict=True):
-        flops, copied = (min(by_rank[r][name] for r in ranks) for name in ("flops", "copied_bytes"))
+        flops = min(by_rank[rank]["flops"] for rank in ranks)
         row = [one["host"], f"{ranks[0]} to {ranks[-1]}", one["agree"].get("gpu", "none")]
-        row += [f"{one['clock'] - firsts[0]['clock']:+.2f} s", f"{one['written'] / MB:.0f} MB/s"]
-        row += [f"{flops / 1e12:.3g} TFLOP/s", f"{copied / 1e9:.3g} GB/s"]
-        row += ["failed" if any(one["host"] in problem for problem in problems) else "passed"]
+        row += [f"{one['clock'] - firsts[0]['clock']:+.2f} s"]
+        failed = any(one["host"] in problem for problem in problems)
+        row += [f"{flops / 1e12:.3g} TFLOP/s", "failed" if failed else "passed"]
         table.append(row)
-    print_table("Nodes; products in bf16 and copies of the slowest process of each", table)
+    print_table("Nodes; products in bf16 of the slowest process of each", table)
     found = {key: min(one[key] for one in by_rank) for key in ("in_node", "over_nodes")}
     for name, key in {"in each node": "in_node", "over all nodes": "over_nodes"}.items():
         if found[key]:

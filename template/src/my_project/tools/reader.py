@@ -89,12 +89,11 @@ def read_folder(folder: Path) -> Run:
     run.about = read_json(folder / "run.json")
     with suppress(ConfigError):
         run.settings = flat(read_yaml(folder / "config.yaml"))
-    if not run.settings:
-        run.problems.append("config.yaml is missing or damaged, so its settings are not known.")
-    if not status:
-        run.problems.append("status.json is missing or damaged, so the outcome is not known.")
-    if not run.about:
-        run.problems.append("run.json is missing or damaged, so its provenance is not known.")
+    contents = {"config.yaml": run.settings, "status.json": status, "run.json": run.about}
+    damaged = [name for name, content in contents.items() if not content]
+    run.problems += [
+        f"{name} is missing or damaged, so what it says is not known." for name in damaged
+    ]
     if problem := format_problem(folder):
         run.problems.append(problem)
     return run

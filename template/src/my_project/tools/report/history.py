@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...failures import first_failure
-from ...files import kind_of, read_json
+from ...files import kind_of
 from ..reader import Run, read_run
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluation", "saving")
@@ -74,19 +73,6 @@ def number(value: Any) -> float:
 def text(value: Any) -> str:
     """Return the beginning of a string; "" for anything else."""
     return value[:MOST_CHARACTERS] if isinstance(value, str) else ""
-
-
-def first_failure_of(run: Run) -> dict[str, Any]:
-    """Return the first failure of the newest start; {} if there is no error file."""
-    kinds = {"rank": int, "time": (int, float), "frames": list}
-    kinds |= dict.fromkeys(("host", "reason", "cause", "launch"), str)
-    failures = [
-        failure
-        for path in (run.folder / "errors").glob("*_rank_*.json")
-        if (failure := read_json(path)).get("launch") == run.about.get("launch")
-        and all(isinstance(failure.get(name), kind) for name, kind in kinds.items())
-    ]
-    return first_failure(sorted(failures, key=lambda failure: failure["time"]))
 
 
 def read_history(folder: Path) -> History:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ...failures import own_frame
+from ...failures import first_failure, own_frame
 from ...files import format_seconds
 from ..reader import NOT_COMPARED, PACKAGE, format_number
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis
-from .history import PHASES, History, first_failure_of, number, text
+from .history import PHASES, History, number, text
 from .page import Html, escape, table
 
 MOST_METRICS = 12  # charts of results
@@ -110,8 +110,8 @@ def remarks(run: History) -> str:
     lines = [REMARKS.get(state, ""), reason * (state == "preempted"), *run.run.problems]
     if state != "failed":
         return paragraphs(*lines)
-    place, failure = "", first_failure_of(run.run)
-    if failure:
+    place, launch = "", text(run.run.about.get("launch"))
+    if failure := first_failure(run.run.failures.get(launch, [])):
         reason, step = failure["reason"], failure.get("step")
         place = f"Rank {failure['rank']} on {failure['host']}"
         place += f", at step {as_typed(step)}" * (step is not None)
