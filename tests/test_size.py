@@ -74,7 +74,7 @@ def counts() -> dict[str, int]:
         "lines of train.py and all that it imports": sum(map(code_lines, loop)),
         "files of train.py and all that it imports": len(loop),
         "lines of the package without tools/": sum(map(code_lines, {*modules} - {*tools})),
-        "lines of tools/": 2_333sum(map(code_lines, tools)),
+        "lines of tools/": sum(map(code_lines, tools)),
         "lines of template/tests": tests[0],
         "lines of template/tests and tests": sum(tests),
         "settings": settings(),
