@@ -281,10 +281,10 @@ def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_al
     monkeypatch.chdir(folder)
     for path in (PROJECT / "src", PROJECT / "tests"):
         monkeypatch.syspath_prepend(path)
-    from my_project.command_line import check
+    from my_project.command_line import parse
 
     # the recipe of the tests has no data_path
-    names = {check(line[line.index("my_project.train") + 1 : -2]).run_name for line in launched}
+    names = {parse(line[line.index("my_project.train") + 1 : -2]).run_name for line in launched}
     assert names == {"tiny-lr=0.001", "tiny-lr=0.003-seed=1", "tiny-seed=2"}
     ports = {(line[1], line[line.index("--main_process_port") + 1]) for line in launched}
     assert len({port for _, port in ports}) == len(ports) == 3

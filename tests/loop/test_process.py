@@ -123,13 +123,13 @@ CHILD = """
 import os, signal, sys
 from my_project import child as launch
 child = launch.Child(torchrun=True)
-child.run(["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"])
+child.run(lambda: os.execlp("grep", "grep", "-E", "SigBlk|SigIgn", "/proc/self/status"))
 exit_with_parent = launch._exit_with_parent
 def signal_and_exit_with_parent(parent):  # in the child, while signals are blocked
     os.kill(parent, signal.SIGTERM)
     exit_with_parent(parent)
 launch._exit_with_parent = signal_and_exit_with_parent
-print(child.run(["sleep", "600"]), bool(child.stop_signal_at), flush=True)
+print(child.run(lambda: os.execlp("sleep", "sleep", "600")), bool(child.stop_signal_at), flush=True)
 """
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from documents import PROJECT
-from my_project.command_line import check
+from my_project.command_line import parse
 from my_project.config import ConfigError, ProfileConfig, fixed_settings
 from my_project.records.profiling import Profiler
 from ragged import Ragged
@@ -26,16 +26,16 @@ BASE = ["--config", CONFIG]
 
 # ---- settings ------------------------------------------------------------------------------------
 def test_steps_and_ranks_are_read_as_they_are_typed():
-    profile = check([*BASE, "--profile.steps", "20:25", "--profile.ranks", "0,1"]).profile
+    profile = parse([*BASE, "--profile.steps", "20:25", "--profile.ranks", "0,1"]).profile
     assert (profile.window, profile.chosen_ranks) == ((20, 25), [0, 1])
     for steps, ranks in (("25:20", "0"), ("0:5", "0"), ("20:25", "-1"), ("20:25", "x")):
         with pytest.raises(ConfigError, match="such as"):
-            check([*BASE, f"--profile.steps={steps}", f"--profile.ranks={ranks}"])
-    assert check(BASE).profile.window is None
+            parse([*BASE, f"--profile.steps={steps}", f"--profile.ranks={ranks}"])
+    assert parse(BASE).profile.window is None
 
 
 def test_a_profile_changes_neither_the_name_of_a_run_nor_what_must_stay_the_same(tmp_path):
-    plain, typed = check(BASE), check([*BASE, "--profile.steps=20:25", "--profile.ranks=0,1"])
+    plain, typed = parse(BASE), parse([*BASE, "--profile.steps=20:25", "--profile.ranks=0,1"])
     assert typed.run_name == plain.run_name
     assert fixed_settings(typed) == fixed_settings(plain)
 

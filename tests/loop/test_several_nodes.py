@@ -4,6 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from documents import HAS_TOOLS, PROJECT
@@ -43,8 +44,8 @@ def test_a_preflight_that_fails_starts_no_training(tmp_path, monkeypatch):
         def __init__(self, *, torchrun: bool) -> None:
             self.torchrun, self.stop_signal_at = torchrun, None
 
-        def run(self, command: list[str], log: Path | None = None) -> int:
-            assert "my_project.tools.preflight" in command
+        def run(self, function: Any, log: Path | None = None) -> int:
+            assert function.args == ("my_project.tools.preflight",)
             return 1
 
     monkeypatch.chdir(tmp_path)

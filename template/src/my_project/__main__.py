@@ -30,9 +30,9 @@ COMMANDS = {  # and their modules; those of a folder that was deleted are left o
 def main() -> None:
     """Run the command given as the first argument, or list all commands."""
     from . import commands
+    from .command_line import did_you_mean
     from .config import ConfigError
     from .failures import exit_with_error
-    from .recipe_source import did_you_mean
 
     folder = Path(__file__).parent
     files = {name: folder / f"{at.replace('.', '/')}.py" for name, at in COMMANDS.items()}

@@ -6,13 +6,14 @@ This process outlives it, forwards signals to it, and leaves none of its descend
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -30,7 +31,7 @@ class Child:
 
     def __init__(self, *, torchrun: bool) -> None:
         self.torchrun = torchrun  # False: accelerate starts a single process without torchrun
-        self.process: subprocess.Popen | None = None
+        self.pid = 0  # while it runs
         self.stop_signal = ""  # the name of the first stop signal
         self.stop_signal_at: float | None = None  # time.monotonic()
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
@@ -46,7 +47,7 @@ class Child:
         self.stop_signal_at = self.stop_signal_at or now
         if is_first:
             self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
-        if self.process is None:
+        if not self.pid:
             raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
         if is_first:
             with suppress(OSError):  # a closed terminal; print may be what was interrupted
@@ -59,39 +60,38 @@ class Child:
 
     def _signal_targets(self) -> list[psutil.Process]:
         """Return the processes to signal: torchrun, which forwards signals, or the training one."""
-        assert self.process
         try:
-            accelerate = psutil.Process(self.process.pid)
+            accelerate = psutil.Process(self.pid)
             return (not self.torchrun and accelerate.children()) or [accelerate]
         except psutil.NoSuchProcess:
             return []
 
-    def run(self, command: list[str], log: Path | None = None) -> int:
-        """Run a command; return its exit code when it and all its descendants have ended.
+    def run(self, function: Callable[[], object], log: Path | None = None) -> int:
+        """Call a function in a forked process, which has imported what this one has.
 
         Args:
-            command: the command and its arguments.
-            log: the file for what it writes to stderr; None for this process's.
+            function: accelerate's launcher; it computes nothing and opens no device.
+            log: the file for what is written to stderr; None for this process's.
+
+        Returns:
+            The exit code, once the process and all its descendants have ended.
         """
-        stderr = log.open("ab") if log else None
+        sys.stdout.flush()
+        sys.stderr.flush()
         # a signal is held back until there is a process to forward it to
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        parent = os.getpid()
         try:
-            self.process = subprocess.Popen(
-                command,
-                preexec_fn=partial(_exit_with_parent, os.getpid()),  # noqa: PLW1509 - system calls
-                start_new_session=True,  # Ctrl-C in a terminal signals this process only
-                stderr=stderr,
-            )
+            self.pid = os.fork()
+            if not self.pid:
+                _call(function, log, parent)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
-            return self.process.wait()
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         finally:
             self.kill_all()
-            self.process = None
-            if stderr:
-                stderr.close()
+            self.pid = 0
 
     def kill_all(self) -> None:
         """Kill all descendants: a launcher that was killed leaves its processes training."""
@@ -101,7 +101,28 @@ class Child:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs([p for p in running if not self.process or p.pid != self.process.pid], 10)
+        psutil.wait_procs([one for one in running if one.pid != self.pid], 10)
+
+
+def _call(function: Callable[[], object], log: Path | None, parent: int) -> NoReturn:
+    """Call a function in a new child process, which ends with its parent."""
+    code = 1
+    try:
+        _exit_with_parent(parent)
+        os.setsid()  # Ctrl-C in a terminal signals the parent only
+        if log:
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
+        function()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(OSError):  # a closed terminal
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -109,7 +130,7 @@ def _exit_with_parent(parent: int) -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the mask outlives exec
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)  # the parent ended before the line above

@@ -1,7 +1,7 @@
 """Read `--config file.yaml --dotted.key value ...`, and name the run after it.
 
-`check` checks everything but the fields of the recipe, without importing it, and so without torch;
-`parse` then imports the recipe and checks its fields too. What is typed wins over the file.
+The names of settings are checked first; then the recipe is imported, and jsonargparse checks all
+values, those of the recipe's fields too. What is typed wins over the file.
 
 A run without a run_name is named <config stem> and -<key>=<value> for each setting that was typed
 and changes the training curve, so that a sweep has a folder for each value, while more steps or
@@ -16,12 +16,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from .config import REMOVED, Config, ConfigError, fixed_settings
@@ -35,7 +35,6 @@ from .failures import (
 from .files import check_yaml, flat, read_yaml
 from .process import LAUNCHER
 from .recipe import problems_of
-from .recipe_source import check_recipe_exists, did_you_mean, fields_of
 from .safety.redaction import secrets_problem
 
 NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
@@ -43,12 +42,10 @@ DURATIONS = ("steps", "epochs")
 FLAGS = ("-h", "--help", "--print_config", "--print_shtab")  # options without a value
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeSettings:
-    """A recipe that has not been imported."""
-
-    class_path: str = ""
-    init_args: dict[str, Any] = field(default_factory=dict)
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for a similar name; "" if there is none."""
+    similar = get_close_matches(given, list(known), n=1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 # ---- what was typed ------------------------------------------------------------------------------
@@ -75,15 +72,12 @@ class CommandLine:
         """Return the options by name; of a repeated one the last."""
         return dict(self.options)
 
-    def words(self, *, with_recipe: bool) -> list[str]:
+    @property
+    def words(self) -> list[str]:
         """Return the arguments for jsonargparse."""
         return [
             *(f"--config={file}" for file in self.files),
-            *(
-                f"--{name}={text}"
-                for name, text in self.options
-                if with_recipe or name.partition(".")[0] != "recipe"
-            ),
+            *(f"--{name}={text}" for name, text in self.options),
         ]
 
 
@@ -188,50 +182,58 @@ def one_duration(sources: list[dict[str, Any]]) -> list[str]:
     return unset
 
 
-# ---- the recipe, not imported --------------------------------------------------------------------
-def recipe_settings(sources: list[dict[str, Any]], typed: dict[str, str]) -> RecipeSettings:
-    """Return the recipe's class path and the values that files and options give its fields."""
-    given = [settings.get("recipe") for settings in sources]
-    if "recipe" in typed:
-        given.append(_value(typed["recipe"]))
-    class_path, init_args = "", dict[str, Any]()
-    for value in given:
-        if isinstance(value, str):
-            value = {"class_path": value}
-        if not isinstance(value, (dict, NoneType)):
-            raise ConfigError(f"recipe is {value!r}; give class_path and init_args.")
-        for key in (value or {}).keys() - {"class_path", "init_args"}:
-            hint = did_you_mean(key, ("class_path", "init_args"))
+# ---- the recipe ----------------------------------------------------------------------------------
+def class_path_of(sources: list[dict[str, Any]], typed: dict[str, str]) -> str:
+    """Return the recipe's class path that files and options give."""
+    class_path = ""
+    for recipe in [*(settings.get("recipe") for settings in sources), _load(typed.get("recipe"))]:
+        given = recipe.get("class_path") if isinstance(recipe, dict) else recipe
+        class_path = given if isinstance(given, str) else class_path
+    return typed.get("recipe.class_path", class_path)
+
+
+def import_recipe(class_path: str) -> Any:
+    """Import the recipe's class, here, since jsonargparse would hide what its module raises.
+
+    Raises:
+        ConfigError: there is no such class, or an import fails.
+    """
+    if not class_path:
+        raise ConfigError(
+            "no recipe is given: give a config file, --config configs/<name>.yaml, with recipe:"
+            " class_path: ..."
+        )
+    module, _, name = class_path.rpartition(".")
+    try:
+        there = importlib.import_module(module or class_path)
+    except ImportError as error:
+        if f"{module or class_path}.".startswith(f"{error.name}."):
+            own = sorted((Path(__file__).parent / "recipes").glob("[!_]*.py"))
+            names = [f"{__package__}.recipes.{path.stem}" for path in own]
+            hint = did_you_mean(module, names)
+            hint = hint or "; the class path of a recipe is <module>.<class>."
             raise ConfigError(
-                f"recipe has a key {key}{hint or '; it takes class_path and init_args.'}"
-            )
-        class_path = str((value or {}).get("class_path", class_path))
-        fields = (value or {}).get("init_args") or {}
-        if not isinstance(fields, dict):
-            raise ConfigError(f"recipe.init_args is {fields!r}; give the fields by name.")
-        init_args |= fields
-    for name, text in typed.items():
-        if name == "recipe.class_path":
-            class_path = text
-        elif name == "recipe.init_args":
-            fields = _value(text)
-            init_args |= fields if isinstance(fields, dict) else {}  # else parse refuses it
-        elif name.startswith("recipe."):
-            key = name.removeprefix("recipe.").removeprefix("init_args.")
-            init_args[key] = _value(text)
-    return RecipeSettings(class_path=class_path, init_args=init_args)
+                f"recipe {class_path}: there is no module {module or class_path}{hint}"
+            ) from None
+        at = own_frame(frames_of(error))
+        place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
+        raise ConfigError(
+            f"recipe {class_path} cannot be imported: {error}{place}; install what is missing, or"
+            " fix the import."
+        ) from error
+    if not hasattr(there, name):
+        classes = [one for one, kind in vars(there).items() if dataclasses.is_dataclass(kind)]
+        hint = did_you_mean(name, classes) or f"; it has {', '.join(classes) or 'none'}."
+        raise ConfigError(f"recipe {class_path}: {module} has no class {name}{hint}")
+    return getattr(there, name)
 
 
-def _value(text: str) -> Any:
-    """Read a value as the YAML files are read: 3e-3 is a number."""
-    import yaml
+def _load(text: str | None) -> Any:
+    """Read YAML as jsonargparse does: 3e-3 is a number."""
     from jsonargparse import get_loader
 
-    try:
-        check_yaml(text)
-        return get_loader("yaml")(text)
-    except yaml.YAMLError:
-        return text
+    check_yaml(text or "")
+    return get_loader("yaml")(text) if text else None
 
 
 # ---- the name of a run ---------------------------------------------------------------------------
@@ -250,27 +252,22 @@ def name_of_run(typed: CommandLine, in_files: Config | None, config: Config) -> 
     Args:
         typed: the command line.
         in_files: the settings in the files alone; None if they are incomplete.
-        config: all settings, with RecipeSettings as the recipe.
+        config: all settings.
     """
-    recipe = config.recipe
-    assert isinstance(recipe, RecipeSettings)
-    defaults, may_change = fields_of(recipe.class_path)
-    before = {f"recipe.{name}": text_of(value) for name, value in flat(defaults).items()}
+    before = _curve(in_files) if in_files else {}
     settings = _curve(config)
-    every = [name.rpartition(".")[2] for name in before | settings]  # also those not typed
-    if in_files:
-        before |= {name: text_of(value) for name, value in _curve(in_files).items()}
-    names = [_name_in_curve(name) for name in typed.last]
+    every = [name.rpartition(".")[2] for name in settings]  # also those not typed
+    # recipe.init_args.width is recipe.width
+    names = [name.replace("recipe.init_args", "recipe", 1) for name in typed.last]
     shown = {}
     for name, value in settings.items():
         is_typed = any(
             name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
             for other in names
         )
-        is_fixed = name.removeprefix("recipe.").partition(".")[0] not in may_change
-        if is_typed and is_fixed and before.get(name) != text_of(value):
+        if is_typed and before.get(name) != value:
             short = name.rpartition(".")[2]
-            shown[short if every.count(short) == 1 else name] = text_of(value)
+            shown[short if every.count(short) == 1 else name] = value
     parts = ["+".join(file.stem for file in typed.files) or "run"]
     whole = "-".join(parts + [f"{key}={shown[key]}" for key in sorted(shown)])
     name = re.sub(r"[^\w.,+=-]", "_", whole)
@@ -280,18 +277,11 @@ def name_of_run(typed: CommandLine, in_files: Config | None, config: Config) -> 
     return "run" if name in {"", ".", ".."} else name
 
 
-def _name_in_curve(name: str) -> str:
-    """Return the name of a typed option as _curve has it, without init_args."""
-    name = name.replace("recipe.init_args", "recipe", 1)
-    return "recipe" if name == "recipe.class_path" else name
-
-
-def _curve(config: Config) -> dict[str, Any]:
-    """Return the settings that change the training curve; a recipe's fields as recipe.<field>."""
-    settings = fixed_settings(config)
-    settings["recipe"] = settings.pop("recipe.class_path")
-    init_args = settings.pop("recipe.init_args")
-    return flat(settings) | flat(init_args, "recipe.")
+def _curve(config: Config) -> dict[str, str]:
+    """Return the settings that change the training curve, as they stand in a run's name."""
+    settings = flat(fixed_settings(config))
+    settings["recipe.class_path"] = f"{type(config.recipe).__module__}.{settings.pop('recipe')}"
+    return {name: text_of(value) for name, value in settings.items()}
 
 
 # ---- all settings --------------------------------------------------------------------------------
@@ -301,21 +291,16 @@ def _parser(
     """Return jsonargparse's parser.
 
     Args:
-        recipe: None for the type of the contract, which imports what a config names; a callable
-            that takes anything; or a recipe's class, whose fields become options.
+        recipe: the class whose fields --help lists; by default, what a config names is imported.
         description: for --help.
         prog: the command's name in --help.
         with_help: read the fields' docstrings, which takes longer than all parsing.
     """
     import yaml
-    from jsonargparse import ArgumentParser, get_loader, set_loader, set_parsing_settings
-
-    def load(text: str) -> Any:
-        check_yaml(text)
-        return get_loader("yaml")(text)
+    from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=with_help)
-    set_loader("checked_yaml", load, (yaml.YAMLError,))
+    set_loader("checked_yaml", _load, (yaml.YAMLError,))
     parser = ArgumentParser(
         prog=prog,
         description=description,
@@ -324,10 +309,8 @@ def _parser(
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="A YAML file; configs/ holds examples.")
-    if isinstance(recipe, type):
+    if recipe:
         parser.add_class_arguments(recipe, "recipe")
-    elif recipe:
-        parser.add_argument("--recipe", type=recipe)
     parser.add_class_arguments(Config, skip={"recipe"} if recipe else None)
     for action in parser._actions:
         # the class_path in optim names the optimizer, not a subclass of OptimConfig
@@ -336,54 +319,14 @@ def _parser(
     return parser
 
 
-def _anything(value: Any) -> Any:
-    return value
-
-
-def check(arguments: list[str]) -> Config:
-    """Check all settings but the recipe's fields, and name the run; imports no torch.
-
-    Returns:
-        The config, with RecipeSettings in place of the recipe.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or has a wrong value.
-    """
-    typed = split(arguments)
-    for name in typed.last:
-        if name.partition(".")[0] != "recipe":
-            _check_name(name)
-    in_files = [read_config(file) for file in typed.files]
-    recipe = recipe_settings(in_files, typed.last)
-    if refusal := secrets_problem(recipe.init_args):  # it would be in the name of the run
-        raise ConfigError(refusal)
-    check_recipe_exists(recipe.class_path)
-    unset = one_duration([*in_files, typed.last])
-    parser = _parser(_anything)
-    config = _checked(parser, [*typed.words(with_recipe=False), *unset], recipe)
-    if config.run_name != "run":
-        return config
-    files = [f"--config={file}" for file in typed.files]
-    base = None
-    with suppress(ConfigError):  # incomplete, or wrong where something else is typed
-        base = _checked(parser, [*files, *one_duration(in_files)], recipe_settings(in_files, {}))
-    return dataclasses.replace(config, run_name=name_of_run(typed, base, config))
-
-
-def _checked(parser: Any, words: list[str], recipe: RecipeSettings) -> Config:
-    values = _values(parser, lambda: parser.parse_args(words))
-    values["recipe"] = recipe
-    return Config(**values)
-
-
-def _values(parser: Any, parse_them: Any) -> dict[str, Any]:
-    """Parse, and return the settings as objects by name; an error becomes one line."""
+def _config(parser: Any, parse_them: Callable[[], Any]) -> Config:
+    """Parse and return the settings; an error becomes one line."""
     from argparse import ArgumentError
 
     try:
         values = vars(parser.instantiate(parse_them()))
         values.pop("config")
-        return values
+        return Config(**values)
     except (ArgumentError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -440,50 +383,47 @@ def parse(
         for name in REMOVED.keys() & flat(arguments).keys():
             _check_name(name, "{}")
         parser = _parser(description=description, prog=prog)
-        return Config(**_values(parser, lambda: parser.parse_object(arguments)))
+        return _config(parser, lambda: parser.parse_object(arguments))
     if {"-h", "--help"} & {*arguments}:
         show_help(arguments, description, prog)
-    checked = check(arguments)
-    typed, recipe = split(arguments), checked.recipe
-    assert isinstance(recipe, RecipeSettings)
-    try:  # here, since jsonargparse would hide what the recipe's module raises
-        importlib.import_module(recipe.class_path.rpartition(".")[0])
-    except ImportError as error:
-        at = own_frame(frames_of(error))
-        place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
-        raise ConfigError(
-            f"recipe {recipe.class_path} cannot be imported: {error}{place}; install what is"
-            " missing, or fix the import."
-        ) from error
-    unset = one_duration([*map(read_yaml, typed.files), typed.last])
-    words = [*typed.words(with_recipe=True), *unset, *typed.flags]
+    typed = split(arguments)
+    for name in typed.last:
+        if name.partition(".")[0] != "recipe":
+            _check_name(name)
+    in_files = [read_config(file) for file in typed.files]
+    for source in (*in_files, typed.last):
+        if refusal := secrets_problem(source):  # it would be in the name of the run
+            raise ConfigError(refusal)
+    recipe = import_recipe(class_path_of(in_files, typed.last))
+    words = [*typed.words, *one_duration([*in_files, typed.last]), *typed.flags]
     parser = _parser(description=description, prog=prog, with_help=bool(typed.flags))
     try:
-        values = _values(parser, lambda: parser.parse_args(words))
+        config = _config(parser, lambda: parser.parse_args(words))
     except ConfigError as error:
-        raise ConfigError(f"{error}{_similar_field(str(error), recipe.class_path)}") from error
-    values["run_name"] = checked.run_name
-    return Config(**values)
+        raise ConfigError(f"{error}{_similar_field(str(error), recipe)}") from error
+    if config.run_name != "run":
+        return config
+    words = [f"--config={file}" for file in typed.files] + one_duration(in_files)
+    base = None
+    with suppress(ConfigError):  # incomplete, or wrong where something else is typed
+        base = _config(parser, lambda: parser.parse_args(words))
+    return dataclasses.replace(config, run_name=name_of_run(typed, base, config))
 
 
-def _similar_field(message: str, class_path: str) -> str:
-    """Return a hint for an unknown field of the recipe, which has been imported."""
+def _similar_field(message: str, recipe: Any) -> str:
+    """Return a hint for an unknown field of the recipe."""
     found = re.search(r"[Oo]ption '([\w.]+)'", message)
-    module, _, name = class_path.rpartition(".")
-    kind = getattr(sys.modules.get(module), name, None)
-    if not found or not dataclasses.is_dataclass(kind):
+    if not found or not dataclasses.is_dataclass(recipe):
         return ""
-    return did_you_mean(found[1], [f.name for f in dataclasses.fields(kind)])
+    return did_you_mean(found[1], [f.name for f in dataclasses.fields(recipe)])
 
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
     """Print all settings, and with a config file those of its recipe; exit."""
     kind: Any = None
     typed = split(word for word in arguments if word not in ("-h", "--help"))
-    if class_path := recipe_settings([*map(read_config, typed.files)], typed.last).class_path:
-        check_recipe_exists(class_path)
-        module, _, name = class_path.rpartition(".")
-        kind = getattr(importlib.import_module(module), name)
+    if class_path := class_path_of([*map(read_config, typed.files)], typed.last):
+        kind = import_recipe(class_path)
     else:
         description += "\nWith a config, the fields of its recipe are listed too.\n"
     print(description)  # as it is: the parser would join its lines

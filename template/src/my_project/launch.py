@@ -30,13 +30,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from . import cli, failures
 from .child import Child, stop_at_end_of_input
-from .command_line import check
+from .command_line import parse as parse_settings
 from .config import Config, ConfigError
 from .end_block import Ending
 from .files import read_json, read_status, read_yaml, wait_until, write_atomically, writing
@@ -71,7 +72,7 @@ class Launch:
     elastic: bool
     preflight: bool
     join_timeout_seconds: float
-    config: Config | None  # of train and preflight, with the recipe not imported
+    config: Config | None  # of train and preflight
 
     @property
     def run_folder(self) -> Path:
@@ -83,14 +84,12 @@ class Launch:
         """Return the number of processes on each node."""
         return self.world_size // self.nodes
 
-    def command(self, module: str) -> list[str]:
-        """Return the command that runs a module through accelerate launch."""
-        # with one node, the recipe's settings are checked in the launcher's own process
-        if module == TRAIN and self.nodes == 1:
-            launcher = [f"{__package__}.checked_launch", str(self.gpus)]
-        else:
-            launcher = ["accelerate.commands.launch"]
-        return [sys.executable, "-m", *launcher, *self.flags, "-m", module, *self.arguments]
+    def accelerate(self, module: str) -> None:
+        """Run a module through accelerate launch, in this process."""
+        from accelerate.commands import launch
+
+        sys.argv = ["accelerate launch", *self.flags, "-m", module, *self.arguments]
+        launch.main()
 
     @property
     def line(self) -> str:
@@ -190,7 +189,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         elastic=elastic,
         preflight=wants_preflight,
         join_timeout_seconds=own.join_timeout_seconds,
-        config=check(module_arguments) if module in (TRAIN, PREFLIGHT) else None,
+        config=parse_settings(module_arguments) if module in (TRAIN, PREFLIGHT) else None,
     )
 
 
@@ -344,11 +343,12 @@ def run_module(launch: Launch, child: Child, module: str, logs: Path | None) -> 
     """
     os.environ.pop(LOGS, None)
     if logs is None:
-        return child.run(launch.command(module))
+        return child.run(partial(launch.accelerate, module))
     with writing(launch.run_folder):
         logs.mkdir(parents=True, exist_ok=True)
     os.environ[LOGS] = str(logs.absolute())
-    return child.run(launch.command(module), logs / "launcher.log" if module == TRAIN else None)
+    log = logs / "launcher.log" if module == TRAIN else None
+    return child.run(partial(launch.accelerate, module), log)
 
 
 def main(arguments: list[str]) -> int:
@@ -377,6 +377,10 @@ def start(
         is_dry_run: leave the block of a finished run to the caller.
     """
     refuse_secret_arguments(launch.arguments)
+    if launch.config and launch.gpus:
+        from .devices import check_gpus
+
+        check_gpus(launch.gpus)
     child = Child(torchrun=launch.world_size > 1)
     prepare_environment()
     if launch.nodes > 1:

@@ -88,7 +88,7 @@ class Run:
         with writing(self.folder):
             self._lock()
             self._check_room()
-        self._refuse_other_config()
+        refuse_other_settings(self.config)
 
     def status(self) -> dict[str, Any]:
         """Return the content of status.json."""
@@ -280,37 +280,34 @@ class Run:
                     if TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < began:
                         path.unlink()
 
-    def _refuse_other_config(self) -> None:
-        path = self.folder / "config.yaml"
-        if self.config.resume == "never" or not os.path.lexists(path):
-            return
-        try:
-            saved = read_yaml(path)
-            if not all(isinstance(saved.get(name), dict) for name in ("recipe", "batches")):
-                raise ConfigError("it lacks recipe or batches")
-            before = saved_fixed_settings(saved, self.config)
-            now = fixed_settings(self.config)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{path} cannot be read ({str(error).rstrip('.')}): restore it, or remove it if the"
-                " settings have not changed; or choose another --run_name, or --resume never,"
-                " which moves the run folder aside."
-            ) from error
-        differing = [
-            f"{name} ({_masked(name, before)} there, {_masked(name, now)} here)"
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name)
-        ]
-        if differing:
-            raise ConfigError(other_settings(self.folder, differing))
 
-
-def other_settings(folder: Path, differing: list[str]) -> str:
-    """Return the message about a run whose settings differ from those of its folder."""
-    return (
-        f"{folder} was trained with other settings: {'; '.join(differing)}. Choose another"
-        " --run_name, or --resume never, which moves the run folder aside."
-    )
+def refuse_other_settings(config: Config) -> None:
+    """Refuse a run folder with other settings of the training curve than the config's."""
+    path = config.folder / "config.yaml"
+    if config.resume == "never" or not os.path.lexists(path):
+        return
+    try:
+        saved = read_yaml(path)
+        if not all(isinstance(saved.get(name), dict) for name in ("recipe", "batches")):
+            raise ConfigError("it lacks recipe or batches")
+        before = saved_fixed_settings(saved, config)
+        now = fixed_settings(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({str(error).rstrip('.')}): restore it, or remove it if the"
+            " settings have not changed; or choose another --run_name, or --resume never,"
+            " which moves the run folder aside."
+        ) from error
+    differing = [
+        f"{name} ({_masked(name, before)} there, {_masked(name, now)} here)"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{config.folder} was trained with other settings: {'; '.join(differing)}. Choose"
+            " another --run_name, or --resume never, which moves the run folder aside."
+        )
 
 
 def source_hash(file: str | Path | None) -> str | None:
@@ -370,13 +367,13 @@ def provenance() -> dict[str, Any]:
 
 
 def _launcher() -> list[str]:
-    """Return the command of accelerate launch, which started this process; [] if none did."""
+    """Return the command that started this process through accelerate launch; [] if none did."""
     import psutil
 
     with suppress(psutil.Error):
         for parent in psutil.Process().parents()[:3]:
             words = parent.cmdline()
-            if any(word.partition("=")[0] == "--config_file" for word in words):
+            if "train" in words or any(word.startswith("--config_file") for word in words):
                 return mask_command(words)
     return []
 

@@ -14,6 +14,7 @@ Config files may stand anywhere; several are read one after the other. Options o
 The settings are those of the config (--help lists them, and with a config the recipe's fields).
 """
 
+import inspect
 import json
 import os
 import shlex
@@ -26,21 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from . import cli, launch
-from .command_line import (
-    RecipeSettings,
-    check,
-    parse,
-    show_help,
-    text_of,
-)
-from .config import Config, ConfigError, fixed_settings
+from .command_line import did_you_mean, parse
+from .config import Config, ConfigError
 from .failures import short_path
 from .files import format_seconds, read_json, read_status, read_yaml, step_of, writing
 from .loading.layout import batch_layout
-from .recipe_source import did_you_mean, fields_of, source_of
 from .records import outcome
-from .run_folder import other_settings, source_hash
-from .safety.redaction import mask, mask_command
+from .run_folder import refuse_other_settings, source_hash
+from .safety.redaction import mask_command
 
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
@@ -188,14 +182,7 @@ def describe(started: launch.Launch, reason: str) -> str:
             f" {layout.world_size} x accumulation {layout.accumulation}",
         ),
     ]
-    name = recipe_of(config).class_path.rpartition(".")[2]
-    return "\n".join(
-        [
-            *outcome.rows(pairs),
-            f"= {started.line}",
-            f"checking the settings of {name}, which imports torch ...",
-        ]
-    )
+    return "\n".join([*outcome.rows(pairs), f"= {started.line}"])
 
 
 def continues(config: Config) -> str:
@@ -208,64 +195,10 @@ def continues(config: Config) -> str:
     return "new" if config.resume == "auto" else f"new, from {config.resume}"
 
 
-def recipe_of(config: Config) -> RecipeSettings:
-    """Return the recipe, which check has not imported."""
-    assert isinstance(config.recipe, RecipeSettings)
-    return config.recipe
-
-
-def differing(config: Config) -> tuple[list[str], bool]:
-    """Compare settings with config.yaml of the run folder, without importing the recipe.
-
-    Returns:
-        The settings that surely differ, as text, and whether all are known to be equal. The train
-        module compares all of them.
-    """
-    try:
-        saved = read_yaml(config.folder / "config.yaml")
-        then = saved["recipe"]["init_args"]
-        same_class = saved["recipe"]["class_path"] == recipe_of(config).class_path
-        fixed = {name: _look_up(saved, name) for name in _fixed(config)}
-    except (ConfigError, KeyError, TypeError):
-        return [], False
-    differ = {
-        name: (fixed[name], now) for name, now in _fixed(config).items() if fixed[name] != now
-    }
-    defaults, may_change = fields_of(recipe_of(config).class_path)
-    fields = defaults | recipe_of(config).init_args
-    unlike = [
-        name
-        for name in fields.keys() - may_change
-        if text_of(then.get(name)) != text_of(fields[name])
-    ]
-    for name in unlike if same_class else ():
-        # a text may be read as a number here
-        numbers = all(type(value) in (int, float, bool) for value in (then.get(name), fields[name]))
-        if numbers or type(then.get(name)) is type(fields[name]) is str:
-            differ[f"recipe.{name}"] = then[name], fields[name]
-    shown = [f"{name} ({before!r} there, {now!r} here)" for name, (before, now) in differ.items()]
-    known = same_class and not (unlike or differ or then.keys() - fields.keys())
-    return sorted(map(mask, shown)), known
-
-
-def _fixed(config: Config) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in fixed_settings(config).items()
-        if name.partition(".")[0] != "recipe"
-    }
-
-
-def _look_up(settings: Any, name: str) -> Any:
-    for key in name.split("."):
-        settings = settings[key]
-    return settings
-
-
 def is_finished(config: Config) -> bool:
     """Return whether status.json and config.yaml say that exactly this run has finished.
 
-    So that a finished run is shown at once. Where anything differs, the train module decides.
+    So that a finished run is shown at once. Else the train module decides.
     """
     status = read_status(config.folder)
     if status.get("outcome") != "finished" or not (config.folder / "export").is_dir():
@@ -277,7 +210,8 @@ def is_finished(config: Config) -> bool:
     }
     try:
         saved = read_yaml(config.folder / "config.yaml")
-        return all(_look_up(saved, name) == value for name, value in lengths.items())
+        then = {"evaluation.patience": saved["evaluation"]["patience"], **saved}
+        return all(then[name] == value for name, value in lengths.items())
     except (ConfigError, KeyError, TypeError):
         return False
 
@@ -285,15 +219,14 @@ def is_finished(config: Config) -> bool:
 def print_earlier(config: Config) -> None:
     """Show the result of a run that has finished before."""
     print("already finished, so nothing is trained", flush=True)
-    with suppress(ImportError, ValueError):
-        source = source_of(recipe_of(config).class_path.rpartition(".")[0])
-        then = read_json(config.folder / "run.json").get("recipe_sha256")
-        if then and source and source_hash(source) != then:
-            print(
-                f"{short_path(str(source))} has changed since: --resume never trains it again and"
-                " keeps this run aside, --run_name trains another run",
-                flush=True,
-            )
+    source = inspect.getsourcefile(type(config.recipe))
+    then = read_json(config.folder / "run.json").get("recipe_sha256")
+    if then and source and source_hash(source) != then:
+        print(
+            f"{short_path(source)} has changed since: --resume never trains it again and keeps this"
+            " run aside, --run_name trains another run",
+            flush=True,
+        )
     outcome.print_finished(config.folder, read_status(config.folder))
 
 
@@ -362,11 +295,7 @@ def main(arguments: list[str]) -> int:
     options = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as the processes that are started find it
-    if {"-h", "--help"} & {*options.settings}:
-        show_help(list(options.settings), __doc__ or "", f"python -m {__package__} train")
-    if "--print_config" in options.settings:
-        parse(list(options.settings))  # prints it and exits
-    config = check(list(options.settings))
+    config = parse(list(options.settings), __doc__ or "", f"python -m {__package__} train")
     path, processes, reason = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
     config.profile.check(processes)
@@ -383,13 +312,10 @@ def main(arguments: list[str]) -> int:
     command = f"python -m {__package__} train {shlex.join(words)}"
     if options.dry_run:
         return dry_run(config, flags, options.settings, command)
-    if config.resume != "never" and (config.folder / "config.yaml").is_file():
-        differ, known = differing(config)
-        if differ:
-            raise ConfigError(other_settings(config.folder, differ))
-        if known and config.resume == "auto" and is_finished(config):
-            print_earlier(config)
-            return 0
+    refuse_other_settings(config)
+    if config.resume == "auto" and is_finished(config):
+        print_earlier(config)
+        return 0
     _, started = launch.parse([*flags, "-m", launch.TRAIN, *options.settings])
     return launch.start(started, shown=describe(started, reason), command=command)
 

@@ -5,7 +5,6 @@ import shlex
 import time
 from base64 import b64encode
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +125,6 @@ def remarks(run: History) -> str:
 def typed(about: dict[str, Any]) -> str:
     """Return the command as it was typed, as far as run.json has it."""
     command, launcher = words(about.get("command")), words(about.get("launcher"))
-    if f"{PACKAGE}.checked_launch" in launcher and f"{PACKAGE}.train" in command:
-        given = command[command.index(f"{PACKAGE}.train") + 1 :]
-        where = dict(pairwise(launcher)).get("--config_file", "")
-        return shlex.join(["python", "-m", PACKAGE, "train", *given, "--where", where])
     return shlex.join(launcher or command)
 
 
