@@ -49,23 +49,23 @@ sys.stdin.read()
 
 def test_only_a_run_whose_lock_is_held_is_running(tmp_path):
     config = write_run(tmp_path, "one", "running", EVALUATED)
-    assert summarize(config.folder).state == "interrupted"
+    assert summarize(config.folder).run.state == "interrupted"
     held = [sys.executable, "-c", HOLD, str(config.folder)]
     pipe = subprocess.PIPE
     with subprocess.Popen(held, stdin=pipe, stdout=pipe, text=True) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == "locked\n"
-        assert summarize(config.folder).state == "running"
+        assert summarize(config.folder).run.state == "running"
         with pytest.raises(TransientError, match=f"in use by process {holder.pid} "):
             Run(config, rank=0)
         holder.communicate()
-    assert summarize(config.folder).state == "interrupted"
+    assert summarize(config.folder).run.state == "interrupted"
     Run(config, rank=0)
 
 
 def test_step_and_best_are_those_of_the_records_while_a_run_is_under_way(tmp_path):
     found = summarize(write_run(tmp_path, "one", "running", EVALUATED).folder)
-    assert (found.step, found.steps, found.best) == (9, 10, 0.75)
+    assert (found.step, found.run.status["steps"], found.best) == (9, 10, 0.75)
     least = write_run(tmp_path, "least", "running", EVALUATED, evaluation__best_mode="min")
     assert summarize(least.folder).best == 0.5
 
@@ -75,7 +75,7 @@ def test_a_run_is_compared_with_the_first_of_its_recipe(tmp_path):
     write_run(tmp_path, "a", "finished")
     write_run(tmp_path, "c", "failed", epochs=2.0, resume="never", stop_after="1h")
     runs = list_runs(tmp_path)
-    assert [summary.name for summary in runs] == ["a", "b", "c"]
+    assert [summary.run.folder.name for summary in runs] == ["a", "b", "c"]
     assert differences(runs) == [
         [], ["optim.lr=0.1", "recipe.dropout=0.5"], ["epochs=2.0", "steps=None"],
     ]  # fmt: skip
@@ -92,13 +92,13 @@ def test_a_damaged_run_is_listed_as_such(tmp_path):
     for name in ("config.yaml", "status.json", "metrics.jsonl"):
         (tmp_path / "folders" / name).mkdir(parents=True)
     (tmp_path / "notes").mkdir()
-    runs = {summary.name: summary for summary in list_runs(tmp_path)}
-    states = {name: summary.state for name, summary in runs.items()}
+    runs = {summary.run.folder.name: summary for summary in list_runs(tmp_path)}
+    states = {name: summary.run.state for name, summary in runs.items()}
     assert states == {
         "config": "finished", "metrics": "finished", "folders": "damaged", "status": "damaged",
     }  # fmt: skip
     for name, summary in runs.items():
-        assert ("config.yaml" in " ".join(summary.problems)) == (not summary.settings), name
+        assert ("config.yaml" in " ".join(summary.run.problems)) == (not summary.run.settings), name
     assert runs["metrics"].step == 4
 
 

@@ -53,7 +53,7 @@ def test_the_cells_of_the_notebook_and_of_optuna_run_in_one_process(project):
     shown = run_cells(cells + [sweep] * has_optuna, project)
     assert "step 1 of 2: loss" in shown, "the steps are shown"
     assert re.search(r"dtype: float64 +validation/\w+", shown), "the table"
-    runs = {summary.name: summary for summary in list_runs(project / "runs")}
+    runs = {summary.run.folder.name: summary for summary in list_runs(project / "runs")}
     assert f"{NAME}-seed=1" in runs
     if not has_optuna:
         pytest.skip("the sweep was left out: optuna is not installed")

@@ -42,7 +42,7 @@ from ..failures import (
 )
 from ..files import ConfigError, format_seconds, is_locked, kind_of, printable, read_json, step_of
 from . import flight_recorder
-from .reader import Run, format_problem, is_run, read_folder, time_of
+from .reader import Run, format_problem, is_run, parser_of, read_folder, time_of
 
 LONGEST = 500  # characters of a sentence
 QUIET_SECONDS = 60.0  # after which a run may have stopped moving
@@ -627,9 +627,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        prog="doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("doctor", __doc__)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("--json", action="store_true", help="one JSON object, for tools")
     try:

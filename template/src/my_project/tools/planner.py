@@ -54,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
 
 ARGUMENTS = parser().parse_known_args() if __name__ == "__main__" else None  # before torch
 
-from ..config import ConfigError
 from ..loading.layout import batch_layout
 from .reader import prefixed, print_table
 from .simulate import Collective, Simulation, Simulator, sharding_refusal
@@ -230,12 +229,8 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     """Predict and print."""
     nodes, gpus = arguments.nodes, arguments.gpus_per_node
     simulator = Simulator(["--config", arguments.config, *settings])
-    global_batch = simulator.config.batches.global_batch_size
-    if nodes * gpus > global_batch:
-        raise ConfigError(
-            f"{nodes} x {gpus} GPUs share batches.global_batch_size {global_batch}, and each needs"
-            f" a sample: use at most {global_batch} GPUs, or a larger global batch."
-        )
+    # refuses what does not divide
+    global_batch = batch_layout(simulator.config.batches, nodes * gpus).global_batch_size
     if arguments.simulate:
         step = simulator.step(arguments.where, nodes, gpus)
         known = asdict(step) | {"peak_bytes": step.peak_bytes, "sent": step.sent_bytes()}
@@ -246,7 +241,6 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
         for name in ("in_node", "over_nodes"):
             if speed := measured.get(f"{name}_bytes_per_second"):
                 setattr(arguments, f"{name}_gb_per_second", speed / GB)
-    batch_layout(simulator.config.batches, nodes * gpus)  # refuses what does not divide
     refusal = sharding_refusal()
     rows = plan(simulator.step, arguments, global_batch, ("DDP",) if refusal else KINDS)
     sentences = advice(rows)

@@ -4,11 +4,13 @@ The run may be under way, come from someone else or be damaged: what is missing 
 out, and named in `problems`.
 """
 
+import argparse
 import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,16 @@ def format_problem(folder: Path) -> str:
     return (
         f"{folder} has format {found} of a run folder, and this version reads {RUN_FORMAT}: what it"
         " does not know is left out."
+    )
+
+
+def parser_of(tool: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a tool's command line."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {PACKAGE} {tool}",
+        description=cleandoc(description or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
 
 

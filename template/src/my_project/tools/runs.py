@@ -7,17 +7,15 @@ Each run is compared with the first, by name, of those with the same recipe. A r
 without disturbing it.
 """
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
-from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 from ..failures import exit_with_error
 from ..files import ConfigError, format_seconds, parse_record, printable
-from .reader import NOT_COMPARED, format_number, is_run, read_run
+from .reader import NOT_COMPARED, Run, format_number, is_run, parser_of, read_run
 
 COLORS = {"finished": "green", "running": "cyan", "failed": "red", "damaged": "red"}
 
@@ -26,36 +24,30 @@ COLORS = {"finished": "green", "running": "cyan", "failed": "red", "damaged": "r
 class Summary:
     """What is listed of a run."""
 
-    name: str
-    state: str
+    run: Run
     step: int  # of the newest record or, if that is later, of status.json
-    steps: int  # of the whole run; 0 until the data is known
-    best_metric: str
     best: float | None
     age_seconds: float  # since the newest record or change of state
-    settings: dict[str, Any]  # by dotted name
-    problems: list[str]  # what is missing or damaged
 
 
 def summarize(folder: Path) -> Summary:
     """Read what is listed of a run."""
     run = read_run(folder)
-    best_metric = str(run.settings.get("evaluation.best_metric") or "")
-    step, values = _read_results(folder / "metrics.jsonl", best_metric)
+    step, values = _read_results(folder / "metrics.jsonl", best_metric(run))
     choose = min if run.settings.get("evaluation.best_mode") == "min" else max
     paths = (folder / "status.json", folder / "metrics.jsonl")
     changes = [path.stat().st_mtime for path in paths if path.exists()]
     return Summary(
-        name=folder.name,
-        state=run.state,
+        run=run,
         step=max(step, run.status.get("step", 0)),
-        steps=run.status.get("steps", 0),
-        best_metric=best_metric,
         best=choose(values, default=None),
         age_seconds=max(0, time.time() - max(changes, default=folder.stat().st_mtime)),
-        settings=run.settings,
-        problems=run.problems,
     )
+
+
+def best_metric(run: Run) -> str:
+    """Return the name of the result that decides; "" where none is known."""
+    return str(run.settings.get("evaluation.best_metric") or "")
 
 
 def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
@@ -94,11 +86,11 @@ def differences(runs: list[Summary]) -> list[list[str]]:
     ignored = (*NOT_COMPARED, "telemetry.", "checkpoints.")
     first: dict[Any, dict[str, Any]] = {}
     listed = []
-    for run in runs:
-        reference = first.setdefault(run.settings.get("recipe"), run.settings)
-        names = [name for name in run.settings | reference if not name.startswith(ignored)]
-        differing = [name for name in names if run.settings.get(name) != reference.get(name)]
-        listed.append([f"{name}={run.settings.get(name)}" for name in sorted(differing)])
+    for settings in (summary.run.settings for summary in runs):
+        reference = first.setdefault(settings.get("recipe"), settings)
+        names = [name for name in settings | reference if not name.startswith(ignored)]
+        differing = [name for name in names if settings.get(name) != reference.get(name)]
+        listed.append([f"{name}={settings.get(name)}" for name in sorted(differing)])
     return listed
 
 
@@ -115,14 +107,14 @@ def print_runs(runs: list[Summary]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("run", "state", "step", "best", "age", "differs"):
         table.add_column(name, overflow="fold", no_wrap=name in ("state", "step", "age"))
-    for run, differing in zip(runs, differences(runs), strict=True):
-        best = "" if run.best is None else f"{run.best_metric}={format_number(run.best)}"
+    for one, differing in zip(runs, differences(runs), strict=True):
+        run, best = one.run, one.best
         table.add_row(
-            printable(run.name),
+            printable(run.folder.name),
             Text(printable(run.state), COLORS.get(run.state, "yellow")),
-            f"{run.step}/{run.steps or '?'}",
-            printable(best),
-            format_seconds(run.age_seconds),
+            f"{one.step}/{run.status.get('steps') or '?'}",
+            "" if best is None else printable(f"{best_metric(run)}={format_number(best)}"),
+            format_seconds(one.age_seconds),
             Text(printable(", ".join(differing)), "dim"),
         )
     console.print(table)
@@ -131,18 +123,13 @@ def print_runs(runs: list[Summary]) -> None:
 def main(folder: Path) -> None:
     """List the runs."""
     print_runs(runs := list_runs(folder))
-    for run in runs:
+    for run in (summary.run for summary in runs):
         for problem in run.problems:
-            print(printable(f"{run.name}: {problem}"), file=sys.stderr)
+            print(printable(f"{run.folder.name}: {problem}"), file=sys.stderr)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {str(__package__).removesuffix('.tools')} runs",
-        description=cleandoc(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("runs", __doc__)
     parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
     try:
         main(parser.parse_args().folder)

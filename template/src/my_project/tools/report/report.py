@@ -7,7 +7,6 @@ The report of one run is written into its folder as report.html; that of several
 folder that holds them. The runs may be under way: the same command writes the report again.
 """
 
-import argparse
 import os
 import re
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from ...failures import exit_with_error
 from ...files import ConfigError, write_atomically
-from ..reader import PACKAGE
+from ..reader import parser_of
 from .page import GENERATOR, page
 
 MOST_RUNS = 8  # colors that one can tell apart
@@ -76,12 +75,7 @@ def shorten(names: list[str]) -> list[str]:
 
 def main() -> None:
     """Write the report, and print its path and size."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {PACKAGE} report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of("report", __doc__)
     parser.add_argument("runs", nargs="+", help="the run folders, at most 8", metavar="run")
     parser.add_argument("--output", help="the file to write")
     given = parser.parse_args()
