@@ -28,6 +28,7 @@ def rows(*command: str | Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
+@pytest.mark.slow
 def test_this_project_and_a_hand_written_loop_end_with_the_same_weights():
     hand_written, ours = rows(BENCHMARKS / "loop.py", "--cases", "one_batch", "--rounds", "2")
     assert hand_written[1] == "hand-written"

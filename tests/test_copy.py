@@ -393,19 +393,6 @@ def test_nothing_is_written_through_a_link(tmp_path: Path):
     refused("embedding", repository / "link")
 
 
-@pytest.mark.parametrize("module", ["older", "missing"])
-def test_nothing_is_written_through_a_link_to_a_subpackage(tmp_path, module):
-    _, package, _ = make_repository(tmp_path, "flat")
-    copied("embedding", package)
-    elsewhere = (package / "training/loading").rename(tmp_path / "elsewhere")
-    (package / "training/loading").symlink_to(elsewhere)
-    if module == "older":
-        as_if_older(package, "your_package/training/loading/loader.py")
-    else:
-        (elsewhere / "loader.py").unlink()
-    refused("embedding", package)
-
-
 @pytest.mark.parametrize(
     ("recipe", "folder", "sentence"),
     [
@@ -461,13 +448,3 @@ def test_a_generated_project_takes_another_recipe(tmp_path: Path, template: Path
     shown = copied("causal_lm", package)
     assert "recipe.py there is of another version" in shown
     assert "kept, since they are yours: configs/causal_lm.yaml\n" in shown
-
-
-def test_a_package_that_only_looks_like_a_project_gets_the_loop(tmp_path: Path):
-    _, package, _ = make_repository(tmp_path, "flat")
-    for name in ("train.py", "recipe.py"):
-        (package / name).write_text("# theirs\n")
-    copied("embedding", package)
-    assert (package / "training/recipe.py").is_file()
-    for part in ("training", "training/checkpoint"):
-        assert f"{package}" in refused("embedding", package / part)

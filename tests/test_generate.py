@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -374,19 +373,6 @@ def test_every_way_to_install_brings_what_the_chosen_recipes_need(
     assert f'--editable ".[{extras}]" ' in (project / "Dockerfile").read_text()
     pyproject = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     assert set(pyproject["optional-dependencies"]) == {*chosen, "dev"}
-
-
-def test_the_readmes_first_commands_are_those_at_the_end(template: Path, desk: Desk):
-    section = (REPOSITORY / "README.md").read_text().split("\n## Try it\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"(?ms)^```bash\n(.*?)\n```$", section)
-    clone, with_uv, with_pip = (block.replace("\\\n    ", "").splitlines() for block in blocks)
-    *start, address = shlex.split(with_uv[0])
-    assert start == ["uvx", "cookiecutter", "--no-input"]
-    shown = desk.cookiecutter(template).stderr.splitlines()
-    assert with_uv[1:] == shown[6:10]
-    assert with_pip[1] == f"generator/bin/cookiecutter --no-input {address}"
-    assert with_pip[2:] == [shown[6], shown[-1]]
-    assert clone[:2] == [f"git clone {address}", f"cd {Path(address).name}"]
 
 
 # Refusals

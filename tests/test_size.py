@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_099,
-    "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 8_812,
-    "lines of tools/": 2_333,
-    "lines of template/tests": 4_250,
-    "lines of template/tests and tests": 14_230,
+    "lines of train.py and all that it imports": 6_930,
+    "files of train.py and all that it imports": 49,
+    "lines of the package without tools/": 8_581,
+    "lines of tools/": 2_306,
+    "lines of template/tests": 4_155,
+    "lines of template/tests and tests": 14_000,
     "settings": 53,
     "methods of a recipe": 15,
     "lines of train.py": 182,

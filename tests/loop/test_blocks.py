@@ -110,6 +110,7 @@ def is_recomputed_at_all(config: Config) -> int:
     return len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_recomputes_gives_the_same_curve(tmp_path, processes):
     """Also with dropout, and with BatchNorm, whose statistics must move only once."""
@@ -154,16 +155,6 @@ def compiled(config: Config, regional: bool, backend: str = "INDUCTOR") -> dict[
     first = counters["frames"]["total"]
     assert train(config) == 0
     return {"first": first, "all": counters["frames"]["total"], "messages": messages}
-
-
-def test_compilations_that_go_on_are_counted_and_reported_once(tmp_path):
-    recipe = Stacked(jumps=(30, 35), validation_samples=0)
-    config = make_config(tmp_path, recipe, steps=80)
-    (found,) = run_world(1, compiled, config, False, "EAGER")
-    first = {r["step"]: r["compilations"] for r in records(config) if 20 < r["step"] <= 40}
-    assert {step for step, count in first.items() if count} == {31, 36}
-    assert len(found["messages"]) == 1
-    assert sum(r["compilations"] for r in records(config)) == found["all"]
 
 
 def curve_of(config: Config) -> list[float]:

@@ -181,14 +181,6 @@ def test_a_path_given_by_hand_is_where_the_run_begins_not_where_each_launch_does
     assert names(other) == ["step_00000006", "step_00000008", "step_00000009"], "none moved aside"
 
 
-def test_a_path_given_by_hand_may_have_any_name(copied):
-    good = copied.folder / "checkpoints" / "good"
-    folder_of(copied, 6).rename(good)
-    run_world(1, train, change(copied, resume=str(good), steps=10))
-    assert "step_00000004" in names(copied), "older ones stay where they are"
-    assert "step_00000008.old-1" in names(copied)
-
-
 class Malicious:
     def __reduce__(self):
         return os.mkdir, (os.environ["MALICIOUS_FOLDER"],)

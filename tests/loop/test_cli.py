@@ -61,10 +61,3 @@ def test_help_imports_no_torch(command):
     assert done.returncode == 0, done.stderr
     assert "usage: " in done.stdout
     assert not re.findall(r"\| +(torch|accelerate|numpy)$", done.stderr, re.M)
-
-
-def test_a_misspelled_command_ends_with_one_sentence_and_exit_code_2(call):
-    done = call("evalute")
-    assert done.returncode == 2
-    (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith("error: there is no command evalute; did you mean evaluate?")

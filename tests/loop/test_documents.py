@@ -28,7 +28,7 @@ from documents import (
 )
 from my_project.contract import lane_state
 from ragged import Ragged
-from runs import make_config, status, train
+from runs import status
 from torch import Tensor, nn
 
 SOURCE = PROJECT / "src/my_project"
@@ -142,19 +142,6 @@ class Booked(Ragged):
         with open("book", "a") as file:
             file.write(f"{step + 1} {batch['index'].tolist()}\n")
         return super().loss(model, batch, step)
-
-
-def test_the_samples_of_a_step_are_those_that_the_loop_has_fetched(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert train(make_config(Path("runs"), Booked(), run_name="image_classification", steps=5)) == 0
-    capsys.readouterr()
-    _, code = blocks(text_of("docs/watching-runs.md"), "python")
-    for step in (2, 5):  # 70 samples make 4 global batches of 16, so step 5 is of the second epoch
-        exec(code.replace('"), 2, 1', f'"), {step}, 1'), {})
-        listed = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
-        book = (line.partition(" ") for line in (tmp_path / "book").read_text().splitlines())
-        assert listed == [indices for number, _, indices in book if number == str(step)]
-        assert len(listed) == 4
 
 
 OWN = text_of("docs/your-own-recipe.md", "## A recipe in 40 lines")

@@ -33,18 +33,6 @@ def test_all_orders_of_few_samples_are_equally_frequent():
         assert abs(chi_square(counts)) < 5, size
 
 
-def test_every_sample_is_as_likely_at_every_position_and_after_every_other():
-    for size in (10, 16, 70):
-        at = np.zeros((size, size))
-        after = np.zeros((size, size))
-        for seed in range(1000):
-            order = order_of(size, seed)
-            at[range(size), order] += 1
-            after[order[:-1], order[1:]] += 1
-        assert abs(chi_square(at)) < 5, size
-        assert abs(chi_square(after[~np.eye(size, dtype=bool)])) < 5, size
-
-
 def test_the_order_is_the_same_on_every_machine():
     """Numbers written down once, of sizes with halves of equal and of different length."""
     assert order_of(10, 0) == [1, 2, 4, 5, 9, 3, 8, 0, 6, 7]

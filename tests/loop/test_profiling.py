@@ -89,19 +89,6 @@ def steps_in(path: Path) -> list[str]:
 STEM = "rank_00000_steps_4_6"
 
 
-def test_a_profile_that_is_there_is_kept_and_the_next_has_a_number(tmp_path):
-    Loop().train(profiler_of(tmp_path), 10)
-    first = (tmp_path / f"run/profile/{STEM}.json.gz").read_bytes()
-    (tmp_path / f"run/profile/{STEM}-2.txt").write_text("of a profile whose trace was moved away")
-    (tmp_path / f"run/profile/.{STEM}.json").write_text("{")  # of a start that was killed
-    Loop().train(profiler_of(tmp_path), 10)
-    assert written(tmp_path) == sorted(
-        [f"{STEM}{number}.{end}" for number in ("", "-3") for end in ("json.gz", "txt")]
-        + [f"{STEM}-2.txt"]
-    )
-    assert (tmp_path / f"run/profile/{STEM}.json.gz").read_bytes() == first
-
-
 def profile_with_little_room(folder: Path) -> list[str]:
     """Profile where a file can have 20 kB; return the warnings."""
     warnings: list[str] = []
@@ -112,12 +99,6 @@ def profile_with_little_room(folder: Path) -> list[str]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     Loop().train(profiler_of(folder), 10)
     return warnings
-
-
-def test_a_full_disk_is_one_warning_and_leaves_no_partial_file(tmp_path):
-    ((warning,),) = run_world(1, profile_with_little_room, tmp_path)
-    assert f"rank 0 is left out of {tmp_path}/run/profile:" in warning
-    assert written(tmp_path) == []
 
 
 # ---- in a run ------------------------------------------------------------------------------------

@@ -171,19 +171,6 @@ def test_tensorboard_shows_once_what_a_failed_start_has_logged(tmp_path, fails_a
     assert [e.step for e in events.Scalars("train/loss")] == STEPS
 
 
-def test_other_trackers_are_given_once_what_a_failed_start_has_logged(tmp_path, stubs):
-    config = failing_config(tmp_path, 5, "wandb")
-    assert fail_and_resume(config) == 0
-    calls = stubs["wandb"].calls
-    logged = [step for what, step in calls if what == "log"]
-    assert logged == sorted([*STEPS, 3, 6]), "each step once, and each checkpoint"
-    (project, first), (_, second) = (value for what, value in calls if what == "init")
-    assert (project, first["name"]) == ("my_project", "run")
-    assert first["id"] == second["id"]
-    settings = next(value for what, value in calls if what == "config")
-    assert (settings["optim.lr"], settings["recipe.samples"]) == (0.05, 70)
-
-
 @pytest.mark.slow
 @needs("wandb", "PIL")
 def test_wandb_has_both_starts_under_one_id(tmp_path):

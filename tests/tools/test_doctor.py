@@ -140,6 +140,7 @@ class Stopped(Ragged):
         return super().loss(model, batch, step)
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_stopped_for_a_time_is_named_also_when_it_goes_on(tmp_path):
     config = make_config(tmp_path, Stopped(), distributed__timeout_seconds=2)
     world = World(2, train, config)

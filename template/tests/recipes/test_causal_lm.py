@@ -373,25 +373,6 @@ def test_a_streamed_run_on_two_processes_and_a_resumed_one_learn_the_same(tmp_pa
     assert [r["loss"] for r in records(one)] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"sequence_length": 10_000}, "does not fill one sequence of 10001 tokens"),
-        ({"tokenizer": "someone/not-here"}, "tokenizer someone/not-here is neither bytes nor"),
-        ({"data": "someone/not-here"}, "data someone/not-here is neither python nor files, and"),
-        ({"pattern": "*.none"}, r"\(0 documents for training\) does not fill one"),
-    ],
-)
-def test_settings_and_data_that_cannot_be_trained_are_refused(
-    tmp_path, settings, sentence, monkeypatch
-):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    config = dataclasses.replace(make_config(tmp_path), recipe=recipe_of(tmp_path, **settings))
-    with pytest.raises(ConfigError, match=sentence):
-        train(config)
-
-
 @pytest.mark.slow
 def test_the_default_config_trains_on_the_standard_library(tmp_path):
     config = parse(["--config", str(PROJECT / "configs/causal_lm.yaml")])

@@ -53,6 +53,7 @@ def config_of(folder, **settings) -> Config:
     return dataclasses.replace(make_config(folder, **settings), recipe=recipe)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_for_any_number_of_processes(tmp_path):
     one = config_of(tmp_path, run_name="one")
     assert train(one) == 0
