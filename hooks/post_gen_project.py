@@ -91,7 +91,6 @@ TEMPLATE_FILES = (
     "src/my_project/loading/sampler.py",
     "src/my_project/loading/seeding.py",
     "src/my_project/loading/streams.py",
-    "src/my_project/loading/workers.py",
     "src/my_project/metric_state.py",
     "src/my_project/optim.py",
     "src/my_project/process.py",

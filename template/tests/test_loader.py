@@ -12,10 +12,9 @@ from torch.utils.data import default_collate
 
 from my_project.loading.feed import IndexedBatches
 from my_project.loading.layout import batch_layout
-from my_project.loading.loader import Fetch, make_loader
+from my_project.loading.loader import Fetch, cpus_per_process, make_loader
 from my_project.loading.sampler import SliceSampler
 from my_project.loading.seeding import derive_seed
-from my_project.loading.workers import cpus_per_process
 
 
 class Drawing(torch.utils.data.Dataset):

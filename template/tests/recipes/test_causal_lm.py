@@ -16,7 +16,7 @@ from world import run_world
 
 from my_project import export
 from my_project.command_line import parse
-from my_project.config import Config, ConfigError
+from my_project.config import Config
 from my_project.loading.streams import LaneReader
 from my_project.recipes import causal_lm
 from my_project.recipes.causal_lm import CausalLM

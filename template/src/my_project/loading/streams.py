@@ -20,9 +20,8 @@ from ..collectives import gather_on_main
 from ..config import Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout, lanes_of
-from .loader import make_loader, on_device, start_iterating
+from .loader import check_sendable, make_loader, on_device, start_iterating
 from .seeding import SampleSeeds, SeedSamples, derive_seed, seed_rng
-from .workers import check_sendable
 
 # Of a stream: its epoch, the step at which that began, and the state of each lane (None for a lane
 # without state_dict); an empty list if no lane has one, or the checkpoint is of an earlier version.
