@@ -82,7 +82,7 @@ def test_the_command_needs_no_torch_prints_json_and_refuses_what_is_no_run(raise
             "hang",
             {},
             ("stalled", "known"),
-            ("in strike: time.sleep(1)", f"while rank 0 on {HERE} waited for other ranks (in "),
+            ("in strike: time.sleep(1)", f"rank 0 on {HERE} waited in "),
         ),
         ("leave", {}, ("no report", "likely"), ()),
         (
@@ -532,13 +532,12 @@ class Stops(Ragged):
         ("Leaves", "cpu_2_processes", 1, ("exited", "known", "ended with exit code 0")),
         ("Lonely", "cpu_2_processes", 0, ("mismatched collectives", "known", "(SIGABRT)")),
         ("Preempted", "cpu", 0, ("killed", "known", "ended by signal 9 (SIGKILL)")),
-        ("missing", "cpu", 0, ("exception", "known", "KeyError: 'x'")),
     ],
 )  # fmt: skip
 def test_processes_that_leave_no_report_are_told(
     tmp_path, monkeypatch, recipe, where, rank, wanted
 ):
-    (tmp_path / "own.py").write_text(RECIPES + "\n{}['x']\n" * (recipe == "missing"))
+    (tmp_path / "own.py").write_text(RECIPES)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
     monkeypatch.setenv("LEAVES", str(rank or 0))
     path = ("--recipe.class_path", f"own.{recipe.title()}", "--distributed.timeout_seconds", "4")
@@ -550,5 +549,3 @@ def test_processes_that_leave_no_report_are_told(
         assert "since its launcher had to kill it" in found["likely"][0]
     if recipe == "Preempted":
         assert "since it was told to stop (SIGTERM) before" in found["likely"][0]
-    if recipe == "missing":
-        assert re.search(r"own\.py, line \d+, in <module>", found["first"]["at"])

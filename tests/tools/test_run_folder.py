@@ -55,6 +55,6 @@ def test_a_tool_that_meets_another_format_says_so_and_shows_what_it_can(tmp_path
     words = [sys.executable, "-m", "my_project"]
     for command in (["runs", str(tmp_path)], ["doctor", str(config.folder)]):
         done = subprocess.run([*words, *command], capture_output=True, text=True, check=False)
-        assert "of a run folder" in done.stderr
+        assert "of a run folder" in " ".join(f"{done.stdout} {done.stderr}".split())
         assert "finished" in done.stdout
     assert "of a run folder" in write_report([config.folder]).read_text()

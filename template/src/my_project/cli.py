@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, exit_with_exception, record_of, report_once, text_of
+from .failures import exit_with_error, record_of, report_once, text_of
 from .process import LOGS, PREEMPTED, freeze_objects, process_name, world, write_logs
 from .safety.redaction import MaskedFormatter
 from .stack_traces import library_of
@@ -44,7 +44,9 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
     except ConfigError as error:
         exit_with_error(error)
     except Exception as error:
-        exit_with_exception(error)
+        report_once(error)
+        print(text_of(record_of(error)), file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

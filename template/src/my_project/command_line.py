@@ -27,7 +27,6 @@ from typing import Any
 from .config import REMOVED, Config, ConfigError, fixed_settings
 from .failures import (
     exit_with_error,
-    exit_with_exception,
     frames_of,
     own_frame,
     short_path,
@@ -206,8 +205,9 @@ def import_recipe(class_path: str) -> Any:
     module, _, name = class_path.rpartition(".")
     try:
         there = importlib.import_module(module or class_path)
-    except ImportError as error:
-        if f"{module or class_path}.".startswith(f"{error.name}."):
+    except Exception as error:
+        is_import = isinstance(error, ImportError)
+        if is_import and f"{module or class_path}.".startswith(f"{error.name}."):
             own = sorted((Path(__file__).parent / "recipes").glob("[!_]*.py"))
             names = [f"{__package__}.recipes.{path.stem}" for path in own]
             hint = did_you_mean(module, names)
@@ -217,9 +217,10 @@ def import_recipe(class_path: str) -> Any:
             ) from None
         at = own_frame(frames_of(error))
         place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
+        what = str(error) if is_import else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"recipe {class_path} cannot be imported: {error}{place}; install what is missing, or"
-            " fix the import."
+            f"recipe {class_path} cannot be imported: {what}{place}; install what is missing, or"
+            " fix that line."
         ) from error
     if not hasattr(there, name):
         classes = [one for one, kind in vars(there).items() if dataclasses.is_dataclass(kind)]
@@ -443,8 +444,6 @@ def parse_command_line(description: str) -> Config:
         config = parse(sys.argv[1:], description)
     except ConfigError as error:
         exit_with_error(error)
-    except Exception as error:  # of the recipe's module
-        exit_with_exception(error)
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by torchrun; requeued
     restarted = any(os.environ.get(name, "0") not in ("", "0") for name in counts)
     # the run that was moved aside has been replaced: continue the new one

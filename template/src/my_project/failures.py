@@ -335,13 +335,6 @@ def write_to_logs(kind: str, content: dict[str, Any]) -> None:
             write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
-def exit_with_exception(error: Exception) -> NoReturn:
-    """Report an exception, print its traceback, and exit with 1."""
-    report_once(error)
-    print(text_of(record_of(error)), file=sys.stderr, flush=True)
-    raise SystemExit(1)
-
-
 def exit_with_error(error: ConfigError) -> NoReturn:
     """Print the error and exit with its code.
 

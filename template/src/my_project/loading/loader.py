@@ -179,7 +179,7 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from error
 
 
-# ---- the processes that load data -----------------------------------------------------------------
+# ---- the processes that load data ----------------------------------------------------------------
 def start_worker(also: Callable | None, worker: int) -> None:
     """Prepare a loader worker, then call the worker_init_fn of the user, if there is one."""
     ignore_signals_except_parents()

@@ -18,13 +18,11 @@ import argparse
 import json
 import re
 import shutil
-import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any
@@ -42,18 +40,20 @@ from ..failures import (
 )
 from ..files import ConfigError, format_seconds, is_locked, kind_of, printable, read_json, step_of
 from . import flight_recorder
-from .reader import Run, format_problem, is_run, parser_of, read_folder, time_of
+from .reader import Run, check_run, is_run, parser_of, read_folder, time_of
 
 LONGEST = 500  # characters of a sentence
-QUIET_SECONDS = 60.0  # after which a run may have stopped moving
 COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a run folder
 LITTLE_BYTES = 10e6  # of free space: less than a checkpoint of most models
+MOST_RANKS = 1_000_000
 TAIL_BYTES = 1 << 18  # of a log: what tells of the end stands there
 ABORTED = -6  # SIGABRT: also by NCCL's own watchdog, after ours has reported a hang
 BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM: a launcher ends the other ranks with them
 # What torchrun, and accelerate for one process, write about processes that ended.
-ENDED = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\n +exitcode +: (-?\d+) \(pid: (\d+)\)")
-DIED = re.compile(r"died with <Signals\.SIG\w+: (\d+)>|returned non-zero exit status (\d+)")
+ENDED = re.compile(
+    r"rank +: (\d{1,6}) \(local_rank: \d+\)\n +exitcode +: (-?\d{1,9}) \(pid: (\d+)\)"
+)
+DIED = re.compile(r"died with <Signals\.SIG\w+: (\d{1,9})>|returned non-zero exit status (\d{1,9})")
 KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (\d+) via")
 
 # ---- the table: cause -> what is likely and why, what to do --------------------------------------
@@ -74,64 +74,46 @@ CAUSES = {
     "out of host memory": ("", LESS_MEMORY),
     "full disk": ("", "free space ({free} are left), or a smaller checkpoints.keep (now {keep})"),
     "loader worker": (
-        "the kernel killed it for lack of host memory, or /dev/shm was full, since a worker passes"
-        " an exception on",
+        "killed for lack of host memory, or /dev/shm was full, since a worker passes exceptions on",
         f"{LESS_MEMORY}; in a container a larger /dev/shm (--shm-size)",
     ),
     "not finite": (
         "",
         "check the data of these steps; a lower optim.lr (now {lr}), a longer optim.warmup_steps"
-        " (now {warmup}){full_precision}",
+        " (now {warmup}), --precision no",
     ),
     "no items": ("", "check the labels: all items of these steps are masked"),
     "stopped": ("by a second signal, or at the end of the scheduler's grace period", MORE_TIME),
     "killed": (
-        "by the kernel for lack of memory, by the scheduler at a limit, or by a person, since the"
-        " loop sends SIGKILL to no rank that works",
+        "by the kernel for lack of memory, the scheduler or a person, since the loop kills no rank",
         f"for memory: {LESS_MEMORY}; for time: {MORE_TIME}",
     ),
     "crashed": (
         "in C code of torch, a driver or another library (SIGBUS: /dev/shm or a disk is full)",
         "PYTHONFAULTHANDLER=1 in the environment prints the line at which it crashes",
     ),
-    "exited": (
-        "some code called os._exit, since an exception would have been reported",
-        "look for os._exit in the recipe and its libraries",
-    ),
-    "stalled": (
-        "",
-        "see what that line waits for, such as storage, a download or a lock; if it only needs more"
-        " time: distributed.timeout_seconds (now {timeout})",
-    ),
+    "exited": ("some code called os._exit, since an exception leaves a report", "look for it"),
+    "stalled": ("", "see what that line waits for; distributed.timeout_seconds is {timeout}"),
     "mismatched collectives": (
         "an if or a break that not all ranks take, or a size that depends on the rank",
         "let all ranks call the same collectives in the same order",
     ),
     "hang": (
-        "the network or a GPU, since every rank waits in the same line",
-        "--preflight measures each GPU and each link; NCCL_DEBUG=INFO says what NCCL uses",
+        "the network or a GPU, since all wait in one line",
+        "--preflight measures both; NCCL_DEBUG=INFO says what NCCL uses",
     ),
-    "network": (
-        "the network between the hosts, since every rank lost contact and none failed by itself",
-        "--preflight measures each pair of nodes",
-    ),
+    "network": ("the network, since all ranks lost contact", "--preflight measures each link"),
     "no report": (
-        "killed, crashed, stopped or cut off, since others noticed it and it reported nothing",
-        "find out what ended the processes there",
+        "killed, crashed or cut off, since it reported nothing",
+        "find out what ended it",
     ),
-    "lost node": (
-        "the host or its network failed, since none of its ranks left a report",
-        "see whether {host} answers, and start it again without it, or when it is back",
-    ),
-    "interrupted": (
-        "all processes ended at once, with their launcher: killed, or with the machine",
-        "",
-    ),
-    "unknown": ("", ""),
+    "lost node": ("the host or its network, since it is silent", "see whether {host} answers"),
+    "interrupted": ("all processes ended at once, with their launcher or the machine", ""),
 }
 LIKELY = ("hang", "network", "no report", "lost node", "interrupted")  # no file says these
-OF_THE_HOST = ("out of host memory", "loader worker", "killed", "no report", "interrupted")
-OF_THE_SCHEDULER = ("stopped", "killed", "no report", "lost node", "interrupted")
+# Of these the kernel or the scheduler may know more.
+ENDED_FROM_OUTSIDE = ("out of host memory", "loader worker", "stopped", "killed", "no report")
+ENDED_FROM_OUTSIDE += ("lost node", "interrupted")
 
 
 # ---- the newest start ----------------------------------------------------------------------------
@@ -150,20 +132,19 @@ class Start:
 
     run: Run
     is_unopened: bool = False  # it ended, or is, before the run was open
-    began: float  # in seconds since 1970; 0: not known
-    failures: list[dict[str, Any]]  # the first first; "file" is the source
-    records: list[dict[str, Any]] = field(default_factory=list)
+    began: float = 0.0  # or later, in seconds since 1970; 0: not known
+    failures: list[dict[str, Any]] = field(default_factory=list)  # by time; "file" is the source
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
     world_size: int = 1
     logs: dict[int, Path] = field(default_factory=dict)  # by rank
     exits: dict[int, Exit] = field(default_factory=dict)  # by rank, as the launchers say
-    ended: dict[Path, dict[str, Any]] = field(default_factory=dict)  # launcher.json by log folder
+    ended: dict[Path, dict[str, Any]] = field(default_factory=dict)  # launcher.json, by log folder
     told: str = ""  # the signal that told it to stop
 
     @property
     def silent(self) -> list[int]:
         """Return the ranks that left no report."""
-        return sorted({*range(self.world_size)} - _ranks(self.failures))
+        return sorted({*range(self.world_size)} - {one["rank"] for one in self.failures})
 
     def names(self, ranks: Iterable[int]) -> str:
         """Return ranks with their hosts: "ranks 0, 1 on gpu-a, rank 2 on gpu-b"."""
@@ -178,68 +159,70 @@ class Start:
 
 def newest_start(run: Run, locked: bool | None) -> Start:
     """Return what is left of the newest start: the one that opened the run last, or a later one."""
-    folder, launch = run.folder, str(run.about.get("launch") or "")
-    if run.failures and not launch:  # run.json is damaged
-        launch = max(run.failures, key=lambda one: run.failures[one][-1]["time"])
-    files = [path for name in ("run.json", "status.json") if (path := folder / name).is_file()]
-    opened = files[0].stat().st_mtime if files else 0.0
-    start = Start(run=run, began=opened, failures=[*run.failures.get(launch, [])])
-    signs = [*(path.stat().st_mtime for path in files), *map(time_of, run.records[-1:])]
-    last_sign = max([*signs, *(one["time"] for one in start.failures)], default=0.0)
-    folders = list(_newest_logs(folder, opened))
-    began = _start_of(folders)
-    unopened = [one for one in run.failures.get("", []) if launch and one["time"] > last_sign]
-    if unopened or began > last_sign:
-        later = Start(run=run, is_unopened=True, began=began, failures=unopened)
-        _read_logs(later, folders)
-        # else it showed the result of a finished run, or was killed: what was before counts
-        if not last_sign or later.failures or later.exits or locked:
-            return _complete(later)
-        folders = []
-    _read_logs(start, folders)
-    noted = checked(run.status.get("failure")) | {"file": folder / "status.json"}
-    if noted.get("launch") == launch and noted["rank"] not in _ranks(start.failures):
-        start.failures.append(noted)
-    starts = [i for i, one in enumerate(run.records) if kind_of(one) == "start"]
-    if starts and time_of(run.records[starts[-1]]) > opened - COPIED_SECONDS:
-        start.records = run.records[starts[-1] :]
-    return _complete(start)
+    noted = checked(run.status.get("failure")) | {"file": run.folder / "status.json"}
+    launch = str(run.about.get("launch") or noted.get("launch"))  # run.json may be damaged
+    files = [run.folder / name for name in ("run.json", "status.json")]
+    changed = [path.stat().st_mtime for path in files if path.is_file()]
+    opened = changed[0] if changed else 0.0
+    reports = run.failures.get(launch, [])
+    last_sign = max([*changed, *map(time_of, (*reports, *run.records[-1:]))], default=0.0)
+    start = _read_logs(Start(run=run), opened)
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(last_sign))
+    is_later = min((folder.name[:15] for folder in start.ended), default="") > stamp
+    later = [one for one in run.failures.get("", []) if time_of(one) > last_sign]
+    later += start.failures * is_later
+    if later or (is_later and (start.exits or locked or not last_sign)):
+        start.is_unopened, start.began = True, last_sign
+        reports = later
+    else:
+        if is_later:  # it only showed the result of a finished run, or was killed at once
+            start = Start(run=run)
+        start.began = opened
+        # torchrun may have restarted the processes, which write into the same folder
+        ours = [one for one in start.failures if one["launch"] in ("", launch)]
+        reports = [*reports, *ours, *([noted] if "rank" in noted else [])]
+        _add_opened(start)
+    by_rank = {one["rank"]: one for one in reversed(reports)}
+    start.failures = sorted(by_rank.values(), key=lambda one: one["time"])
+    start.hosts |= {one["rank"]: one["host"] for one in start.failures}
+    largest = max([start.world_size - 1, *start.hosts, *start.logs])
+    start.world_size = min(largest, MOST_RANKS) + 1
+    return start
 
 
-def _newest_logs(folder: Path, opened: float) -> Iterator[Path]:
-    """Yield the log folder of each node's newest start, but not from before the run was opened."""
-    for node in sorted(folder.glob("logs/node_*/")):
-        starts = sorted(node.glob("*/"))  # their names begin with the time
-        times = [path.stat().st_mtime for path in starts[-1].iterdir()] if starts else []
-        if max(times, default=0.0) > opened - COPIED_SECONDS:
-            yield starts[-1]
-
-
-def _start_of(folders: list[Path]) -> float:
-    """Return when a start began that has these log folders; 0 where their names do not say it."""
-    try:
-        began = datetime.strptime(folders[0].name.partition("_")[0], "%Y%m%dT%H%M%S")
-    except (IndexError, ValueError):
-        return 0.0
-    return began.replace(tzinfo=UTC).timestamp()
-
-
-def _read_logs(start: Start, folders: list[Path]) -> None:
-    """Add what the log folders of a start hold."""
-    for folder in folders:
-        start.logs |= {
-            int(path.stem[5:]): path for path in folder.glob("rank_" + 5 * "[0-9]" + ".log")
-        }
+def _read_logs(start: Start, opened: float) -> Start:
+    """Add what the newest log folder of each node holds, but not from before the run was opened."""
+    nodes = sorted(start.run.folder.glob("logs/node_*/"))
+    newest = [sorted(node.glob("[0-9]*T[0-9]*/"))[-1:] for node in nodes]  # by the time in the name
+    for folder in chain(*newest):
+        changed = max((path.lstat().st_mtime for path in folder.iterdir()), default=0.0)
+        if changed < opened - COPIED_SECONDS:
+            continue
+        logs = folder.glob("rank_" + 5 * "[0-9]" + ".log")
+        start.logs |= {int(path.stem[5:]): path for path in logs}
         for path in sorted(folder.glob("rank_*.json")):
-            failure = checked(read_json(path))
-            if failure and failure["rank"] not in _ranks(start.failures):
+            if failure := checked(read_json(path)):
                 start.failures.append(failure | {"file": path})
+        start.ended[folder] = ended = read_json(folder / "launcher.json")
         signals = [read_json(path) for path in sorted(folder.glob("signal_rank_*.json"))]
-        if ended := read_json(folder / "launcher.json"):
-            start.ended[folder] = ended
         told = (one.get("signal") for one in (*signals, ended))
         start.told = start.told or next((one for one in told if isinstance(one, str)), "")
         start.exits |= _exits(folder / "launcher.log")
+    return start
+
+
+def _add_opened(start: Start) -> None:
+    """Add the world size and the hosts of a start that opened the run, as far as they are known."""
+    about, silent = start.run.about, start.run.status.get("silent")
+    starts = [one for one in start.run.records if kind_of(one) == "start"][-1:]
+    hosts = [one.get("hosts") for one in starts if time_of(one) > start.began - COPIED_SECONDS]
+    known = hosts[0] if hosts and isinstance(hosts[0], list) else [about.get("host") or ""]
+    start.hosts = dict(enumerate(map(str, known)))
+    for one in silent if isinstance(silent, list) else ():
+        if isinstance(one, dict) and isinstance(one.get("rank"), int):
+            start.hosts[one["rank"]] = str(one.get("host"))
+    size = str(_dict(about.get("environment")).get("WORLD_SIZE"))
+    start.world_size = int(size) if re.fullmatch(r"[0-9]{1,6}", size) else 1
 
 
 def _exits(path: Path) -> dict[int, Exit]:
@@ -248,9 +231,8 @@ def _exits(path: Path) -> dict[int, Exit]:
     by_launcher = KILLED_BY_LAUNCHER.findall(text)
     others, _, root = text.rpartition("Root Cause (first observed failure)")
     for one in (*ENDED.finditer(root), *ENDED.finditer(others)):
-        is_killed = one[3] in by_launcher
         says = f"{path}: {' '.join(one[0].split())}"
-        found[int(one[1])] = Exit(code=int(one[2]), by_launcher=is_killed, says=says)
+        found[int(one[1])] = Exit(code=int(one[2]), by_launcher=one[3] in by_launcher, says=says)
     if died := DIED.search(text):
         code = -int(died[1]) if died[1] else int(died[2])
         found.setdefault(0, Exit(code=code, by_launcher=False, says=f"{path}: {died[0]}"))
@@ -264,22 +246,6 @@ def _tail(path: Path | None) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         return file.read().decode(errors="replace")
-
-
-def _complete(start: Start) -> Start:
-    """Add the world size and the hosts, as far as they are known, and sort the failures."""
-    about, silent = start.run.about, start.run.status.get("silent")
-    if not start.is_unopened:
-        first = start.records[0] if start.records else {}
-        hosts = _list(first.get("hosts")) or [about.get("host") or ""]
-        start.hosts = dict(enumerate(map(str, hosts)))
-        start.hosts |= {one["rank"]: one["host"] for one in _list(silent) if isinstance(one, dict)}
-        size = _dict(about.get("environment")).get("WORLD_SIZE")
-        start.world_size = int(str(size)) if str(size).isdecimal() else 1
-    start.failures = sorted(start.failures, key=lambda one: one["time"])
-    start.hosts |= {one["rank"]: one["host"] for one in start.failures}
-    start.world_size = max([start.world_size - 1, *start.hosts, *start.logs]) + 1
-    return start
 
 
 # ---- the cause -----------------------------------------------------------------------------------
@@ -333,12 +299,8 @@ def _reported(start: Start, failure: dict[str, Any]) -> dict[str, Any]:
     if failure.get("loss_is_finite") is False:
         cause["known"].append("the loss of this rank was not finite: look at its data first")
     elif kind == "not finite":
-        overflowed = (
-            "it overflowed in the backward pass, since no rank had a loss that is not finite"
-        )
-        cause["likely"] = [overflowed]
-    if failure["file"].name == "status.json":
-        cause["look_at"] = ["the logs may have the traceback: errors/ has no intact file of it"]
+        likely = "it overflowed in the backward pass, since no rank had a loss that is not finite"
+        cause["likely"] = [likely]
     return cause
 
 
@@ -371,22 +333,28 @@ def _ended(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
 def _stalled(start: Start, first: dict[str, Any]) -> dict[str, Any]:
     """Judge a rank that made no progress, while others may have waited for it."""
     waiting = [one for one in start.failures if one["cause"] == "waiting"]
-    cause = _of(first, "stalled", likely=[])
-    if waiting:
-        who, where = start.names(_ranks(waiting)), place_of(waiting[0]["at"])
-        cause["known"].append(f"no progress, while {who} waited for other ranks (in {where})")
-        cause["likely"].append("the others wait for it, since it alone waits for no other rank")
+    cause = _of(first, "stalled", known=_waited(start, waiting), likely=[])
     if first["cause"] != "stalled":
-        late = "stopped (SIGSTOP, a debugger) or cut off for a time, since it went on when the"
-        cause["likely"] = [f"{late} others had given up"]
+        why = "since it went on when the others had given up"
+        cause["likely"] = [f"stopped (SIGSTOP, a debugger) or cut off for a time, {why}"]
+    elif waiting:
+        cause["likely"] = ["the others wait for it, since it alone waits for no other rank"]
     return cause
+
+
+def _waited(start: Start, waiting: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each line in which ranks waited for others."""
+    places: dict[str, list[int]] = {}
+    for one in waiting:
+        places.setdefault(place_of(one["at"]), []).append(one["rank"])
+    return [f"{start.names(ranks)} waited in {place}" for place, ranks in places.items()]
 
 
 def _gone(start: Start, noticed: dict[str, Any]) -> dict[str, Any]:
     """Judge ranks that left no report, which the others noticed."""
     silent, hosts = start.silent, start.hosts
     gone_hosts = {hosts.get(rank, "") for rank in silent}
-    of_these = {rank for rank in range(start.world_size) if hosts.get(rank, "") in gone_hosts}
+    seen_hosts = {one["host"] for one in start.failures}
     by = start.names([noticed["rank"]])
     what = f"no report from {start.names(silent)}, as {by} noticed: {noticed['reason']}"
     cause = _of(noticed, "no report", what=what, step=None, at=None)
@@ -394,28 +362,23 @@ def _gone(start: Start, noticed: dict[str, Any]) -> dict[str, Any]:
     exits = [start.exits[rank] for rank in silent if rank in start.exits]
     folders = {start.logs[rank].parent for rank in silent if rank in start.logs}
     if exits and all(one.by_launcher for one in exits):
-        cause["likely"] = [
-            "stopped (SIGSTOP, a debugger) or stuck in C code or the kernel, such as storage that"
-            " does not answer, since its launcher had to kill it and even its watchdog was silent"
-        ]
-    elif start.exits and folders and folders <= start.ended.keys():
+        stuck = "stopped (SIGSTOP, a debugger) or stuck in C code or storage"
+        cause["likely"] = [f"{stuck}, since its launcher had to kill it"]
+    elif start.exits and folders and all(start.ended[folder] for folder in folders):
         # the launcher has seen all of them end, and names those alone that failed
         cause |= {"cause": "exited", "is_known": True}
         cause["what"] = f"{start.names(silent)} ended with exit code 0, without a report"
-    elif of_these == {*silent} and "" not in gone_hosts and not folders:
+    elif not folders and not gone_hosts & {"", *seen_hosts}:
         cause["cause"] = "lost node"
     return cause
 
 
 def _all_wait(start: Start, waiting: list[dict[str, Any]]) -> dict[str, Any]:
     """Judge ranks that all wait for one another."""
-    places: dict[str, list[int]] = {}
-    for one in waiting:
-        places.setdefault(place_of(one["at"]), []).append(one["rank"])
-    kind = "mismatched collectives" if len(places) > 1 else "hang"
-    known = [f"{start.names(ranks)} waited in {place}" for place, ranks in places.items()]
-    what = {"what": "all ranks waited for one another", "at": None}
-    return _of(waiting[0], kind, is_known=False, known=known, **what)
+    known = _waited(start, waiting)
+    kind = "mismatched collectives" if len(known) > 1 else "hang"
+    what = "all ranks waited for one another"
+    return _of(waiting[0], kind, is_known=False, known=known, what=what, at=None)
 
 
 def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
@@ -426,21 +389,17 @@ def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
     if not finding:
         return cause
     calls = [f"{start.names(ranks)} called {call}" for call, ranks in finding.calls.items()]
-    calls += [f"{start.names(finding.missing)} had not called it"] * bool(finding.missing)
-    cause["known"].append(
-        f"collective {finding.number} of group {finding.group}: {'; '.join(calls)}"
-        f" ({start.run.folder}/errors/nccl_trace_rank_*.json)"
-    )
+    if finding.missing:
+        calls.append(f"{start.names(finding.missing)} had not called it")
+    of = f"collective {finding.number} of group {finding.group}"
+    cause["known"].append(f"{of}: {'; '.join(calls)} (errors/nccl_trace_rank_*.json)")
     if without := {*range(start.world_size)} - dumps.ranks:
         cause["known"].append(f"no dump of {start.names(without)}")
     if finding.kind == "mismatch":
-        fewest = finding.fewest
-        cause |= {"cause": "mismatched collectives", "is_known": True, "at": finding.at}
-        cause |= {
-            "rank": fewest[0] if fewest else None,
-            "what": "ranks called different collectives",
-        }
-        if fewest:
+        cause |= {"cause": "mismatched collectives", "is_known": True, "at": None, "rank": None}
+        cause["what"] = "ranks called different collectives"
+        if fewest := finding.fewest:
+            cause["rank"] = fewest[0]
             cause["likely"] = [f"{start.names(fewest)} is at fault, since the others agree"]
     elif finding.missing and cause["cause"] != "stalled":
         cause["rank"] = finding.missing[0]
@@ -449,27 +408,19 @@ def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
 
 def _without_report(start: Start) -> dict[str, Any]:
     """Return what can be said where nothing was reported."""
-    status, codes = start.run.status, [one.code for one in start.exits.values()]
+    status = start.run.status
     what = status.get("reason") or "no process reported why it ended"
     cause: dict[str, Any] = {"cause": "interrupted", "what": what}
     if shutil.disk_usage(start.run.folder).free < LITTLE_BYTES:
         likely = "the disk is full, since a process that cannot write leaves no report"
         return cause | {"cause": "full disk", "is_known": False, "likely": [likely]}
-    if start.told or {*codes} & {*BY_OTHERS}:
-        known = f"it was told to stop ({start.told or 'by its launcher'}), and had not saved"
+    if start.told:
+        known = f"it was told to stop ({start.told}), and had not saved"
         return cause | {"cause": "stopped", "known": [known]}
     if 0 in [one.get("exit_code") for one in start.ended.values()]:
         what = "its processes ended with exit code 0 before the run was done"
         return cause | {"cause": "exited", "what": what}
     return cause | ({"cause": "unknown"} if status.get("outcome") == "failed" else {})
-
-
-def _ranks(failures: list[dict[str, Any]]) -> set[int]:
-    return {one["rank"] for one in failures}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -484,45 +435,37 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         ConfigError: the folder is no run.
     """
     if not (is_run(folder) or any(folder.glob("logs/node_*/*")) or (folder / "errors").is_dir()):
-        raise ConfigError(
-            f"{folder} is not a run folder; give the path of one such as runs/image_classification."
-            " A start that is refused leaves none: its sentence was printed where it was started."
-        )
+        check_run(folder)
     run, locked = read_folder(folder), is_locked(folder)
     start = newest_start(run, locked)
     outcome = _outcome(start, locked)
     cause = find_cause(start) if outcome in ("failed", "interrupted", "unknown") else {}
     kind, note = cause.get("cause", ""), str(run.status.get("note") or "")  # on the last checkpoint
     values = _values(start, cause)
-    row = CAUSES["full disk" if note and not cause else kind] if cause or note else ("", "")
+    row = CAUSES.get("full disk" if note and not cause else kind, ("", ""))
     likely, remedy = ([text.format_map(values)] if text else [] for text in row)
     if outcome not in ("finished", "running", "starting"):
         steps = [step_of(path.parent) for path in folder.glob("checkpoints/step_*/manifest.json")]
         at = f"continues from step {max(steps)}" if steps else "starts again from step 0"
         remedy.append(f"{'then ' * bool(remedy)}the same command {at}")
     look_at = [*cause.get("look_at", [])]
-    if kind in OF_THE_HOST:
-        look_at.append(
-            "dmesg -T | grep -iE 'killed process|out of memory', on {host}".format_map(values)
-        )
-    if kind in OF_THE_SCHEDULER:
-        look_at.append("the log of the scheduler, where there is one{job}".format_map(values))
-    steps = [one.get("step") for one in (cause, run.status, *run.records[-1:])]
-    step = next((one for one in steps if isinstance(one, int)), 0)
+    if kind in ENDED_FROM_OUTSIDE:
+        look_at.append(f"dmesg -T | grep -iE 'killed process|out of memory', on {values['host']}")
+        look_at.append(f"the log of the scheduler, where there is one{values['job']}")
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
-    names = ("rank", "host", "step", "time", "what", "says")
-    first = {name: cause.get(name) for name in names} | {"at": place_of(cause.get("at"))}
+    first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
+    first |= {"time": time_of(cause) or None, "at": place_of(cause.get("at"))}
     found = {
         "run": str(folder),
         "outcome": outcome,
         "happened": _happened(start, outcome, now or time.time(), locked),
-        "step": step,
+        "step": cause.get("step") or run.status.get("step", 0),
         "steps": run.status.get("steps") or None,
-        "time": cause.get("time") or None,
+        "time": first["time"],
         "first": first if cause else None,
         "cause": kind,
         "certainty": "unknown" if kind == "unknown" else certainty if cause else "",
-        "known": [*filter(None, [note]), *cause.get("known", [])],
+        "known": [note] * bool(note) + cause.get("known", []),
         "likely": cause.get("likely", likely if cause else []),
         "look_at": look_at,
         "remedy": remedy,
@@ -532,38 +475,32 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
             if cause and one["rank"] != cause.get("rank")
         ],
         "damaged": [] if start.is_unopened else run.problems,
-        "earlier_failures": len(run.failures.keys() - {"", run.about.get("launch")}),
+        "earlier_failures": len(run.failures.keys() - {"", str(run.about.get("launch"))}),
     }
     return _shown(found)
 
 
 def _outcome(start: Start, locked: bool | None) -> str:
-    outcome = start.run.status.get("outcome", "")
     if start.is_unopened:
         return "starting" if locked and not start.failures and not start.exits else "failed"
-    if outcome == "running":
-        return "interrupted" if locked is False else "running"
-    return outcome or ("failed" if start.failures else "running" if locked else "unknown")
+    if start.run.status.get("outcome"):
+        return start.run.state
+    return "failed" if start.failures else "running" if locked else "unknown"
 
 
 def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> str:
     """Return in a sentence or two how far the run is, and since when."""
-    status, last = start.run.status, max([start.began, *map(time_of, start.records[-1:])])
+    status, last = start.run.status, max([start.began, *map(time_of, start.run.records[-1:])])
     text = f"step {status.get('step', '?')} of {status.get('steps') or '?'}"
     if start.is_unopened:
-        return (
-            f"the newest start has not opened the run; before it: {status.get('outcome')}, {text}"
-        )
+        return f"the newest start did not open the run; before it: {status.get('outcome')}, {text}"
     if outcome != "running":
         return f"{text}: {status['reason']}" if status.get("reason") else text
-    text += f", the last record is {format_seconds(max(0.0, now - last))} old"
     limit = start.run.settings.get("distributed.timeout_seconds", 600)
-    gaps = [time_of(b) - time_of(a) for a, b in pairwise(start.records)]
-    if now - last > (max(QUIET_SECONDS, 2 * max(gaps)) if gaps[1:] else limit):
-        text += (
-            f". It has not moved for long: its watchdog ends it after {limit} s without progress,"
-            " or startup_timeout_seconds at the start, in evaluations and saves"
-        )
+    text += f", the last record is {format_seconds(max(0.0, now - last))} old"
+    if now - last > limit:
+        text += f". It has not moved for long: its watchdog ends it after {limit} s without"
+        text += " progress, and later at the start, in evaluations and saves"
     unknown = ". Whether its processes are still there is not known: no locks on this file system"
     return text + unknown * (locked is None)
 
@@ -572,13 +509,10 @@ def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
     """Return what fills the names in the table."""
     setting, about = start.run.settings.get, start.run.about
     job = _dict(about.get("environment")).get("SLURM_JOB_ID")
-    precision = _dict(about.get("numerics")).get("precision")
-    is_full = precision in ("no", None)  # then lowering it no further is no advice
     return {
         "host": cause.get("host") or start.hosts.get(cause.get("rank") or 0) or "its host",
         "job": f": sacct -j {job} -o JobID,State,ExitCode,MaxRSS" if job else "",
         "free": f"{shutil.disk_usage(start.run.folder).free / 1e9:.3g} GB",
-        "full_precision": "" if is_full else "; --precision no, to see whether it is the precision",
         "micro": setting("batches.micro_batch_size") or "as large as it can be",
         "workers": setting("batches.workers") or "one less than the CPUs",
         "keep": setting("checkpoints.keep"),
@@ -604,7 +538,7 @@ def print_diagnosis(found: dict[str, Any]) -> None:
     print(f"--- {found['outcome']}: {found['run']} ".ljust(width, "-"))
     pairs = [("what", found["happened"])]
     if first := found["first"]:
-        clock = datetime.fromtimestamp(first["time"]).strftime("%H:%M:%S") if first["time"] else ""
+        clock = time.strftime("%H:%M:%S", time.localtime(first["time"])) if first["time"] else ""
         when = [
             f"{name} {first[name]}" for name in ("rank", "host", "step") if first[name] is not None
         ]
@@ -621,8 +555,6 @@ def print_diagnosis(found: dict[str, Any]) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Print what happened."""
     found = diagnose(Path(arguments.run))
-    if problem := format_problem(Path(arguments.run)):
-        print(problem, file=sys.stderr)
     print(json.dumps(found, indent=1)) if arguments.json else print_diagnosis(found)
 
 

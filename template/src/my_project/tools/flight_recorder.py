@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..failures import frame
 from ..files import read_json
 
-# Operations whose sizes must be equal on all ranks: of the input and of the output.
-EVEN_INPUT = {"all_reduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast"}
-EVEN_INPUT |= {"reduce", "gather", "all_gather", "_all_gather_base", "reduce_scatter"}
-EVEN_INPUT |= {"_reduce_scatter_base", "_broadcast_oop", "_reduce_oop"}
-EVEN_OUTPUT = EVEN_INPUT - {"gather"} | {"scatter"}
+# Operations whose sizes must be equal on all ranks, of the input and of the output.
+EVEN = {"all_reduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast"}
+EVEN |= {"reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base"}
+EVEN |= {"_broadcast_oop", "_reduce_oop"}
 KINDS = ("mismatch", "missing", "incomplete")  # the one that says most first
 OLD_SECONDS = 60.0  # before the start: a dump of an earlier one, whatever the clocks of hosts say
 
@@ -43,7 +41,6 @@ class Finding:
     group: str
     calls: dict[str, list[int]]  # the ranks by what they called
     missing: list[int]  # ranks that have not called it
-    at: dict[str, Any] | None  # a line of the project's code, where the dump has frames
 
     @property
     def fewest(self) -> list[int]:
@@ -117,20 +114,14 @@ def _in_group(group: str, dumps: Dumps) -> Iterator[tuple[int, Finding]]:
         missing = sorted(expected - called.keys())
         # one that timed out is retired too
         is_done = all(one["state"] == "completed" for one in entries)
-        kind = "missing" if missing else "incomplete"
-        if len({_signature(of_rank) for of_rank in called.values()}) > 1:
-            kind = "mismatch"
-        elif is_done:
-            continue
         calls: dict[str, list[int]] = {}
         for rank, of_rank in called.items():
             calls.setdefault(", ".join(map(_described, of_rank)), []).append(rank)
+        kind = "mismatch" if len(calls) > 1 else "missing" if missing else "incomplete"
+        if is_done and kind != "mismatch":
+            continue
         when = min(one["time_created_ns"] for one in entries)
-        at = next(filter(None, map(_own_frame, entries)), None)
-        yield (
-            when,
-            Finding(kind=kind, number=number, group=group, calls=calls, missing=missing, at=at),
-        )
+        yield when, Finding(kind=kind, number=number, group=group, calls=calls, missing=missing)
         if kind == "mismatch":  # what follows in this group differs too
             return
 
@@ -162,39 +153,13 @@ def _members(dump: dict[str, Any]) -> Iterator[tuple[str, set[int]]]:
             yield _group([name, one.get("desc", "")]), set(map(int, numbers))
 
 
-def _operation(entry: dict[str, Any]) -> str:
-    return entry["profiling_name"].rpartition(":")[2].split(" ")[0]  # of "nccl:all_reduce"
-
-
-def _signature(entries: list[dict[str, Any]]) -> str:
-    """Return what must be equal on all ranks."""
-    parts = []
-    for one in entries:
-        name = _operation(one)
-        parts.append(name)
-        for side, even in (("input", EVEN_INPUT), ("output", EVEN_OUTPUT)):
-            if name in even:
-                parts.append(str((one.get(f"{side}_sizes"), one.get(f"{side}_dtypes"))))
-    return " ".join(parts)
-
-
 def _described(entry: dict[str, Any]) -> str:
-    """Return a call in words: all_reduce of Float [1024]."""
+    """Return what must be equal on all ranks of a call: all_reduce of Float [1024]."""
+    name = entry["profiling_name"].rpartition(":")[2].split(" ")[0]  # of "nccl:all_reduce"
     sides = []
-    for side in ("input", "output"):
+    for side in ("input", "output") if name in EVEN else ():
         types, sizes = (_list(entry.get(f"{side}_{what}")) for what in ("dtypes", "sizes"))
         words = [", ".join(dict.fromkeys(map(str, types))), ", ".join(map(str, sizes))]
         sides.append(" ".join(filter(None, words)))
     shown = " to ".join(dict.fromkeys(filter(None, sides)))
-    return f"{_operation(entry)} of {shown}" if shown else _operation(entry)
-
-
-def _own_frame(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the innermost frame outside of libraries, where an entry has frames."""
-    for one in _list(entry.get("frames")):  # the innermost first
-        if isinstance(one, dict) and isinstance(one.get("filename"), str):
-            line = one["line"] if isinstance(one.get("line"), int) else 0
-            found = frame(one["filename"], line, str(one.get("name")))
-            if not found["library"]:
-                return found
-    return None
+    return f"{name} of {shown}" if shown else name
