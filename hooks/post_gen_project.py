@@ -104,7 +104,6 @@ TEMPLATE_FILES = (
     "src/my_project/records/__init__.py",
     "src/my_project/records/anatomy.py",
     "src/my_project/records/display.py",
-    "src/my_project/records/gpu.py",
     "src/my_project/records/lines.py",
     "src/my_project/records/metrics.py",
     "src/my_project/records/outcome.py",

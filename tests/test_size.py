@@ -17,17 +17,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_930,
-    "files of train.py and all that it imports": 49,
-    "lines of the package without tools/": 8_581,
-    "lines of tools/": 2_306,
-    "lines of template/tests": 4_155,
-    "lines of template/tests and tests": 14_000,
+    "lines of train.py and all that it imports": 6_920,
+    "files of train.py and all that it imports": 48,
+    "lines of the package without tools/": 8_571,
+    "lines of tools/": 2_217,
+    "lines of template/tests": 4_154,
+    "lines of template/tests and tests": 13_997,
     "settings": 53,
     "methods of a recipe": 15,
     "lines of train.py": 182,
 }
-STEP_FILES = 27  # 31 at a9ab39b, counted in the same way
+STEP_FILES = 26  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
     getattr(tokenize, name)
     for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")
@@ -106,6 +106,7 @@ def test_nothing_grows_above_its_ceiling(what):
     assert 0 < found <= CEILINGS[what], f"{what}: {found}"
 
 
+@pytest.mark.slow
 def test_a_step_passes_few_files(tmp_path):
     found = step_files.count(TEMPLATE, tmp_path)
     assert {"train.py", "checkpoint/saving.py", "loading/sampler.py"} <= {*found}

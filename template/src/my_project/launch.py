@@ -377,7 +377,7 @@ def start(
         is_dry_run: leave the block of a finished run to the caller.
     """
     refuse_secret_arguments(launch.arguments)
-    if launch.config and launch.gpus:
+    if launch.config and launch.gpus and launch.nodes == 1:
         from .devices import check_gpus
 
         check_gpus(launch.gpus)

@@ -29,9 +29,8 @@ from .anatomy import (
     make_anatomy,
 )
 from .display import Progress
-from .gpu import GpuMonitor, peak_memory_bytes
 from .profiling import Profiler
-from .ranks import Gather, RankReport, summarize
+from .ranks import Gather, RankReport, gpu_utilization, peak_memory_bytes, summarize
 from .record_file import RecordFile
 from .throughput import Throughput
 from .trackers import Trackers
@@ -79,7 +78,6 @@ class MetricsWriter:
         self.file = RecordFile(run)
         self.trackers = Trackers(accelerator, run)
         self.progress = Progress(run)
-        self.gpu = GpuMonitor(self.device)
         self.throughput = Throughput(accelerator, run.config, layout, model)
         self.compilations = Compilations(model, state.step)
         self.anatomy = make_anatomy(self.device)
@@ -263,7 +261,7 @@ class MetricsWriter:
             rank_seconds=(phases[DATA] + phases[FORWARD]) / steps,
             data_seconds=phases[DATA] / steps,
             peak_memory_bytes=peak_memory_bytes(self.device),
-            gpu_utilization=self.gpu.utilization(),
+            gpu_utilization=gpu_utilization(self.device),
         )
         self.gathering = record, Gather(mine, self.layout.world_size, self.device)
 

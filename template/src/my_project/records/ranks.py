@@ -1,7 +1,9 @@
 """What differs between ranks: one small gather per record, read one step later."""
 
 import math
+import resource
 import statistics
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,3 +75,19 @@ def summarize(reports: list[RankReport], hosts: list[str]) -> dict[str, Any]:
         if known:
             fields[name] = combine(known)
     return fields
+
+
+def gpu_utilization(device: torch.device) -> float:
+    """Return the percentage of the last moments in which a kernel ran; NaN where not known."""
+    try:
+        return float(torch.cuda.utilization(device)) if device.type == "cuda" else math.nan
+    except Exception:  # no NVML, a part of a GPU (MIG), or one that has fallen off the bus
+        return math.nan
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held: on the GPU, or on the host for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
