@@ -17,10 +17,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_920,
-    "files of train.py and all that it imports": 48,
-    "lines of the package without tools/": 8_571,
-    "lines of tools/": 2_217,
+    "lines of train.py and all that it imports": 6_902,
+    "files of train.py and all that it imports": 47,
+    "lines of the package without tools/": 8_553,
+    "lines of tools/": 2_219,
     "lines of template/tests": 4_154,
     "lines of template/tests and tests": 13_997,
     "settings": 53,

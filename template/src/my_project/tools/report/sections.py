@@ -124,8 +124,10 @@ def remarks(run: History) -> str:
 
 def typed(about: dict[str, Any]) -> str:
     """Return the command as it was typed, as far as run.json has it."""
-    command, launcher = words(about.get("command")), words(about.get("launcher"))
-    return shlex.join(launcher or command)
+    typed = words(about.get("launcher")) or words(about.get("command"))
+    return shlex.join(
+        [*(Path(word).name for word in typed[:1]), *typed[1:]]
+    )  # python, not its path
 
 
 def words(value: Any) -> list[str]:
