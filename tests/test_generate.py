@@ -488,6 +488,7 @@ def test_a_folder_that_exists_is_not_touched_without_f(template: Path, desk: Des
 
 
 @pytest.mark.parametrize("package", ["my_project", "leafscan"])
+@pytest.mark.slow
 def test_f_deletes_and_alters_nothing_of_the_users(template: Path, desk: Desk, package: str):
     answers = {"package_name": package, "license": "none"}
     project = desk.generate(template, **answers)

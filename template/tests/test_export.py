@@ -103,6 +103,7 @@ def test_predict_answers_without_accelerate_data_or_network(export):
     assert float(answer.stdout) == pytest.approx(model(torch.full((1, 1, 6), 0.5)).item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_predict_refuses_a_wrong_folder_and_weights_that_do_not_fit(tmp_path, export):
     wrong = run_predict(str(tmp_path), "1")
     assert wrong.returncode == 2

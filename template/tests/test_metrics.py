@@ -166,6 +166,7 @@ def evaluate_or_fail(configs: list[Config]) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
+@pytest.mark.slow
 def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
     sizes = (1, 2, 7, 23)
     recipes = [AllKinds(validation_samples=size) for size in sizes]

@@ -124,6 +124,7 @@ def train_compiled(config: Config) -> int:
     return train(config)
 
 
+@pytest.mark.slow
 def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
     config = make_config(tmp_path, Ragged(validation_samples=0), steps=2)
     plain = {
@@ -227,6 +228,7 @@ def test_steps_that_are_skipped_are_counted_in_their_interval(tmp_path):
     assert [r["loss"] is None for r in records(config)] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_the_slowest_rank_is_recorded(tmp_path):
     """With time to spare for a busy machine, on which any rank may be late for a moment."""
     recipe = Ragged(seconds=0.5, slow_rank=1, validation_samples=0)

@@ -117,6 +117,7 @@ class Lonely(Ragged):
         return super().loss(model, batch, step)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_in_different_lines_have_likely_called_different_collectives(tmp_path):
     config = make_config(tmp_path, Lonely(), distributed__timeout_seconds=2)
     fails(config)

@@ -140,6 +140,7 @@ def plan(capsys: Any, words: list[str]) -> list[dict[str, Any]]:
     return json.loads(capsys.readouterr().out)["rows"]
 
 
+@pytest.mark.slow
 def test_the_command_predicts_each_config_from_its_simulated_step(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(PROJECT)
     words = arguments(tmp_path, "--batches.global_batch_size", "64", "--batches.micro_batch_size")

@@ -124,10 +124,8 @@ def remarks(run: History) -> str:
 
 def typed(about: dict[str, Any]) -> str:
     """Return the command as it was typed, as far as run.json has it."""
-    typed = words(about.get("launcher")) or words(about.get("command"))
-    return shlex.join(
-        [*(Path(word).name for word in typed[:1]), *typed[1:]]
-    )  # python, not its path
+    command = words(about.get("launcher")) or words(about.get("command"))
+    return shlex.join([Path(command[0]).name, *command[1:]] if command else [])
 
 
 def words(value: Any) -> list[str]:
