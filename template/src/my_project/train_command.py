@@ -1,4 +1,4 @@
-"""Train: check everything, say what starts, run accelerate launch, end with one block.
+"""Train: check everything, say what starts, launch it, end with one block.
 
     python -m my_project train configs/image_classification.yaml --optim.lr 3e-3
     python -m my_project train configs/image_classification.yaml --where fsdp2
@@ -292,6 +292,7 @@ def print_estimate(config: Config, folder: Path) -> None:
 # ---- the command ---------------------------------------------------------------------------------
 def main(arguments: list[str]) -> int:
     """Check, say what starts, and launch; return the exit code."""
+    launch.prepare_environment()
     options = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as the processes that are started find it
