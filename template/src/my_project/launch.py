@@ -46,9 +46,10 @@ from . import cli, failures
 from .command_line import as_restarted
 from .command_line import parse as parse_settings
 from .config import Config, ConfigError
-from .end_block import Ending
+from .end_block import Ending, how_it_ended
 from .files import read_json, read_status, read_yaml, wait_until, write_atomically, writing
 from .process import LAUNCHER, LOGS, PREEMPTED, no_garbage_collection
+from .restarts import Restarts, failed
 from .safety.redaction import mask_command, secrets_problem
 from .workers import Workers, start_method, stop_at_end_of_input
 
@@ -57,6 +58,9 @@ RENDEZVOUS = f"{__package__}.rendezvous"  # it and tools/ can be deleted
 PREFLIGHT = f"{__package__}.tools.preflight"
 # What the loop imports inside its functions, for every run.
 DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "accelerate")
+RESTARTS = 3  # in place, without a new step in between, unless --max_restarts says otherwise
+NO_RESTARTS = Restarts(folder=Path(), limit=0)
+RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
 # Variables of a scheduler or an outer launcher that torch would read as its own.
 NOT_INHERITED = re.compile(
@@ -131,7 +135,7 @@ class Launch:
             prepare_multi_gpu_env,
             prepare_simple_launcher_cmd_env,
         )
-        from accelerate.utils.other import get_free_port
+        from accelerate.utils.other import check_cuda_p2p_ib_support, get_free_port
 
         logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
         words = [*self.flags, "-m", self.module, *self.arguments]
@@ -151,6 +155,8 @@ class Launch:
         port = options.main_process_port
         if getattr(options, "standalone", False):  # that port is in use
             port = get_free_port()
+        if not check_cuda_p2p_ib_support():  # as accelerate launch does
+            found = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | found
         found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         return found | {"MASTER_ADDR": self.address, "MASTER_PORT": str(port)}, True
 
@@ -247,7 +253,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         port=value("main_process_port", None) or 29500,
         precision=str(value("mixed_precision", "no")),
         gpus=0 if uses_cpu(where) else world_size // nodes,
-        max_restarts=given.max_restarts or 0,
+        max_restarts=RESTARTS if given.max_restarts is None else given.max_restarts,
         preflight=wants_preflight,
         join_timeout_seconds=own.join_timeout_seconds,
         config=parse_settings(module_arguments) if module in (TRAIN, PREFLIGHT) else None,
@@ -318,6 +324,7 @@ def prepare_environment() -> None:
         del os.environ[name]
     # pyarrow's allocator and NumPy's BLAS start threads when they are imported, and then no process
     # could be forked; accelerate launch gives the BLAS of each process one thread too
+    os.environ["LAUNCH_TIME"] = str(time.time())  # from which stop_after counts, over restarts
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -338,8 +345,17 @@ def summary(launch: Launch, interface: str = "") -> str:
     )
 
 
-def wait_for_other_nodes(launch: Launch) -> None:
-    """Set the network interface, and wait until all nodes are there and reach each other."""
+def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> None:
+    """Set the network interface, and wait until all nodes are there and reach each other.
+
+    Args:
+        launch: the settings.
+        seconds: how long to wait.
+        refusal: why this node will not start its processes again; "" if it will start them.
+
+    Raises:
+        ConfigError: on every node, why no process starts.
+    """
     from . import rendezvous  # pyright: ignore[reportMissingImports]
 
     interface, ip = rendezvous.interface_to(launch.address)
@@ -354,12 +370,13 @@ def wait_for_other_nodes(launch: Launch) -> None:
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
+        refusal=refusal,
     )
     rendezvous.wait_for_nodes(
         me,
         launch.address,
         launch.port,
-        launch.join_timeout_seconds,
+        seconds,
         say=lambda text: print(text, flush=True),
     )
 
@@ -421,7 +438,9 @@ def train(arguments: tuple[str, ...], config: Config | None) -> None:
     cli.run_on_all_ranks(module.main, config, is_run=True)
 
 
-def run_module(launch: Launch, workers: Workers, module: str, logs: Path | None) -> dict[int, int]:
+def run_module(
+    launch: Launch, workers: Workers, module: str, logs: Path | None, restarts: Restarts
+) -> dict[int, int]:
     """Run a module in all processes of this node; return their exit codes, by rank.
 
     Args:
@@ -429,19 +448,22 @@ def run_module(launch: Launch, workers: Workers, module: str, logs: Path | None)
         workers: the processes.
         module: the module.
         logs: the folder for the output of its processes; None for this terminal only.
+        restarts: those before.
     """
     os.environ.pop(LOGS, None)
     if logs:
         with writing(launch.run_folder):
             logs.mkdir(parents=True, exist_ok=True)
         os.environ[LOGS] = str(logs.absolute())
-    environments = launch.environments(attempt=0)
+    environments = launch.environments(restarts.count)
     if module == TRAIN and launch.config:
         import_all(launch.config)
         is_forked = start_method()[0] == "fork"
         config = launch.config if is_forked else None  # need not be picklable
-        return workers.run(partial(train, launch.arguments, config), environments)
-    return workers.run(partial(_run_as_main, module, launch.arguments), environments)
+        function = partial(train, launch.arguments, config)
+    else:
+        function = partial(_run_as_main, module, launch.arguments)
+    return workers.run(function, environments, restarts.may_kill)
 
 
 def _run_as_main(module: str, arguments: tuple[str, ...]) -> None:
@@ -482,13 +504,15 @@ def start(
         check_gpus(launch.gpus)
     workers = Workers()
     if launch.nodes > 1:
-        wait_for_other_nodes(launch)
+        wait_for_other_nodes(launch, launch.join_timeout_seconds)
     else:
         print(shown or summary(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
         logs = log_folder(launch, PREFLIGHT)
-        if launch.preflight and any(run_module(launch, workers, PREFLIGHT, logs).values()):
+        if launch.preflight and any(
+            run_module(launch, workers, PREFLIGHT, logs, NO_RESTARTS).values()
+        ):
             if workers.stop_signal_at:
                 return PREEMPTED
             print("preflight failed, so nothing was trained; see the errors above", flush=True)
@@ -514,13 +538,24 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     before = read_status(folder)
     logs = log_folder(launch, launch.module)
     if launch.module != TRAIN:
-        codes = run_module(launch, workers, launch.module, logs if launch.config else None)
+        logs = logs if launch.config else None
+        codes = run_module(launch, workers, launch.module, logs, NO_RESTARTS)
         return print_setting_error(read_failures(errors)) or _one(codes)
     made = [path for path in (logs, *logs.parents) if not path.exists()]
-    codes = run_module(launch, workers, launch.module, logs)
-    code = _one(codes)
-    found = read_failures(errors)
-    record_end(logs, workers, codes)
+    restarts = Restarts(folder=folder, limit=launch.max_restarts)
+    while True:
+        codes = run_module(launch, workers, launch.module, logs, restarts)
+        code = _one(codes)
+        found = read_failures(errors)
+        record_end(logs, workers, codes, restarts.count)
+        if (
+            workers.stop_signal
+            or not failed(codes)
+            or not starts_again(launch, restarts, workers, codes, found)
+        ):
+            break
+        for path in errors.glob("*.json"):
+            path.unlink()
     status = wait_for_status(folder, before, launch.nodes)
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
@@ -547,15 +582,44 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     )
 
 
+def starts_again(
+    launch: Launch,
+    restarts: Restarts,
+    workers: Workers,
+    codes: dict[int, int],
+    found: list[dict[str, Any]],
+) -> bool:
+    """Return whether all nodes start their processes again, after a failure on any of them."""
+    by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
+    refusal = restarts.refusal(failed(by_themselves), found)
+    ended = read_status(launch.run_folder).get("outcome") in ("finished", "preempted")
+    if launch.nodes > 1 and launch.max_restarts and not ended:
+        try:
+            wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
+        except ConfigError as error:
+            print(error, flush=True)
+            return False
+    if not refusal:
+        why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in by_themselves.items())
+        print(f"{why}: all processes start again, restart {restarts.count}", flush=True)
+    return not refusal
+
+
 def _one(codes: dict[int, int]) -> int:
     """Return one exit code for all processes: of one that failed, if any."""
-    failed = [code for code in codes.values() if code not in (0, PREEMPTED)]
-    return next((code if code > 0 else 1 for code in failed), max(codes.values()))
+    found = (code if code > 0 else 1 for code in failed(codes).values())
+    return next(found, max(codes.values()))
 
 
-def record_end(logs: Path, workers: Workers, codes: dict[int, int]) -> None:
+def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: int) -> None:
     """Write into the log folder how the processes have ended on this node."""
-    ended = {"exit_codes": codes, "signal": workers.stop_signal or None, "time": time.time()}
+    ended = {
+        "exit_codes": codes,
+        "killed": workers.killed,
+        "restarts": restarts,
+        "signal": workers.stop_signal or None,
+        "time": time.time(),
+    }
     with suppress(OSError):  # a full disk
         write_atomically(logs / "launcher.json", json.dumps(ended) + "\n")
 
@@ -570,13 +634,8 @@ def _has_begun_here(launch: Launch, refused: dict[str, Any], token: str, made: l
 
 
 def read_failures(errors: Path) -> list[dict[str, Any]]:
-    """Read the error files that processes of this node have left, the first failure first.
-
-    Where torchrun has restarted the processes, those of the last attempt.
-    """
-    found = [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
-    last = max((one["attempt"] for one in found), default=0)
-    return [one for one in found if one["attempt"] == last]
+    """Read the error files that processes of this node have left, the first failure first."""
+    return [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
 
 
 def is_setting(failure: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ import psutil
 
 from . import failures
 from .process import PREEMPTED
+from .restarts import failed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run if it comes this long after the first: launchers and
@@ -28,8 +29,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 KILL_AFTER_SECONDS = 5.0
 STOPPING = "stopping; a run saves after its step; again in 5 s to end it at once"
 POLL_SECONDS = 0.1
-# How long the other processes have to write their reports when one has failed.
-REPORT_SECONDS = 5.0
+WATCHING_INPUT: set[int] = set()  # the process of stop_at_end_of_input
 
 
 class Workers:
@@ -37,6 +37,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.running: list[Any] = []  # multiprocessing's
+        self.killed: list[int] = []  # ranks that were ended since another one had failed
         self.stop_signal = ""  # the name of the first stop signal
         self.stop_signal_at: float | None = None  # time.monotonic()
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
@@ -66,19 +67,27 @@ class Workers:
             kill_all(self.running)
 
     def run(
-        self, function: Callable[[], object], environments: list[dict[str, str]]
+        self,
+        function: Callable[[], object],
+        environments: list[dict[str, str]],
+        may_kill: Callable[[dict[int, int | None], float], bool],
     ) -> dict[int, int]:
         """Call a function in new processes, and wait until all of them have ended.
 
-        One that fails ends the others, which would wait for it; they may report first.
+        One that fails ends the others, which would wait for it.
 
         Args:
             function: picklable where processes are spawned.
             environments: of each process.
+            may_kill: whether the others need to be waited for no longer, by the exit codes so far
+                and the seconds since the first has failed.
 
         Returns:
-            The exit code of each process by rank; -n for one that signal n ended.
+            The exit code of each process by rank, in the order in which they ended; -n for one
+            that signal n ended.
         """
+        self.killed = []
+        ranks = [int(environment.get("RANK", "0")) for environment in environments]
         method, why = start_method()
         if why:
             print(f"each process imports torch anew: {why}", flush=True)
@@ -98,25 +107,28 @@ class Workers:
             if stdin is not None:
                 os.close(stdin)
         try:
-            self._wait()
-            codes = [worker.exitcode for worker in self.running]
+            return self._wait(ranks, may_kill)
         finally:
             kill_all(self.running)
             self.running = []
-        ranks = [int(environment.get("RANK", "0")) for environment in environments]
-        return dict(zip(ranks, codes, strict=True))
 
-    def _wait(self) -> None:
+    def _wait(self, ranks: list[int], may_kill: Callable) -> dict[int, int]:
         failed_at = float("inf")
+        ended: dict[int, int] = {}
         while left := [worker for worker in self.running if worker.exitcode is None]:
             # a sentinel that a loader worker has inherited stays open, so the time counts too
             connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
-            codes = {worker.exitcode for worker in self.running} - {None, 0, PREEMPTED}
-            if codes:
+            codes = {
+                rank: worker.exitcode for rank, worker in zip(ranks, self.running, strict=True)
+            }
+            ended |= {rank: code for rank, code in codes.items() if code is not None}
+            if failed(codes):
                 failed_at = min(failed_at, time.monotonic())
-            if time.monotonic() > failed_at + REPORT_SECONDS:
+            if not self.killed and may_kill(codes, time.monotonic() - failed_at):
+                self.killed = [rank for rank, code in codes.items() if code is None]
                 for worker in left:
                     worker.kill()
+        return ended
 
 
 def start_method() -> tuple[str, str]:
@@ -144,6 +156,7 @@ def kill_all(workers: Iterable[Any]) -> None:
     """Kill processes and all their descendants, also those whose parent has ended."""
     pids = {worker.pid for worker in workers}
     running = psutil.Process().children(recursive=True)
+    running = [process for process in running if process.pid not in WATCHING_INPUT]
     for process in running:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -165,6 +178,7 @@ def _work(
     os.setsid()  # Ctrl-C in a terminal signals the launcher only
     os.environ.clear()
     os.environ.update(environment)
+    prctl(15, f"rank {environment.get('RANK', '0')}".encode())  # PR_SET_NAME, as ps -o comm shows
     if stdin is not None:  # multiprocessing gives each process an empty one: pdb needs it
         os.dup2(stdin, 0)
         os.close(stdin)
@@ -182,7 +196,7 @@ def _work(
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int | bytes) -> None:
     """Call Linux's prctl; do nothing on other systems."""
     if LIBC:
         LIBC.prctl(option, value)
@@ -194,7 +208,8 @@ def stop_at_end_of_input() -> None:
     A process watches it: with a thread this one could not be forked.
     """
     parent = os.getpid()
-    if os.fork():
+    if pid := os.fork():
+        WATCHING_INPUT.add(pid)
         return
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
