@@ -118,7 +118,7 @@ def test_who_is_told_to_stop_before_the_loop_has_some_time_to_reach_it():
     assert script(TOLD.format(ends=False, seconds=1), **launched) == ["still", "there"]
 
 
-# ---- signals around the start of a process ---------------------------------------------------------
+# ---- signals around the start of a process -------------------------------------------------------
 WORKERS = """
 import os, signal
 from my_project import workers

@@ -135,7 +135,8 @@ class Launch:
             prepare_multi_gpu_env,
             prepare_simple_launcher_cmd_env,
         )
-        from accelerate.utils.other import check_cuda_p2p_ib_support, get_free_port
+        from accelerate.utils import check_cuda_p2p_ib_support
+        from accelerate.utils.other import get_free_port
 
         logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
         words = [*self.flags, "-m", self.module, *self.arguments]
