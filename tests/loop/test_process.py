@@ -16,7 +16,7 @@ import test_launch
 from my_project.config import Config
 from ragged import Ragged
 from runs import make_config, train
-from test_launch import outcome, processes_with, steps_done
+from test_launch import outcome, steps_done
 from world import run_world
 
 ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
@@ -166,18 +166,18 @@ class Waiting(Ragged):
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # seven starts
 def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on(tmp_path):
-    # In start-up: while all import; while one builds its data and the other waits for it.
+    # In start-up: while one builds its data and the other waits for it.
     (tmp_path / "waiting.py").write_text(WAITING)
-    with test_launch.launch(tmp_path, launcher=LAUNCH) as run:
-        wait_for(lambda: len(processes_with(run.mark)) == 3)
-        os.kill(run.pid, signal.SIGKILL)
-        run.communicate(timeout=600)
-    with test_launch.launch(tmp_path, "--recipe", "waiting.Waiting") as run:
-        lock = tmp_path / "runs/.tiny.lock"
-        wait_for(lambda: (tmp_path / "waiting").exists() and lock.exists() and lock.read_text())
-        os.kill(run.pid, signal.SIGKILL)
-        shown, _ = run.communicate(timeout=600)
-    assert "rank 1: the launcher has exited, so this process exits" in shown
+    lock = tmp_path / "runs/.tiny.lock"
+    for launcher in (LAUNCH, ACCELERATE):
+        (tmp_path / "waiting").unlink(missing_ok=True)
+        with test_launch.launch(tmp_path, "--recipe", "waiting.Waiting", launcher=launcher) as run:
+            wait_for(lambda: (tmp_path / "waiting").exists() and lock.exists() and lock.read_text())
+            os.kill(run.pid, signal.SIGKILL)
+            shown, _ = run.communicate(timeout=600)
+        in_log = "".join(path.read_text() for path in tmp_path.glob("runs/tiny/logs/*/*/*.log"))
+        said = shown if launcher == ACCELERATE else in_log
+        assert "rank 1: the launcher has exited, so this process exits" in said
     # In the loop: the processes save.
     for launcher, where, number in (
         (ACCELERATE, "cpu_2_processes", signal.SIGKILL),

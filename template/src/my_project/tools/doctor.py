@@ -223,10 +223,11 @@ def _add_opened(start: Start) -> None:
 
 
 def _exits(ended: dict[str, Any], path: Path) -> dict[int, Exit]:
-    """Return by rank how processes failed, as their launcher wrote, the first failure first."""
+    """Return by rank how processes ended of which one failed, as their launcher wrote, in order."""
     found, killed = {}, ended.get("killed")
-    for text, code in _dict(ended.get("exit_codes")).items():
-        if text.isdecimal() and isinstance(code, int) and code not in (0, PREEMPTED):
+    codes = _dict(ended.get("exit_codes"))
+    for text, code in codes.items() if {*codes.values()} - {0, PREEMPTED} else ():
+        if text.isdecimal() and isinstance(code, int) and code != PREEMPTED:
             by_launcher = isinstance(killed, list) and int(text) in killed
             says = f"{path}: rank {text}: {code}"
             found[int(text)] = Exit(code=code, by_launcher=by_launcher, says=says)
@@ -411,7 +412,7 @@ def _without_report(start: Start) -> dict[str, Any]:
     if start.told:
         known = f"it was told to stop ({start.told}), and had not saved"
         return cause | {"cause": "stopped", "known": [known]}
-    if 0 in [one.get("exit_code") for one in start.ended.values()]:
+    if 0 in chain(*(_dict(one.get("exit_codes")).values() for one in start.ended.values())):
         what = "its processes ended with exit code 0 before the run was done"
         return cause | {"cause": "exited", "what": what}
     return cause | ({"cause": "unknown"} if status.get("outcome") == "failed" else {})
