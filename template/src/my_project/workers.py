@@ -92,7 +92,9 @@ class Workers:
         if why:
             print(f"each process imports torch anew: {why}", flush=True)
         context = multiprocessing.get_context(method)
-        stdin = os.dup(0) if method == "fork" and _has_stdin() else None
+        stdin = None
+        with suppress(OSError):  # closed
+            stdin = os.dup(0) if method == "fork" else None
         sys.stdout.flush()
         sys.stderr.flush()
         # a signal is held back until there are processes to forward it to
@@ -142,14 +144,6 @@ def start_method() -> tuple[str, str]:
     if len(names) > 1:
         return "spawn", f"an import has started threads ({', '.join(sorted(names)[:4])})"
     return "fork", ""
-
-
-def _has_stdin() -> bool:
-    try:
-        os.fstat(0)
-    except OSError:
-        return False
-    return True
 
 
 def kill_all(workers: Iterable[Any]) -> None:

@@ -359,10 +359,6 @@ def _gone(start: Start, noticed: dict[str, Any]) -> dict[str, Any]:
     if exits and all(one.by_launcher for one in exits):
         stuck = "stopped (SIGSTOP, a debugger) or stuck in C code or storage"
         cause["likely"] = [f"{stuck}, since its launcher had to kill it"]
-    elif start.exits and folders and all(start.ended[folder] for folder in folders):
-        # the launcher has seen all of them end, and names those alone that failed
-        cause |= {"cause": "exited", "is_known": True}
-        cause["what"] = f"{start.names(silent)} ended with exit code 0, without a report"
     elif not folders and not gone_hosts & {"", *seen_hosts}:
         cause["cause"] = "lost node"
     return cause
