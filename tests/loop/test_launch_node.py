@@ -87,6 +87,8 @@ def test_the_exit_code_is_the_runs_outcome(
             self.stop_signal_time = float("inf")
             self.was_killed = False
 
+        def ignore_signals(self) -> None: ...
+
         def run(self, function, environments: list, may_kill) -> dict[int, int]:
             write_status(after)
             if error:

@@ -131,11 +131,11 @@ class Launch:
         """Return what accelerate makes of config and flags, and whether there is a group."""
         # private, but the promise is that accelerate's own configs and flags hold
         from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.utils import check_cuda_p2p_ib_support
         from accelerate.utils.launch import (
             prepare_multi_gpu_env,
             prepare_simple_launcher_cmd_env,
         )
-        from accelerate.utils import check_cuda_p2p_ib_support
         from accelerate.utils.other import get_free_port
 
         logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
@@ -557,6 +557,7 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
             break
         for path in errors.glob("*.json"):
             path.unlink()
+    workers.ignore_signals()
     status = wait_for_status(folder, before, launch.nodes)
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:

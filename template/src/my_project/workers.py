@@ -66,6 +66,11 @@ class Workers:
             self.was_killed = True
             kill_all(self.running)
 
+    def ignore_signals(self) -> None:
+        """Ignore signals from now on: the run has ended, and Ctrl-C would hide how."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def run(
         self,
         function: Callable[[], object],
@@ -117,20 +122,22 @@ class Workers:
     def _wait(self, ranks: list[int], may_kill: Callable) -> dict[int, int]:
         failed_at = float("inf")
         ended: dict[int, int] = {}
-        while left := [worker for worker in self.running if worker.exitcode is None]:
-            # a sentinel that a loader worker has inherited stays open, so the time counts too
-            connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
+        while True:
             codes = {
                 rank: worker.exitcode for rank, worker in zip(ranks, self.running, strict=True)
             }
             ended |= {rank: code for rank, code in codes.items() if code is not None}
+            if len(ended) == len(ranks):
+                return ended
             if failed(codes):
                 failed_at = min(failed_at, time.monotonic())
+            left = [worker for worker in self.running if worker.exitcode is None]
             if not self.killed and may_kill(codes, time.monotonic() - failed_at):
                 self.killed = [rank for rank, code in codes.items() if code is None]
                 for worker in left:
                     worker.kill()
-        return ended
+            # a sentinel that a loader worker has inherited stays open, so the time counts too
+            connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
 
 
 def start_method() -> tuple[str, str]:
