@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import test_launch
 from documents import PROJECT
-from my_project import failures, launch
+from my_project import failures, launch, workers
 from my_project.config import ConfigError
 from my_project.end_block import Ending
 from my_project.files import TransientError
@@ -243,6 +243,13 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(p
         (project / name / "export/model.safetensors").read_bytes() for name in ("whole", "killed")
     )
     assert ours == theirs
+
+
+def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert workers.start_method() == (
+        "spawn", "an import has initialized CUDA, which no fork survives"
+    )  # fmt: skip
 
 
 THREAD = """

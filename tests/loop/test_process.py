@@ -121,10 +121,12 @@ def test_who_is_told_to_stop_before_the_loop_has_some_time_to_reach_it():
 # ---- signals around the start of a process -------------------------------------------------------
 WORKERS = """
 import os, signal
+import torch
 from my_project import workers
 ours = workers.Workers()
-one = [{"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}]
+one = [{"OMP_NUM_THREADS": "3", "PATH": os.environ["PATH"]}]
 run = lambda *words: ours.run(lambda: os.execlp(words[0], *words), one, lambda *_: False)
+ours.run(lambda: print(torch.get_num_threads(), os.getsid(0) == os.getpid()), one, run)
 run("grep", "-E", "SigBlk|SigIgn", "/proc/self/status")
 work = workers._work
 def signal_and_work(*arguments):  # in the new process, while signals are blocked
@@ -137,7 +139,10 @@ print(run("sleep", "600")[0], bool(ours.stop_signal_at), flush=True)
 
 @pytest.mark.parametrize("before", [["env", "--default-signal=HUP"], ["nohup"]])
 def test_a_signal_while_a_process_is_started_reaches_it_and_nohup_holds_for_it(before):
-    _, blocked, _, ignored, *said, code, stopped = script(WORKERS, *before)
+    threads, has_own_session, _, blocked, _, ignored, *said, code, stopped = script(
+        WORKERS, *before
+    )
+    assert (threads, has_own_session) == ("3", "True")
     assert (code, stopped) == (str(-signal.SIGTERM), "True")
     assert said[:3] == ["SIGTERM:", "stopping;", "a"]
     assert int(blocked, 16) == 0

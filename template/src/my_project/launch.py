@@ -328,6 +328,8 @@ def prepare_environment() -> None:
     os.environ["LAUNCH_TIME"] = str(time.time())  # from which stop_after counts, over restarts
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # a look for GPUs through CUDA itself would leave a driver that no fork survives
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def summary(launch: Launch, interface: str = "") -> str:
