@@ -136,7 +136,7 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
         ([(5, "setting", 2)], ["the error would repeat"]),
         ([(5, "stalled", 1)], ["the error would repeat"]),
         ([(None, "", 3)], ["the error would repeat"]),  # os._exit
-        ([(5, "lost contact", 1), (5, "device error", 1)] * 2, ["", "", "", "device error again"]),
+        ([(5, "device error", 1)] * 2, ["", "device error again at step 5"]),
         ([(5, "lost contact", CRASHED)] * 2, ["", "SIGSEGV again at step 5"]),
         ([(5, "lost contact", CRASHED), (6, "lost contact", CRASHED)], ["", ""]),
     ],

@@ -125,8 +125,9 @@ import torch
 from my_project import workers
 ours = workers.Workers()
 one = [{"OMP_NUM_THREADS": "3", "PATH": os.environ["PATH"]}]
-run = lambda *words: ours.run(lambda: os.execlp(words[0], *words), one, lambda *_: False)
-ours.run(lambda: print(torch.get_num_threads(), os.getsid(0) == os.getpid()), one, run)
+never = lambda *_: False
+run = lambda *words: ours.run(lambda: os.execlp(words[0], *words), one, never)
+ours.run(lambda: print(torch.get_num_threads(), os.getsid(0) == os.getpid()), one, never)
 run("grep", "-E", "SigBlk|SigIgn", "/proc/self/status")
 work = workers._work
 def signal_and_work(*arguments):  # in the new process, while signals are blocked
@@ -140,7 +141,7 @@ print(run("sleep", "600")[0], bool(ours.stop_signal_at), flush=True)
 @pytest.mark.parametrize("before", [["env", "--default-signal=HUP"], ["nohup"]])
 def test_a_signal_while_a_process_is_started_reaches_it_and_nohup_holds_for_it(before):
     threads, has_own_session, _, blocked, _, ignored, *said, code, stopped = script(
-        WORKERS, *before
+        WORKERS, *before, OPENBLAS_NUM_THREADS="1"
     )
     assert (threads, has_own_session) == ("3", "True")
     assert (code, stopped) == (str(-signal.SIGTERM), "True")

@@ -50,8 +50,7 @@ class StopRequest:
         if config.stop_after:
             # since the launcher's start, over restarts; else the process's, before the imports
             began = float(os.environ.get("LAUNCH_TIME") or psutil.Process().create_time())
-            age = time.time() - began
-            self._stop_at = time.monotonic() - age + seconds_of(config.stop_after)
+            self._stop_at = time.monotonic() + began + seconds_of(config.stop_after) - time.time()
         self._before: dict[int, Any] = {}
 
     @property

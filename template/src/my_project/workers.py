@@ -96,7 +96,7 @@ class Workers:
         method, why = start_method()
         if why:
             print(f"each process imports torch anew: {why}", flush=True)
-        context = multiprocessing.get_context(method)
+        context: Any = multiprocessing.get_context(method)
         stdin = None
         with suppress(OSError):  # closed
             stdin = os.dup(0) if method == "fork" else None
