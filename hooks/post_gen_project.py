@@ -40,7 +40,6 @@ TEMPLATE_FILES = (
     "accelerate_configs/multi_gpu_fp16.yaml",
     "accelerate_configs/multi_node.yaml",
     "accelerate_configs/multi_node_cpu.yaml",
-    "accelerate_configs/multi_node_elastic.yaml",
     "accelerate_configs/multi_node_fsdp2.yaml",
     "accelerate_configs/multi_node_hsdp.yaml",
     "configs/causal_lm.yaml",

@@ -1,6 +1,7 @@
 """The launchers of a generated project, on two hosts: ssh over real sshd, and what pods run."""
 
 import getpass
+import json
 import os
 import re
 import shutil
@@ -98,6 +99,9 @@ def ssh(hosts):
     return start
 
 
+FAILS = ("--recipe.fault", "raise", "--recipe.fault_at", "100", "--recipe.fault_on_rank", "3")
+
+
 def nothing_is_left(ssh, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while left := ssh.left():
@@ -140,13 +144,11 @@ def test_ssh_stops_all_nodes_however_it_ends_and_the_same_line_finishes_the_run(
 
 def test_ssh_passes_any_text_on_and_ends_all_when_one_process_fails(hosts, ssh):
     name = 'it\'s "50 %" of $HOME; \\ `id` *'
-    running = ssh("--run_name", name, *STOPS_AT)
-    folder = hosts.folder / "runs" / name
-    wait_for(hosts, (folder / "metrics.jsonl").exists)
-    os.kill(hosts.workers(1)[1], signal.SIGKILL)
+    running = ssh("--run_name", name, *STOPS_AT, *FAILS)
     assert running.wait(300) == 1
     nothing_is_left(ssh)
-    assert "No report from rank 3 on host1" in (folder / "status.json").read_text()
+    reason = json.loads((hosts.folder / "runs" / name / "status.json").read_text())["reason"]
+    assert reason.startswith("rank 3 on host1, step 100: ValueError")
 
 
 def cmdline(pid: int) -> bytes:
@@ -196,11 +198,15 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
 
 
 def test_slurm_ends_a_job_of_which_a_process_fails(hosts, slurm):
-    job = submit(slurm, *STOPS_AT)
-    wait_for(hosts, lambda: steps(hosts) >= 5)
+    """One that is killed is started again in place; an exception would repeat."""
+    job = submit(slurm, *STOPS_AT, *FAILS, "--checkpoints.every_steps", "2")
+    wait_for(hosts, lambda: steps(hosts) >= 3)
     os.kill(hosts.workers(1)[0], signal.SIGKILL)
     wait_for(hosts, lambda: ended(slurm, job, "FAILED"))
-    assert "No report from rank 2 on host1" in status(hosts)["reason"]
+    assert status(hosts)["reason"].startswith("rank 3 on host1, step 100: ValueError")
+    shown = slurm.output(job)
+    assert "rank 2 was ended by SIGKILL: all processes start again, restart 1" in shown
+    assert "host1 does not start its processes again: the error would repeat" in shown
     assert slurm.about(job)["Restarts"] == "0"
 
 

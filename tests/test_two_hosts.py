@@ -49,6 +49,7 @@ def launch(
     flags: tuple[str, ...] = (),
     processes: int = 2,
     path: str = str(PROJECT / "tests"),
+    launcher: tuple[str, ...] = ("accelerate", "launch"),
     **more,
 ) -> None:
     """Start the launcher on both hosts, with so many processes each."""
@@ -56,7 +57,7 @@ def launch(
     disks = more.pop("disks", (None, None))
     for host in (0, 1):
         hosts.start(
-            host, "accelerate", "launch",
+            host, *launcher,
             "--config_file", str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"),
             "--num_machines", "2", "--num_processes", str(2 * processes),
             "--machine_rank", str(host), "--main_process_ip", ADDRESSES[0],
@@ -111,8 +112,7 @@ def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
 
 
 def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
-    flags = ("--rdzv_backend", "c10d", "--max_restarts", "5", "--monitor_interval", "1")
-    launch(hosts, "--steps", "150", flags=flags)
+    launch(hosts, "--steps", "150", launcher=(sys.executable, "-m", "my_project.launch"))
     for host in (1, 0):
         before = steps(hosts)
         wait_for(hosts, lambda before=before: steps(hosts) >= before + 40)

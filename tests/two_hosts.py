@@ -4,6 +4,7 @@ Everything on disk is storage that both share, but for what `disks` binds to a f
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -112,10 +113,12 @@ class TwoHosts:
         found = {}
         for pid in self.pids(host):
             try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                environment = Path(f"/proc/{pid}/environ").read_text().replace("\0", "\n")
+                name = Path(f"/proc/{pid}/comm").read_text()  # of a process that was forked
             except OSError:
                 continue
-            found |= {int(v[11:]): pid for v in environment if v.startswith(b"LOCAL_RANK=")}
+            if rank := re.search(r"(?m)^(?:RANK=|rank )(\d+)$", f"{name}{environment}"):
+                found[int(rank[1])] = pid
         return [found[rank] for rank in sorted(found)]
 
     def wait(self, seconds: float) -> list[int]:

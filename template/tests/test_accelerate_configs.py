@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ def command_of(path: Path) -> str:
 def test_there_is_one_for_each_kind_of_machine_and_the_table_lists_it():
     kinds = {
         "cpu", "cpu_2_processes", "gpu", "multi_gpu", "multi_gpu_fp16", "multi_node",
-        "multi_node_elastic", "fsdp2", "multi_node_fsdp2", "multi_node_hsdp", "multi_node_cpu",
+        "fsdp2", "multi_node_fsdp2", "multi_node_hsdp", "multi_node_cpu",
         "cpu_fsdp2", "cpu_hsdp",
     }  # fmt: skip
     assert {path.stem for path in CONFIGS} == kinds
@@ -105,8 +104,6 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, tmp_path)
                 stderr=subprocess.STDOUT,
             )
         )
-        if "c10d" in command and node == 0:  # on one machine, whoever comes first has the port
-            time.sleep(10)
     for launcher in launchers:
         shown, _ = launcher.communicate(timeout=600)
         assert launcher.returncode == 0, shown
@@ -125,7 +122,7 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, tmp_path)
     assert {p["LOCAL_WORLD_SIZE"] for p in places} == {str(total // machines)}
     assert len({p["GROUP_RANK"] for p in places}) == machines
     assert len({(p["MASTER_ADDR"], p["MASTER_PORT"]) for p in places}) == 1
-    if machines > 1 and "c10d" not in command:
+    if machines > 1:
         assert (places[0]["MASTER_ADDR"], places[0]["MASTER_PORT"]) == ("127.0.0.1", str(port))
     sharded = "fsdp" in path.stem or "hsdp" in path.stem
     assert {p.get("ACCELERATE_USE_FSDP") for p in places} == {"true" if sharded else None}
@@ -134,8 +131,6 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, tmp_path)
     if "hsdp" in path.stem:
         assert {p["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] for p in places} == {"2"}
         assert {p["PARALLELISM_CONFIG_DP_SHARD_SIZE"] for p in places} == {str(total // 2)}
-    if "elastic" in path.stem:
-        assert {p["TORCHELASTIC_MAX_RESTARTS"] for p in places} == {"3"}
 
 
 def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypatch):

@@ -176,16 +176,16 @@ LONG = ("--steps", "100000", "--telemetry.every_steps", "1", "--distributed.time
 
 
 def workers(launcher: int) -> dict[int, int]:
-    """Find the pid of each rank below a launcher."""
+    """Find the pid of each rank below a launcher, by its variable; forked ones by their name."""
     found = {}
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            environment = Path(f"/proc/{pid}/environ").read_text().replace("\0", "\n")
+            name = Path(f"/proc/{pid}/comm").read_text()
         except OSError:  # it has just ended
             continue
-        ranks = [int(v[5:]) for v in environment if v.startswith(b"RANK=")]
-        if ranks:
-            found[ranks[0]] = int(pid)
+        if rank := re.search(r"(?m)^(?:RANK=|rank )(\d+)$", f"{name}{environment}"):
+            found[int(rank[1])] = int(pid)
     return found
 
 

@@ -7,14 +7,14 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import test_launch
 from documents import PROJECT
-from my_project import failures, launch
+from my_project import failures, launch, workers
 from my_project.config import ConfigError
 from my_project.end_block import Ending
 from my_project.files import TransientError
+from my_project.restarts import Restarts
 from test_launch import CONFIG, outcome
 
 WHERE = str(PROJECT / "accelerate_configs")
@@ -34,15 +34,13 @@ def test_a_wrong_launch_is_refused(where, flags, sentence):
         launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])
 
 
-def test_what_a_scheduler_set_does_not_reach_torchrun(monkeypatch):
+def test_what_a_scheduler_set_does_not_reach_torch(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PET_NNODES", "PET_NODE_RANK"):
         monkeypatch.setenv(name, "7")
-    monkeypatch.setenv("PET_MONITOR_INTERVAL", "1")
     launch.prepare_environment()
     left = {name for name in os.environ if re.match(r".*RANK|WORLD|MASTER|PET_N", name)}
     assert not left
-    assert os.environ["PET_MONITOR_INTERVAL"] == "1", "what a user may want stays"
 
 
 WRONG = ConfigError("lr is -1.")
@@ -79,28 +77,30 @@ def test_the_exit_code_is_the_runs_outcome(
         lost = {"silent": []} if outcome == "failed" else {}
         path.write_text(json.dumps({"outcome": outcome} | lost) if outcome else "")
 
-    class FakeChild:
-        """Stands for accelerate launch."""
+    class FakeWorkers:
+        """Stands for the training processes."""
 
-        def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun = torchrun
+        def __init__(self) -> None:
+            self.killed = []
             self.stop_signal = "SIGTERM" if stopped else ""
             self.stop_signal_at = stopped
             self.stop_signal_time = float("inf")
             self.was_killed = False
 
-        def run(self, command: list[str], log: Path | None = None) -> int:
+        def ignore_signals(self) -> None: ...
+
+        def run(self, function, environments: list, may_kill) -> dict[int, int]:
             write_status(after)
             if error:
                 with pytest.raises(SystemExit, match=str(error.exit_code)):
                     failures.exit_with_error(error)
-            return code
+            return {0: code}
 
     write_status(before)
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(CONFIG)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(launch, "Child", FakeChild)
+    monkeypatch.setattr(launch, "Workers", FakeWorkers)
     flags = ["--config_file", f"{WHERE}/cpu.yaml", "-m", f"my_project.{module}"]
     assert launch.main([*flags, "--config", "tiny.yaml"]) == wanted
 
@@ -115,18 +115,57 @@ def test_a_signal_after_a_failure_does_not_hide_it(tmp_path):
     for signal_time, wanted in ((9.0, 1), (2.0, 75)):
         ending = Ending(
             folder=tmp_path, logs=tmp_path, is_new=True, is_first_node=True, was_killed=False,
-            status={"outcome": "failed", "reason": "x", "silent": [1]}, command="", code=1,
+            status={"outcome": "failed", "reason": "x", "silent": [1]}, command="", codes={0: 1},
             failures=[failure("it failed", 5.0)], stop_signal="SIGTERM",
             stop_signal_time=signal_time,
         )  # fmt: skip
         assert ending.exit_code == wanted
 
 
-def test_error_files_of_earlier_attempts_are_not_read(tmp_path):
-    for attempt in (0, 1):
-        one = failure(f"attempt {attempt}", 0.0, attempt=attempt)
-        (tmp_path / f"{attempt}.json").write_text(json.dumps(one))
-    assert [one["reason"] for one in launch.read_failures(tmp_path)] == ["RuntimeError: attempt 1"]
+# ---- restarts in place ---------------------------------------------------------------------------
+KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
+
+
+@pytest.mark.parametrize(
+    ("failures_and_codes", "refusals"),
+    [
+        # three times in vain; a new step in between allows three more
+        ([(5, "lost contact", KILLED)] * 4, ["", "", "", "3 restarts have brought no new step"]),
+        ([(step, "lost contact", KILLED) for step in range(5)], [""] * 5),
+        ([(5, "exception", 1)], ["the error would repeat"]),
+        ([(5, "setting", 2)], ["the error would repeat"]),
+        ([(5, "stalled", 1)], ["the error would repeat"]),
+        ([(None, "", 3)], ["the error would repeat"]),  # os._exit
+        ([(5, "device error", 1)] * 2, ["", "device error again at step 5"]),
+        ([(5, "lost contact", CRASHED)] * 2, ["", "SIGSEGV again at step 5"]),
+        ([(5, "lost contact", CRASHED), (6, "lost contact", CRASHED)], ["", ""]),
+    ],
+)
+def test_what_is_started_again(tmp_path, failures_and_codes, refusals):
+    restarts = Restarts(folder=tmp_path, limit=3)
+    for (step, cause, code), refusal in zip(failures_and_codes, refusals, strict=True):
+        found = [failure("x", 1.0, cause=cause, step=step)] if cause else []
+        said = restarts.refusal({1: code}, found)
+        assert said.startswith(refusal)
+        assert bool(said) == bool(refusal)
+
+
+def test_what_the_kernel_killed_for_lack_of_memory_is_not_started_again(tmp_path, monkeypatch):
+    one = Restarts(folder=tmp_path, limit=3)
+    monkeypatch.setattr("my_project.restarts.kills_for_memory", lambda: 10**9)
+    assert "lack of memory" in one.refusal({1: KILLED}, [])
+    assert not one.may_kill({0: None, 1: KILLED}, 0.5), "the others may say what they know"
+
+
+def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
+    restarts = Restarts(folder=tmp_path, limit=3)
+    assert restarts.may_kill({0: None, 1: KILLED}, 0.0)
+    assert not Restarts(folder=tmp_path, limit=0).may_kill({0: None, 1: KILLED}, 0.0)
+    assert not restarts.may_kill({0: None, 1: 1}, 0.0), "it may not have been the first"
+    (tmp_path / "checkpoints/step_00000004").mkdir(parents=True)
+    assert not restarts.may_kill({0: None, 1: KILLED}, 0.0)
+    assert restarts.may_kill({0: KILLED, 1: None}, 0.0), "who writes it is gone"
+    assert restarts.may_kill({0: None, 1: KILLED}, 100.0)
 
 
 # ---- for real ------------------------------------------------------------------------------------
@@ -168,18 +207,62 @@ def test_a_signal_saves_and_leaves_with_75_and_the_next_start_goes_on(project, w
 
 
 @pytest.mark.slow
-def test_whoever_is_killed_nothing_keeps_training(project):
-    """SIGKILL for accelerate's launcher, then for launch.py itself."""
+def test_the_launcher_is_killed_and_nothing_keeps_training(project):
     long = ("--steps", "100000", "--telemetry.every_steps", "1")
-    for whom in ("accelerate", "launcher"):
-        before = steps(project)
-        with start(project, "cpu_2_processes", *long) as run:
-            while steps(project) < before + 3:
-                assert run.poll() is None, run.communicate()[0]
-                time.sleep(0.1)
-            (child,) = psutil.Process(run.pid).children()
-            victim = child.pid if whom == "accelerate" else run.pid
-            os.kill(victim, signal.SIGKILL)
-            run.communicate(timeout=600)
-        assert run.returncode != 0
+    with start(project, "cpu_2_processes", *long) as run:
+        while steps(project) < 3:
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.1)
+        os.kill(run.pid, signal.SIGKILL)
+        run.communicate(timeout=600)
+    assert run.returncode != 0
     assert outcome(project)["outcome"] == "preempted", "told to stop by its parent's death"
+
+
+@pytest.mark.slow
+def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(project):
+    """SIGKILL of rank 1, of rank 0 after that, and once without restarts."""
+    long = ("--steps", "40", "--telemetry.every_steps", "1", "--checkpoints.every_steps", "5")
+    slow = ("--recipe.init_args.seconds", "0.05", "--recipe.init_args.dropout", "0.2")
+    shown = {}
+    for name, victims in {"whole": (), "killed": (1, 0)}.items():
+        with start(project, "cpu_2_processes", *long, *slow) as run:
+            for victim in victims:
+                before = steps(project)
+                while steps(project) < before + 12:
+                    assert run.poll() is None, run.communicate()[0]
+                    time.sleep(0.05)
+                os.kill(test_launch.workers(run.pid)[victim], signal.SIGKILL)
+            shown[name], _ = run.communicate(timeout=600)
+        assert run.returncode == 0, shown[name]
+        (project / "runs/tiny").rename(project / name)
+    assert "rank 1 was ended by SIGKILL: all processes start again, restart 1" in shown["killed"]
+    assert "rank 0 was ended by SIGKILL: all processes start again, restart 2" in shown["killed"]
+    assert shown["killed"].count("on 2 process(es)") == 3
+    ours, theirs = (
+        (project / name / "export/model.safetensors").read_bytes() for name in ("whole", "killed")
+    )
+    assert ours == theirs
+
+
+def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert workers.start_method() == (
+        "spawn", "an import has initialized CUDA, which no fork survives"
+    )  # fmt: skip
+
+
+THREAD = """
+import threading, time
+from ragged import Ragged
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_where_an_import_starts_a_thread_the_processes_are_spawned(project):
+    (project / "threaded.py").write_text(THREAD)
+    with start(project, "cpu_2_processes", "--recipe", "threaded.Ragged") as run:
+        shown, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, shown
+    assert "each process imports torch anew: an import has started threads" in shown

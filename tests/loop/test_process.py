@@ -16,7 +16,7 @@ import test_launch
 from my_project.config import Config
 from ragged import Ragged
 from runs import make_config, train
-from test_launch import outcome, processes_with, steps_done
+from test_launch import outcome, steps_done
 from world import run_world
 
 ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
@@ -118,24 +118,32 @@ def test_who_is_told_to_stop_before_the_loop_has_some_time_to_reach_it():
     assert script(TOLD.format(ends=False, seconds=1), **launched) == ["still", "there"]
 
 
-# ---- signals around the start of a child ---------------------------------------------------------
-CHILD = """
-import os, signal, sys
-from my_project import child as launch
-child = launch.Child(torchrun=True)
-child.run(lambda: os.execlp("grep", "grep", "-E", "SigBlk|SigIgn", "/proc/self/status"))
-exit_with_parent = launch._exit_with_parent
-def signal_and_exit_with_parent(parent):  # in the child, while signals are blocked
-    os.kill(parent, signal.SIGTERM)
-    exit_with_parent(parent)
-launch._exit_with_parent = signal_and_exit_with_parent
-print(child.run(lambda: os.execlp("sleep", "sleep", "600")), bool(child.stop_signal_at), flush=True)
+# ---- signals around the start of a process -------------------------------------------------------
+WORKERS = """
+import os, signal
+import torch
+from my_project import workers
+ours = workers.Workers()
+one = [{"OMP_NUM_THREADS": "3", "PATH": os.environ["PATH"]}]
+never = lambda *_: False
+run = lambda *words: ours.run(lambda: os.execlp(words[0], *words), one, never)
+ours.run(lambda: print(torch.get_num_threads(), os.getsid(0) == os.getpid()), one, never)
+run("grep", "-E", "SigBlk|SigIgn", "/proc/self/status")
+work = workers._work
+def signal_and_work(*arguments):  # in the new process, while signals are blocked
+    os.kill(os.getppid(), signal.SIGTERM)
+    work(*arguments)
+workers._work = signal_and_work
+print(run("sleep", "600")[0], bool(ours.stop_signal_at), flush=True)
 """
 
 
 @pytest.mark.parametrize("before", [["env", "--default-signal=HUP"], ["nohup"]])
-def test_a_signal_while_the_child_is_started_reaches_it_and_nohup_holds_for_it(before):
-    _, blocked, _, ignored, *said, code, stopped = script(CHILD, *before)
+def test_a_signal_while_a_process_is_started_reaches_it_and_nohup_holds_for_it(before):
+    threads, has_own_session, _, blocked, _, ignored, *said, code, stopped = script(
+        WORKERS, *before, OPENBLAS_NUM_THREADS="1"
+    )
+    assert (threads, has_own_session) == ("3", "True")
     assert (code, stopped) == (str(-signal.SIGTERM), "True")
     assert said[:3] == ["SIGTERM:", "stopping;", "a"]
     assert int(blocked, 16) == 0
@@ -164,18 +172,18 @@ class Waiting(Ragged):
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # seven starts
 def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on(tmp_path):
-    # In start-up: while all import; while one builds its data and the other waits for it.
+    # In start-up: while one builds its data and the other waits for it.
     (tmp_path / "waiting.py").write_text(WAITING)
-    with test_launch.launch(tmp_path, launcher=LAUNCH) as run:
-        wait_for(lambda: len(processes_with(run.mark)) == 4)
-        os.kill(run.pid, signal.SIGKILL)
-        run.communicate(timeout=600)
-    with test_launch.launch(tmp_path, "--recipe", "waiting.Waiting") as run:
-        lock = tmp_path / "runs/.tiny.lock"
-        wait_for(lambda: (tmp_path / "waiting").exists() and lock.exists() and lock.read_text())
-        os.kill(run.pid, signal.SIGKILL)
-        shown, _ = run.communicate(timeout=600)
-    assert "rank 1: the launcher has exited, so this process exits" in shown
+    lock = tmp_path / "runs/.tiny.lock"
+    for launcher in (LAUNCH, ACCELERATE):
+        (tmp_path / "waiting").unlink(missing_ok=True)
+        with test_launch.launch(tmp_path, "--recipe", "waiting.Waiting", launcher=launcher) as run:
+            wait_for(lambda: (tmp_path / "waiting").exists() and lock.exists() and lock.read_text())
+            os.kill(run.pid, signal.SIGKILL)
+            shown, _ = run.communicate(timeout=600)
+        in_log = "".join(path.read_text() for path in tmp_path.glob("runs/tiny/logs/*/*/*.log"))
+        said = shown if launcher == ACCELERATE else in_log
+        assert "rank 1: the launcher has exited, so this process exits" in said
     # In the loop: the processes save.
     for launcher, where, number in (
         (ACCELERATE, "cpu_2_processes", signal.SIGKILL),

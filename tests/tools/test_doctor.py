@@ -453,7 +453,7 @@ def test_a_failure_is_told_also_after_a_start_that_has_left_nothing(raised, tmp_
     shutil.copytree(raised.folder, folder)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(time.time() + 60))
     (folder / f"logs/node_0/{stamp}_8").mkdir(parents=True)
-    (folder / f"logs/node_0/{stamp}_8/launcher.log").write_text("")
+    (folder / f"logs/node_0/{stamp}_8/launcher.json").write_text("{}")
     found = diagnose(folder)
     assert (found["cause"], found["first"]["rank"]) == ("exception", 1)
 
@@ -462,7 +462,8 @@ def test_a_failure_is_told_also_after_a_start_that_has_left_nothing(raised, tmp_
 def launched(folder: Path, where: str, *arguments: str) -> dict[str, Any]:
     """Start a run that fails, and return what the doctor says of it."""
     launcher = "my_project.launch"
-    with test_launch.launch(folder, *arguments, launcher=launcher, where=where) as run:
+    flags = ("--max_restarts", "0")
+    with test_launch.launch(folder, *arguments, launcher=launcher, where=where, flags=flags) as run:
         run.communicate(timeout=240)
     assert run.returncode not in (0, 75)
     return diagnose(folder / "runs/tiny")

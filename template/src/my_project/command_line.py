@@ -441,12 +441,15 @@ def parse_command_line(description: str) -> Config:
     LAUNCHER.watch()
     gc.disable()
     try:
-        config = parse(sys.argv[1:], description)
+        return as_restarted(parse(sys.argv[1:], description))
     except ConfigError as error:
         exit_with_error(error)
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by torchrun; requeued
+
+
+def as_restarted(config: Config) -> Config:
+    """Return the settings of a process that may have been restarted: --resume never held once."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # in place; requeued
     restarted = any(os.environ.get(name, "0") not in ("", "0") for name in counts)
     # the run that was moved aside has been replaced: continue the new one
-    if restarted and config.resume == "never":
-        return dataclasses.replace(config, resume="auto")
-    return config
+    is_replaced = restarted and config.resume == "never"
+    return dataclasses.replace(config, resume="auto") if is_replaced else config

@@ -1,6 +1,6 @@
 """How a launch ended, and the block that says so, last on the screen. Imports no torch."""
 
-import re
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,6 @@ from .failures import CONSEQUENCES, first_failure, folded, place_of, short_path
 from .files import step_of
 from .process import PREEMPTED
 from .records import outcome
-from .stack_traces import library_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class Ending:
     stop_signal_time: float = float("inf")  # seconds since 1970
     was_killed: bool  # by a second signal
     command: str  # what continues the run; "" where that is not known
-    code: int  # the exit code of accelerate launch
+    codes: dict[int, int]  # exit codes of this node's processes, by rank; -n: ended by signal n
 
     @property
     def kind(self) -> str:
@@ -35,17 +34,20 @@ class Ending:
         state = self.status.get("outcome")
         if self.is_new and state == "preempted":
             return "preempted"
-        if state == "finished" and (self.is_new or self.code == 0):
+        is_success = not any(self.codes.values())
+        if state == "finished" and (self.is_new or is_success):
             return "finished"
         # stopped in startup, each process exits by itself, and others may report a lost connection
         unsaved = not self.is_new or state == "running" or "silent" in self.status
         failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
-        if self.stop_signal and self.code and (self.was_killed or (unsaved and not failed_before)):
+        if (
+            self.stop_signal
+            and not is_success
+            and (self.was_killed or (unsaved and not failed_before))
+        ):
             return "stopped"
-        if self.code == 2 and not self.failures and not self.is_new:
-            return "refused"  # by accelerate's parser
         refused = self._first is not None and self._first["cause"] == "setting"
-        if self.code == 0:
+        if is_success:
             return "unknown"
         return "refused" if refused and not self._first_step else "failed"
 
@@ -60,7 +62,7 @@ class Ending:
         codes = [one["exit_code"] for one in self.failures if one["cause"] == "setting"]
         if codes and kind != "unknown":
             return max(codes)
-        return self.code if self.code > 0 else 1
+        return 1
 
     @property
     def _first(self) -> dict[str, Any] | None:
@@ -89,7 +91,7 @@ class Ending:
         elif kind == "finished":
             outcome.print_finished_block(self.folder, self.status)
         elif kind == "refused":
-            reason = self._first["reason"] if self._first else self._launcher_error()
+            reason = self._first["reason"] if self._first else ""
             print(f"error: {reason}", file=sys.stderr, flush=True)
         elif kind in ("preempted", "stopped"):
             self._print_stopped()
@@ -153,27 +155,18 @@ class Ending:
         lines += self._next("fix it; then the same command")
         outcome.print_block(title, lines, to=sys.stderr)
 
-    def _launcher_error(self) -> str:
-        """Return the last line of the launcher's log that tells of a signal or an error."""
-        try:
-            text = (self.logs / "launcher.log").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-        found = re.findall(r"(?m)^.*(?:Signal \d|Error: |error: ).*$", text)
-        if not found:
-            return ""
-        # an import that fails, of a module of the loop, ends a process before it can report
-        places = re.findall(r'File "([^"<>]+)", line (\d+)', text)
-        own = [(file, line) for file, line in places if not library_of(file)]
-        syntax = next((line for line in found if "SyntaxError" in line), found[0] if own else "")
-        if own and syntax:
-            return f"{syntax.strip()[:300]} ({short_path(own[-1][0])}, line {own[-1][1]})"
-        return found[-1].strip()[:300]
-
     def _unexplained(self) -> str:
         """Return what is known of processes that left no error file."""
-        hint = self._launcher_error()
+        ended = [f"rank {rank} {how_it_ended(code)}" for rank, code in self.codes.items() if code]
+        hint = f" ({', '.join(ended[:4])})" if ended else ""
         return (
             "a process ended without an error file: killed, out of host memory, or crashed in C"
-            f" code{f' ({hint})' if hint else ''}."
+            f" code{hint}."
         )
+
+
+def how_it_ended(code: int) -> str:
+    """Return an exit code in words; -n means by signal n."""
+    if code >= 0:
+        return f"exited with {code}"
+    return f"was ended by {signal.Signals(-code).name}"

@@ -1,15 +1,17 @@
-"""Start this node's part of a run, through accelerate launch.
+"""Start this node's part of a run, as accelerate launch would.
 
     python -m my_project.launch --config_file accelerate_configs/multi_node.yaml \
         --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip gpu-a \
         -m my_project.train --config configs/image_classification.yaml
 
-Takes the options of accelerate launch, and in this order:
+Takes the options of accelerate launch, whose own translation makes environment variables of them
+and of the config file, and in this order:
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all are there and reach each other (rendezvous.py);
 3. with --preflight, checks the cluster (tools/preflight.py), and exits with 1 if that fails;
-4. trains; shows what rank 0 prints, and writes the output of each process to a file of its own
-   in <run folder>/logs/node_<n>/;
+4. trains, in processes that are forked from this one, so that they need not import anything;
+   shows what rank 0 prints, and writes the output of each process to a file of its own in
+   <run folder>/logs/node_<n>/;
 5. forwards signals, so that the run saves and exits; leaves no process running;
 6. ends with one block (end_block.py), and exits with the run's outcome: 0 finished; 75
    preempted; 2 an error that another attempt would repeat (a wrong setting); 1 any other error (a
@@ -17,16 +19,21 @@ Takes the options of accelerate launch, and in this order:
 """
 
 import argparse
+import ast
 import importlib.util
+import inspect
 import json
+import logging
 import os
 import re
+import runpy
 import shlex
 import shutil
 import socket
 import sys
 import tempfile
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,19 +43,26 @@ from pathlib import Path
 from typing import Any
 
 from . import cli, failures
-from .child import Child, stop_at_end_of_input
+from .command_line import as_restarted
 from .command_line import parse as parse_settings
 from .config import Config, ConfigError
-from .end_block import Ending
+from .end_block import Ending, how_it_ended
 from .files import read_json, read_status, read_yaml, wait_until, write_atomically, writing
-from .process import LOGS, PREEMPTED
+from .process import LAUNCHER, LOGS, PREEMPTED, no_garbage_collection
+from .restarts import Restarts, failed
 from .safety.redaction import mask_command, secrets_problem
+from .workers import Workers, start_method, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
 RENDEZVOUS = f"{__package__}.rendezvous"  # it and tools/ can be deleted
 PREFLIGHT = f"{__package__}.tools.preflight"
+# What the loop imports inside its functions, for every run.
+DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "accelerate")
+RESTARTS = 3  # in place, without a new step in between, unless --max_restarts says otherwise
+NO_RESTARTS = Restarts(folder=Path(), limit=0)
+RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
-# Variables of a scheduler or an outer launcher that torchrun would read as its own.
+# Variables of a scheduler or an outer launcher that torch would read as its own.
 NOT_INHERITED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|PET_(NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|RDZV_\w+)|TORCHELASTIC_(?!LOG_LINE)\w+"
@@ -69,7 +83,7 @@ class Launch:
     port: int
     precision: str
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
-    elastic: bool
+    max_restarts: int  # of the processes, in place
     preflight: bool
     join_timeout_seconds: float
     config: Config | None  # of train and preflight
@@ -84,12 +98,68 @@ class Launch:
         """Return the number of processes on each node."""
         return self.world_size // self.nodes
 
-    def accelerate(self, module: str) -> None:
-        """Run a module through accelerate launch, in this process."""
-        from accelerate.commands import launch
+    def environments(self, attempt: int) -> list[dict[str, str]]:
+        """Return the variables of each process on this node, as accelerate and torchrun set them.
 
-        sys.argv = ["accelerate launch", *self.flags, "-m", module, *self.arguments]
-        launch.main()
+        Raises:
+            ConfigError: a launcher that is not torch's or Python's own is asked for.
+        """
+        common, is_group = self._translated()
+        if not is_group:
+            return [common]
+        first = self.node_rank * self.processes_per_node
+        found = []
+        for local_rank in range(self.processes_per_node):
+            sizes = {
+                "RANK": first + local_rank,
+                "LOCAL_RANK": local_rank,
+                "GROUP_RANK": self.node_rank,
+                "ROLE_RANK": first + local_rank,
+                "WORLD_SIZE": self.world_size,
+                "LOCAL_WORLD_SIZE": self.processes_per_node,
+                "GROUP_WORLD_SIZE": self.nodes,
+                "ROLE_WORLD_SIZE": self.world_size,
+                "ROLE_NAME": "default",
+                "TORCHELASTIC_RESTART_COUNT": attempt,
+                "TORCHELASTIC_RUN_ID": "none",
+                "TORCHELASTIC_USE_AGENT_STORE": False,
+            }
+            found.append(common | {name: str(size) for name, size in sizes.items()})
+        return found
+
+    def _translated(self) -> tuple[dict[str, str], bool]:
+        """Return what accelerate makes of config and flags, and whether there is a group."""
+        # private, but the promise is that accelerate's own configs and flags hold
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.utils import check_cuda_p2p_ib_support
+        from accelerate.utils.launch import (
+            prepare_multi_gpu_env,
+            prepare_simple_launcher_cmd_env,
+        )
+        from accelerate.utils.other import get_free_port
+
+        logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
+        words = [*self.flags, "-m", self.module, *self.arguments]
+        options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+        if options.use_deepspeed or options.use_megatron_lm or options.tpu:
+            raise ConfigError(
+                "DeepSpeed, Megatron-LM and TPUs are not supported: use DDP or FSDP2"
+                " (accelerate_configs/README.md)."
+            )
+        if not (options.multi_gpu or options.use_fsdp) or options.cpu:
+            return prepare_simple_launcher_cmd_env(options)[1], False
+        if self.nodes == 1 and not options.main_process_port:
+            options.main_process_port = get_free_port()  # 29500 may be that of another run
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = prepare_multi_gpu_env(options)
+        port = options.main_process_port
+        if getattr(options, "standalone", False):  # that port is in use
+            port = get_free_port()
+        if not check_cuda_p2p_ib_support():  # as accelerate launch does
+            found = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | found
+        found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        return found | {"MASTER_ADDR": self.address, "MASTER_PORT": str(port)}, True
 
     @property
     def line(self) -> str:
@@ -121,9 +191,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         module_arguments.remove("--preflight")
     own, flags = _parser().parse_known_args(arguments[:at])
     accelerate_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config_file", "main_process_ip", "mixed_precision", "rdzv_backend"):
+    for name in ("config_file", "main_process_ip", "mixed_precision"):
         accelerate_parser.add_argument(f"--{name}")
-    for name in ("num_machines", "num_processes", "machine_rank", "main_process_port"):
+    counts = ("num_machines", "num_processes", "machine_rank", "main_process_port", "max_restarts")
+    for name in counts:
         accelerate_parser.add_argument(f"--{name}", type=int)
     given, rest = accelerate_parser.parse_known_args(flags)
     if not given.config_file:
@@ -172,9 +243,6 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
             raise ConfigError(
                 f"this launch needs the module {name}, which is missing; copy it from the template."
             )
-    elastic = given.rdzv_backend == "c10d"
-    if elastic:  # by its name a host that resolves to 127.0.1.1 would not know that it is node 0
-        flags += ["--rdzv_conf", f"is_host={int(node_rank == 0)}"]
     return own, Launch(
         flags=tuple(flags),
         module=module,
@@ -186,7 +254,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         port=value("main_process_port", None) or 29500,
         precision=str(value("mixed_precision", "no")),
         gpus=0 if uses_cpu(where) else world_size // nodes,
-        elastic=elastic,
+        max_restarts=RESTARTS if given.max_restarts is None else given.max_restarts,
         preflight=wants_preflight,
         join_timeout_seconds=own.join_timeout_seconds,
         config=parse_settings(module_arguments) if module in (TRAIN, PREFLIGHT) else None,
@@ -252,16 +320,16 @@ def refuse_secret_arguments(arguments: tuple[str, ...]) -> None:
 
 # ---- this node -----------------------------------------------------------------------------------
 def prepare_environment() -> None:
-    """Set the environment variables that torchrun needs on this node."""
+    """Set the variables that hold before anything is imported; leave out a scheduler's."""
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
-    # the default, 30 s, may be too short for a save; schedulers set limits of their own; read from
-    # torch 2.12 on
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
-    # a shared store dies with the processes, and a restart would connect to its address
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+    # pyarrow's allocator and NumPy's BLAS start threads when they are imported, and then no process
+    # could be forked; accelerate launch gives the BLAS of each process one thread too
+    os.environ["LAUNCH_TIME"] = str(time.time())  # from which stop_after counts, over restarts
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # a look for GPUs through CUDA itself would leave a driver that no fork survives
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def summary(launch: Launch, interface: str = "") -> str:
@@ -280,17 +348,23 @@ def summary(launch: Launch, interface: str = "") -> str:
     )
 
 
-def wait_for_other_nodes(launch: Launch) -> None:
-    """Set the network interface, and wait until all nodes are there and reach each other."""
+def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> None:
+    """Set the network interface, and wait until all nodes are there and reach each other.
+
+    Args:
+        launch: the settings.
+        seconds: how long to wait.
+        refusal: why this node will not start its processes again; "" if it will start them.
+
+    Raises:
+        ConfigError: on every node, why no process starts.
+    """
     from . import rendezvous  # pyright: ignore[reportMissingImports]
 
     interface, ip = rendezvous.interface_to(launch.address)
     if interface:  # else gloo and NCCL choose
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("PET_LOCAL_ADDR", ip)
     print(summary(launch, interface), flush=True)
-    if launch.elastic:
-        return
     me = rendezvous.Node(
         rank=launch.node_rank,
         nodes=launch.nodes,
@@ -299,12 +373,13 @@ def wait_for_other_nodes(launch: Launch) -> None:
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
+        refusal=refusal,
     )
     rendezvous.wait_for_nodes(
         me,
         launch.address,
         launch.port,
-        launch.join_timeout_seconds,
+        seconds,
         say=lambda text: print(text, flush=True),
     )
 
@@ -332,27 +407,76 @@ def log_folder(launch: Launch, module: str) -> Path:
     return launch.run_folder / "logs" / f"{kind}_{launch.node_rank}" / f"{start}_{os.getpid()}"
 
 
-def run_module(launch: Launch, child: Child, module: str, logs: Path | None) -> int:
-    """Run a module through accelerate launch; return the launcher's exit code.
+def import_all(config: Config) -> None:
+    """Import what the processes will need, here, once.
+
+    Also what the recipe imports inside its methods. An import that fails is left to the processes,
+    whose error it is; and what they alone import costs time only.
+    """
+    names = [TRAIN, *DEFERRED]
+    source = inspect.getsourcefile(type(config.recipe))
+    with suppress(OSError, SyntaxError), no_garbage_collection():
+        tree = ast.parse(Path(source or "").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            with suppress(Exception):
+                importlib.import_module(name)
+
+
+def train(arguments: tuple[str, ...], config: Config | None) -> None:
+    """Train in this process, one of those that the launcher has started.
+
+    Args:
+        arguments: of the command line.
+        config: its settings; None: parse them.
+    """
+    sys.argv[1:] = arguments
+    LAUNCHER.watch()
+    config = as_restarted(config or parse_settings(list(arguments)))
+    module = importlib.import_module(TRAIN)
+    cli.run_on_all_ranks(module.main, config, is_run=True)
+
+
+def run_module(
+    launch: Launch, workers: Workers, module: str, logs: Path | None, restarts: Restarts
+) -> dict[int, int]:
+    """Run a module in all processes of this node; return their exit codes, by rank.
 
     Args:
         launch: the settings.
-        child: runs it.
+        workers: the processes.
         module: the module.
         logs: the folder for the output of its processes; None for this terminal only.
+        restarts: those before.
     """
     os.environ.pop(LOGS, None)
-    if logs is None:
-        return child.run(partial(launch.accelerate, module))
-    with writing(launch.run_folder):
-        logs.mkdir(parents=True, exist_ok=True)
-    os.environ[LOGS] = str(logs.absolute())
-    log = logs / "launcher.log" if module == TRAIN else None
-    return child.run(partial(launch.accelerate, module), log)
+    if logs:
+        with writing(launch.run_folder):
+            logs.mkdir(parents=True, exist_ok=True)
+        os.environ[LOGS] = str(logs.absolute())
+    environments = launch.environments(restarts.count)
+    if module == TRAIN and launch.config:
+        import_all(launch.config)
+        is_forked = start_method()[0] == "fork"
+        config = launch.config if is_forked else None  # need not be picklable
+        function = partial(train, launch.arguments, config)
+    else:
+        function = partial(_run_as_main, module, launch.arguments)
+    return workers.run(function, environments, restarts.may_kill)
+
+
+def _run_as_main(module: str, arguments: tuple[str, ...]) -> None:
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
+    prepare_environment()
     own, launch = parse(arguments)
     if own.stop_at_end_of_input:
         stop_at_end_of_input()
@@ -381,23 +505,24 @@ def start(
         from .devices import check_gpus
 
         check_gpus(launch.gpus)
-    child = Child(torchrun=launch.world_size > 1)
-    prepare_environment()
+    workers = Workers()
     if launch.nodes > 1:
-        wait_for_other_nodes(launch)
+        wait_for_other_nodes(launch, launch.join_timeout_seconds)
     else:
         print(shown or summary(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
         logs = log_folder(launch, PREFLIGHT)
-        if launch.preflight and run_module(launch, child, PREFLIGHT, logs) != 0:
-            if child.stop_signal_at:
+        if launch.preflight and any(
+            run_module(launch, workers, PREFLIGHT, logs, NO_RESTARTS).values()
+        ):
+            if workers.stop_signal_at:
                 return PREEMPTED
             print("preflight failed, so nothing was trained; see the errors above", flush=True)
             return print_setting_error(read_failures(Path(errors))) or 1
-        if child.stop_signal_at:  # at the end of the preflight
+        if workers.stop_signal_at:  # at the end of the preflight
             return PREEMPTED
-        ending = run(launch, child, Path(errors), command)
+        ending = run(launch, workers, Path(errors), command)
     if isinstance(ending, int):
         return ending
     if not (is_dry_run and ending.kind == "finished"):
@@ -406,7 +531,7 @@ def start(
     return ending.exit_code
 
 
-def run(launch: Launch, child: Child, errors: Path, command: str) -> Ending | int:
+def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending | int:
     """Run the module.
 
     Returns:
@@ -416,12 +541,25 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> Ending | in
     before = read_status(folder)
     logs = log_folder(launch, launch.module)
     if launch.module != TRAIN:
-        code = run_module(launch, child, launch.module, logs if launch.config else None)
-        return print_setting_error(read_failures(errors)) or (code if code >= 0 else 1)
+        logs = logs if launch.config else None
+        codes = run_module(launch, workers, launch.module, logs, NO_RESTARTS)
+        return print_setting_error(read_failures(errors)) or _one(codes)
     made = [path for path in (logs, *logs.parents) if not path.exists()]
-    code = run_module(launch, child, launch.module, logs)
-    found = read_failures(errors)
-    record_end(logs, child, code)
+    restarts = Restarts(folder=folder, limit=launch.max_restarts)
+    while True:
+        codes = run_module(launch, workers, launch.module, logs, restarts)
+        code = _one(codes)
+        found = read_failures(errors)
+        record_end(logs, workers, codes, restarts.count)
+        if (
+            workers.stop_signal
+            or not failed(codes)
+            or not starts_again(launch, restarts, workers, codes, found)
+        ):
+            break
+        for path in errors.glob("*.json"):
+            path.unlink()
+    workers.ignore_signals()
     status = wait_for_status(folder, before, launch.nodes)
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
@@ -440,17 +578,52 @@ def run(launch: Launch, child: Child, errors: Path, command: str) -> Ending | in
         is_new=status != before,
         is_first_node=launch.node_rank == 0,
         failures=found,
-        stop_signal=child.stop_signal,
-        stop_signal_time=child.stop_signal_time,
-        was_killed=child.was_killed,
+        stop_signal=workers.stop_signal,
+        stop_signal_time=workers.stop_signal_time,
+        was_killed=workers.was_killed,
         command=command,
-        code=code,
+        codes=codes,
     )
 
 
-def record_end(logs: Path, child: Child, code: int) -> None:
-    """Write into the log folder how accelerate launch has ended on this node."""
-    ended = {"exit_code": code, "signal": child.stop_signal or None, "time": time.time()}
+def starts_again(
+    launch: Launch,
+    restarts: Restarts,
+    workers: Workers,
+    codes: dict[int, int],
+    found: list[dict[str, Any]],
+) -> bool:
+    """Return whether all nodes start their processes again, after a failure on any of them."""
+    by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
+    refusal = restarts.refusal(failed(by_themselves), found)
+    ended = read_status(launch.run_folder).get("outcome") in ("finished", "preempted")
+    if launch.nodes > 1 and launch.max_restarts and not ended:
+        try:
+            wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
+        except ConfigError as error:
+            print(error, flush=True)
+            return False
+    if not refusal:
+        why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in by_themselves.items())
+        print(f"{why}: all processes start again, restart {restarts.count}", flush=True)
+    return not refusal
+
+
+def _one(codes: dict[int, int]) -> int:
+    """Return one exit code for all processes: of one that failed, if any."""
+    found = (code if code > 0 else 1 for code in failed(codes).values())
+    return next(found, max(codes.values()))
+
+
+def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: int) -> None:
+    """Write into the log folder how the processes have ended on this node."""
+    ended = {
+        "exit_codes": codes,
+        "killed": workers.killed,
+        "restarts": restarts,
+        "signal": workers.stop_signal or None,
+        "time": time.time(),
+    }
     with suppress(OSError):  # a full disk
         write_atomically(logs / "launcher.json", json.dumps(ended) + "\n")
 
@@ -465,13 +638,8 @@ def _has_begun_here(launch: Launch, refused: dict[str, Any], token: str, made: l
 
 
 def read_failures(errors: Path) -> list[dict[str, Any]]:
-    """Read the error files that processes of this node have left, the first failure first.
-
-    Where torchrun has restarted the processes, those of the last attempt.
-    """
-    found = [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
-    last = max((one["attempt"] for one in found), default=0)
-    return [one for one in found if one["attempt"] == last]
+    """Read the error files that processes of this node have left, the first failure first."""
+    return [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
 
 
 def is_setting(failure: dict[str, Any]) -> bool:

@@ -41,6 +41,7 @@ class Node:
     ip: str
     port: int = 0  # of the probe socket, to which the other nodes connect
     token: str = ""  # a new one at each start
+    refusal: str = ""  # why it will not start its processes again after a failure
 
 
 # ---- network interfaces --------------------------------------------------------------------------
@@ -260,7 +261,10 @@ def _named(ranks: list[int]) -> str:
 
 
 def _mismatch(me: Node, node: Node) -> str:
-    """Return a message if two nodes were started with different arguments, else an empty string."""
+    """Return a message if a node will not start, or two were started with different arguments."""
+    for one in (me, node):
+        if one.refusal:
+            return f"{one.host} does not start its processes again: {one.refusal}."
     for name, flag in (("nodes", "--num_machines"), ("world_size", "--num_processes")):
         mine = getattr(me, name)
         theirs = getattr(node, name)

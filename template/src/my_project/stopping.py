@@ -48,9 +48,9 @@ class StopRequest:
         self._stop_after = config.stop_after
         self._stop_at = float("inf")
         if config.stop_after:
-            # since the start of the process, before the imports; by a clock that nobody can set
-            age = time.time() - psutil.Process().create_time()
-            self._stop_at = time.monotonic() - age + seconds_of(config.stop_after)
+            # since the launcher's start, over restarts; else the process's, before the imports
+            began = float(os.environ.get("LAUNCH_TIME") or psutil.Process().create_time())
+            self._stop_at = time.monotonic() + began + seconds_of(config.stop_after) - time.time()
         self._before: dict[int, Any] = {}
 
     @property

@@ -1,4 +1,4 @@
-"""Train: check everything, say what starts, run accelerate launch, end with one block.
+"""Train: check everything, say what starts, launch it, end with one block.
 
     python -m my_project train configs/image_classification.yaml --optim.lr 3e-3
     python -m my_project train configs/image_classification.yaml --where fsdp2
@@ -6,8 +6,7 @@
 Config files may stand anywhere; several are read one after the other. Options of its own:
 
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default all GPUs
-                       of this machine (of nvidia-smi) that divide the global batch, else one CPU
-                       process
+                       of this machine that divide the global batch, else one CPU process
   --num_processes N    processes on this machine; by default one per GPU, or those of the file
   --preflight          check the machine before training
   --dry-run            two steps, an evaluation, a save and an export in a temporary folder
@@ -18,7 +17,6 @@ import inspect
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -90,23 +88,10 @@ def read_options(arguments: list[str]) -> Options:
 
 # ---- where ---------------------------------------------------------------------------------------
 def count_gpus() -> int:
-    """Count the GPUs of nvidia-smi that CUDA_VISIBLE_DEVICES leaves; imports no torch."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    found = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    ids: list[str] = []
-    for name in (part.strip() for part in visible.split(",")):
-        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= found):
-            break  # as CUDA does: those after an invalid one are not seen
-        ids.append(name)
-    return min(len(ids), found)
+    """Count the GPUs that torch sees, without initializing CUDA."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def most_that_divide(gpus: int, global_batch_size: int) -> int:
@@ -143,9 +128,9 @@ def choose(options: Options, global_batch_size: int) -> tuple[Path, int, str]:
     if not options.where:
         if not gpus:
             path = find_where("cpu" if fitting == 1 else "cpu_2_processes")
-            return path, fitting, "no GPU (nvidia-smi); --where chooses another"
+            return path, fitting, "torch sees no GPU; --where chooses another"
         left = f", of which {fitting} divide the global batch" if fitting < gpus else ""
-        reason = f"{gpus} GPU{'s' * (gpus > 1)} (nvidia-smi){left}; --where chooses another"
+        reason = f"{gpus} GPU{'s' * (gpus > 1)}{left}; --where chooses another"
         return find_where("gpu" if fitting == 1 else "multi_gpu"), fitting, reason
     path = find_where(options.where)
     where = read_yaml(path)
@@ -157,7 +142,7 @@ def choose(options: Options, global_batch_size: int) -> tuple[Path, int, str]:
     in_file = where.get("num_processes") or 1
     if options.num_processes or launch.uses_cpu(where) or in_file == 1 or not gpus:
         return path, options.num_processes or in_file, ""
-    return path, fitting, f"{gpus} GPU{'s' * (gpus > 1)} (nvidia-smi)"
+    return path, fitting, f"{gpus} GPU{'s' * (gpus > 1)}"
 
 
 # ---- what starts ---------------------------------------------------------------------------------
@@ -292,6 +277,7 @@ def print_estimate(config: Config, folder: Path) -> None:
 # ---- the command ---------------------------------------------------------------------------------
 def main(arguments: list[str]) -> int:
     """Check, say what starts, and launch; return the exit code."""
+    launch.prepare_environment()
     options = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as the processes that are started find it

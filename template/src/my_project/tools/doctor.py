@@ -39,6 +39,7 @@ from ..failures import (
     place_of,
 )
 from ..files import ConfigError, format_seconds, is_locked, kind_of, printable, read_json, step_of
+from ..process import PREEMPTED
 from . import flight_recorder
 from .reader import Run, check_run, is_run, parser_of, read_folder, time_of
 
@@ -49,12 +50,6 @@ MOST_RANKS = 1_000_000
 TAIL_BYTES = 1 << 18  # of a log: what tells of the end stands there
 ABORTED = -6  # SIGABRT: also by NCCL's own watchdog, after ours has reported a hang
 BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM: a launcher ends the other ranks with them
-# What torchrun, and accelerate for one process, write about processes that ended.
-ENDED = re.compile(
-    r"rank +: (\d{1,6}) \(local_rank: \d+\)\n +exitcode +: (-?\d{1,9}) \(pid: (\d+)\)"
-)
-DIED = re.compile(r"died with <Signals\.SIG\w+: (\d{1,9})>|returned non-zero exit status (\d{1,9})")
-KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (\d+) via")
 
 # ---- the table: cause -> what is likely and why, what to do --------------------------------------
 LESS_MEMORY = "fewer batches.workers (now {workers}), or more memory for the job"
@@ -122,7 +117,9 @@ class Exit:
     """How a process ended, as its launcher wrote."""
 
     code: int  # negative: the signal
-    by_launcher: bool  # killed by torchrun, since it did not end after the failure of another rank
+    by_launcher: (
+        bool  # killed by the launcher, since it did not end after the failure of another rank
+    )
     says: str
 
 
@@ -207,7 +204,7 @@ def _read_logs(start: Start, opened: float) -> Start:
         signals = [read_json(path) for path in sorted(folder.glob("signal_rank_*.json"))]
         told = (one.get("signal") for one in (*signals, ended))
         start.told = start.told or next((one for one in told if isinstance(one, str)), "")
-        start.exits |= _exits(folder / "launcher.log")
+        start.exits |= _exits(ended, folder / "launcher.json")
     return start
 
 
@@ -225,17 +222,15 @@ def _add_opened(start: Start) -> None:
     start.world_size = int(size) if re.fullmatch(r"[0-9]{1,6}", size) else 1
 
 
-def _exits(path: Path) -> dict[int, Exit]:
-    """Return by rank how processes ended, as a launcher wrote, the first failure first."""
-    text, found = _tail(path), {}
-    by_launcher = KILLED_BY_LAUNCHER.findall(text)
-    others, _, root = text.rpartition("Root Cause (first observed failure)")
-    for one in (*ENDED.finditer(root), *ENDED.finditer(others)):
-        says = f"{path}: {' '.join(one[0].split())}"
-        found[int(one[1])] = Exit(code=int(one[2]), by_launcher=one[3] in by_launcher, says=says)
-    if died := DIED.search(text):
-        code = -int(died[1]) if died[1] else int(died[2])
-        found.setdefault(0, Exit(code=code, by_launcher=False, says=f"{path}: {died[0]}"))
+def _exits(ended: dict[str, Any], path: Path) -> dict[int, Exit]:
+    """Return by rank how processes ended of which one failed, as their launcher wrote, in order."""
+    found, killed = {}, ended.get("killed")
+    codes = _dict(ended.get("exit_codes"))
+    for text, code in codes.items() if {*codes.values()} - {0, PREEMPTED} else ():
+        if text.isdecimal() and isinstance(code, int) and code != PREEMPTED:
+            by_launcher = isinstance(killed, list) and int(text) in killed
+            says = f"{path}: rank {text}: {code}"
+            found[int(text)] = Exit(code=code, by_launcher=by_launcher, says=says)
     return found
 
 
@@ -364,10 +359,6 @@ def _gone(start: Start, noticed: dict[str, Any]) -> dict[str, Any]:
     if exits and all(one.by_launcher for one in exits):
         stuck = "stopped (SIGSTOP, a debugger) or stuck in C code or storage"
         cause["likely"] = [f"{stuck}, since its launcher had to kill it"]
-    elif start.exits and folders and all(start.ended[folder] for folder in folders):
-        # the launcher has seen all of them end, and names those alone that failed
-        cause |= {"cause": "exited", "is_known": True}
-        cause["what"] = f"{start.names(silent)} ended with exit code 0, without a report"
     elif not folders and not gone_hosts & {"", *seen_hosts}:
         cause["cause"] = "lost node"
     return cause
@@ -417,7 +408,7 @@ def _without_report(start: Start) -> dict[str, Any]:
     if start.told:
         known = f"it was told to stop ({start.told}), and had not saved"
         return cause | {"cause": "stopped", "known": [known]}
-    if 0 in [one.get("exit_code") for one in start.ended.values()]:
+    if 0 in chain(*(_dict(one.get("exit_codes")).values() for one in start.ended.values())):
         what = "its processes ended with exit code 0 before the run was done"
         return cause | {"cause": "exited", "what": what}
     return cause | ({"cause": "unknown"} if status.get("outcome") == "failed" else {})

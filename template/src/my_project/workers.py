@@ -1,0 +1,222 @@
+"""The training processes of this node: started, signaled, and ended with this one.
+
+They are forked from this process, which has imported torch, the loop and the recipe, so they need
+no import: each worker saves some four seconds of CPU time at every start. Where that is not safe
+(another thread runs here, or CUDA is initialized) or impossible they are spawned.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from . import failures
+from .process import PREEMPTED
+from .restarts import failed
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# A second stop signal kills the run if it comes this long after the first: launchers and
+# schedulers send each signal twice, at almost the same time.
+KILL_AFTER_SECONDS = 5.0
+STOPPING = "stopping; a run saves after its step; again in 5 s to end it at once"
+POLL_SECONDS = 0.1
+WATCHING_INPUT: set[int] = set()  # the process of stop_at_end_of_input
+
+
+class Workers:
+    """The training processes of this node, with all their descendants."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []  # multiprocessing's
+        self.killed: list[int] = []  # ranks that were ended since another one had failed
+        self.stop_signal = ""  # the name of the first stop signal
+        self.stop_signal_at: float | None = None  # time.monotonic()
+        self.stop_signal_time = float("inf")  # time.time(), as error files have it
+        self.was_killed = False  # by a second stop signal
+        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        is_first = self.stop_signal_at is None
+        self.stop_signal_at = self.stop_signal_at or now
+        if is_first:
+            self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
+        if not self.running:
+            raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
+        if is_first:
+            with suppress(OSError):  # a closed terminal; print may be what was interrupted
+                os.write(1, f"\n{self.stop_signal}: {STOPPING}\n".encode())
+            for worker in self.running:
+                with suppress(ProcessLookupError):
+                    if worker.exitcode is None:
+                        os.kill(worker.pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        elif now - self.stop_signal_at > KILL_AFTER_SECONDS:
+            self.was_killed = True
+            kill_all(self.running)
+
+    def ignore_signals(self) -> None:
+        """Ignore signals from now on: the run has ended, and Ctrl-C would hide how."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def run(
+        self,
+        function: Callable[[], object],
+        environments: list[dict[str, str]],
+        may_kill: Callable[[dict[int, int | None], float], bool],
+    ) -> dict[int, int]:
+        """Call a function in new processes, and wait until all of them have ended.
+
+        One that fails ends the others, which would wait for it.
+
+        Args:
+            function: picklable where processes are spawned.
+            environments: of each process.
+            may_kill: whether the others need to be waited for no longer, by the exit codes so far
+                and the seconds since the first has failed.
+
+        Returns:
+            The exit code of each process by rank, in the order in which they ended; -n for one
+            that signal n ended.
+        """
+        self.killed = []
+        ranks = [int(environment.get("RANK", "0")) for environment in environments]
+        method, why = start_method()
+        if why:
+            print(f"each process imports torch anew: {why}", flush=True)
+        context: Any = multiprocessing.get_context(method)
+        stdin = None
+        with suppress(OSError):  # closed
+            stdin = os.dup(0) if method == "fork" else None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # a signal is held back until there are processes to forward it to
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            for local_rank, environment in enumerate(environments):
+                given = (function, environment, os.getpid(), None if local_rank else stdin)
+                self.running.append(context.Process(target=_work, args=given))
+                self.running[-1].start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            if stdin is not None:
+                os.close(stdin)
+        try:
+            return self._wait(ranks, may_kill)
+        finally:
+            kill_all(self.running)
+            self.running = []
+
+    def _wait(self, ranks: list[int], may_kill: Callable) -> dict[int, int]:
+        failed_at = float("inf")
+        ended: dict[int, int] = {}
+        while True:
+            codes = {
+                rank: worker.exitcode for rank, worker in zip(ranks, self.running, strict=True)
+            }
+            ended |= {rank: code for rank, code in codes.items() if code is not None}
+            if len(ended) == len(ranks):
+                return ended
+            if failed(codes):
+                failed_at = min(failed_at, time.monotonic())
+            left = [worker for worker in self.running if worker.exitcode is None]
+            if not self.killed and may_kill(codes, time.monotonic() - failed_at):
+                self.killed = [rank for rank, code in codes.items() if code is None]
+                for worker in left:
+                    worker.kill()
+            # a sentinel that a loader worker has inherited stays open, so the time counts too
+            connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
+
+
+def start_method() -> tuple[str, str]:
+    """Return fork, or spawn and why."""
+    torch: Any = sys.modules.get("torch")
+    if sys.platform != "linux":
+        return "spawn", "only Linux forks safely"
+    if torch and torch.cuda.is_initialized():
+        return "spawn", "an import has initialized CUDA, which no fork survives"
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if len(names) > 1:
+        return "spawn", f"an import has started threads ({', '.join(sorted(names)[:4])})"
+    return "fork", ""
+
+
+def kill_all(workers: Iterable[Any]) -> None:
+    """Kill processes and all their descendants, also those whose parent has ended."""
+    pids = {worker.pid for worker in workers}
+    running = psutil.Process().children(recursive=True)
+    running = [process for process in running if process.pid not in WATCHING_INPUT]
+    for process in running:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([one for one in running if one.pid not in pids], 10)
+    for worker in workers:
+        worker.join(10)
+
+
+def _work(
+    function: Callable[[], object], environment: dict[str, str], parent: int, stdin: int | None
+) -> None:
+    """Call a function in a new process, with its variables, the terminal, and no signal handler."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if os.getppid() != parent:
+        return
+    os.setsid()  # Ctrl-C in a terminal signals the launcher only
+    os.environ.clear()
+    os.environ.update(environment)
+    prctl(15, f"rank {environment.get('RANK', '0')}".encode())  # PR_SET_NAME, as ps -o comm shows
+    if stdin is not None:  # multiprocessing gives each process an empty one: pdb needs it
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    import torch
+
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # read when torch is loaded
+    try:
+        function()
+    except Exception as error:
+        failures.report_once(error)
+        raise
+
+
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    """Call Linux's prctl; do nothing on other systems."""
+    if LIBC:
+        LIBC.prctl(option, value)
+
+
+def stop_at_end_of_input() -> None:
+    """Send SIGTERM to this process when its standard input ends.
+
+    A process watches it: with a thread this one could not be forked.
+    """
+    parent = os.getpid()
+    if pid := os.fork():
+        WATCHING_INPUT.add(pid)
+        return
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    while os.getppid() == parent and os.read(0, 4096):
+        pass
+    if os.getppid() == parent:
+        os.kill(parent, signal.SIGTERM)
+    os._exit(0)
