@@ -5,6 +5,7 @@ other error, which would repeat, a lack of memory, or a stop signal.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, Signals
@@ -21,9 +22,9 @@ EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
 
 
-def failed(codes: dict[int, int | None]) -> dict[int, int]:
+def failed(codes: Mapping[int, int | None]) -> dict[int, int]:
     """Return the exit codes of processes that have failed, by rank; -n: ended by signal n."""
-    return {rank: code for rank, code in codes.items() if code not in (None, 0, PREEMPTED)}
+    return {rank: code for rank, code in codes.items() if code and code != PREEMPTED}
 
 
 def kills_for_memory() -> int:
