@@ -4,18 +4,22 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import test_launch
+from accelerate.commands import launch as accelerate_launch
 from documents import PROJECT
 from my_project import failures, launch, workers
 from my_project.config import ConfigError
 from my_project.end_block import Ending
 from my_project.files import TransientError
 from my_project.restarts import Restarts
+from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, outcome
+from world import free_port
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
@@ -41,6 +45,39 @@ def test_what_a_scheduler_set_does_not_reach_torch(monkeypatch):
     launch.prepare_environment()
     left = {name for name in os.environ if re.match(r".*RANK|WORLD|MASTER|PET_N", name)}
     assert not left
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_variables_are_those_of_accelerate_launch(path, tmp_path, monkeypatch):
+    theirs: dict[str, str] = {}
+
+    class Popen:
+        """Notes the variables of the one process that accelerate would start."""
+
+        returncode = 0
+
+        def __init__(self, _: list[str], env: dict[str, str]) -> None:
+            theirs.update(env)
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr("torch.distributed.run.run", lambda _: theirs.update(os.environ))
+    monkeypatch.setattr("subprocess.Popen", Popen)
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
+    words = ["--config_file", str(path), "--main_process_port", str(free_port()), *TRAIN]
+    monkeypatch.setattr(sys, "argv", ["accelerate launch", *words])
+    accelerate_launch.main()
+    _, ours = launch.parse(words)
+    (environment, *others) = ours.environments(attempt=2)
+    names = re.compile("(ACCELERATE|FSDP|PARALLELISM|OMP|KMP)_.*|CUDA_VISIBLE_DEVICES")
+    for name in filter(names.fullmatch, theirs.keys() | environment.keys()):
+        assert environment.get(name) == theirs.get(name), name
+    assert theirs["ACCELERATE_MIXED_PRECISION"] == ours.precision
+    ranks = [one.get("RANK") for one in (environment, *others)]
+    assert ranks == ([None] if ours.world_size == 1 else [str(r) for r in range(len(ranks))])
+    assert len(ranks) == ours.processes_per_node
+    assert others == [] or environment["TORCHELASTIC_RESTART_COUNT"] == "2"
 
 
 WRONG = ConfigError("lr is -1.")

@@ -41,17 +41,16 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, m
 @pytest.mark.skipif(not HAS_TOOLS, reason="tools/ was deleted")
 def test_a_preflight_that_fails_starts_no_training(tmp_path, monkeypatch):
     class Fails:
-        def __init__(self, *, torchrun: bool) -> None:
-            self.torchrun, self.stop_signal_at = torchrun, None
+        stop_signal_at = None
 
-        def run(self, function: Any, log: Path | None = None) -> int:
-            assert function.args == ("my_project.tools.preflight",)
-            return 1
+        def run(self, function: Any, *_: object) -> dict[int, int]:
+            assert function.args[0] == "my_project.tools.preflight"
+            return {0: 1}
 
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(CONFIG)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(launch, "Child", Fails)
+    monkeypatch.setattr(launch, "Workers", Fails)
     assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"]) == 1
 
 
@@ -65,7 +64,7 @@ def test_the_launcher_tells_other_nodes_no_secret(tmp_path, monkeypatch):
                  *TRAIN, "--telemetry.trackers", f"[pwd={SECRET}]"]  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(CONFIG)
-    monkeypatch.setattr(launch, "Child", lambda **_: SimpleNamespace(torchrun=True))
+    monkeypatch.setattr(launch, "Workers", SimpleNamespace)
     with pytest.raises(ZeroDivisionError):
         launch.main(arguments)
     assert SECRET not in told[0].run

@@ -24,6 +24,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import math
 import os
 import re
 import runpy
@@ -278,7 +279,9 @@ def sizes_for(where: dict[str, Any], nodes: int, processes_per_node: int) -> dic
     # accelerate refuses a single id for one process, and takes the file's two
     if str(where.get("gpu_ids", "")).startswith("-1") and nodes * processes_per_node > 1:
         sizes["gpu_ids"] = ",".join(["-1"] * processes_per_node)
-    if "parallelism_config" in where:
+    mesh = where.get("parallelism_config")
+    is_own = mesh and nodes == 1 and math.prod(mesh.values()) == processes_per_node
+    if mesh and not is_own:  # cpu_hsdp.yaml rehearses two nodes on one
         sizes["parallelism_config"] = {
             "parallelism_config_dp_replicate_size": nodes,
             "parallelism_config_dp_shard_size": processes_per_node,
