@@ -551,7 +551,6 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     restarts = Restarts(folder=folder, limit=launch.max_restarts)
     while True:
         codes = run_module(launch, workers, launch.module, logs, restarts)
-        code = _one(codes)
         found = read_failures(errors)
         record_end(logs, workers, codes, restarts.count)
         if (
@@ -568,7 +567,7 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     if token:
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
     # a refused start leaves no folder, unless it was there
-    refused = next(filter(is_setting, found[:1]), None) if code else None
+    refused = next(filter(is_setting, found[:1]), None) if failed(codes) else None
     if refused and (status == before or _has_begun_here(launch, refused, token, made)):
         shutil.rmtree(logs if status == before else folder, ignore_errors=True)
         for path in made:
