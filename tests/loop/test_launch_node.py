@@ -187,6 +187,15 @@ def test_what_is_started_again(tmp_path, failures_and_codes, refusals):
         assert bool(said) == bool(refusal)
 
 
+def test_resume_never_holds_until_the_run_has_begun(tmp_path):
+    (tmp_path / "run.json").write_text('{"launch": "before"}')
+    restarts = Restarts(folder=tmp_path, limit=3)
+    assert restarts.refusal({1: KILLED}, []) == ""
+    assert (restarts.count, restarts.attempt) == (1, 0)
+    (tmp_path / "run.json").write_text('{"launch": "now"}')
+    assert restarts.attempt == 1
+
+
 def test_what_the_kernel_killed_for_lack_of_memory_is_not_started_again(tmp_path, monkeypatch):
     one = Restarts(folder=tmp_path, limit=3)
     monkeypatch.setattr("my_project.restarts.kills_for_memory", lambda: 10**9)

@@ -39,7 +39,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ from .end_block import Ending, how_it_ended
 from .files import read_json, read_status, read_yaml, wait_until, write_atomically, writing
 from .process import LAUNCHER, LOGS, PREEMPTED, no_garbage_collection
 from .restarts import Restarts, failed
-from .safety.redaction import mask_command, secrets_problem
+from .safety.redaction import mask_command
 from .workers import Workers, start_method, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
@@ -313,14 +312,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def refuse_secret_arguments(arguments: tuple[str, ...]) -> None:
-    """Refuse secrets as train.py does, but before accelerate, which prints a failed command."""
-    words = [part for word in arguments for part in word.split("=", 1)]
-    options = {word[2:]: value for word, value in pairwise(words) if word.startswith("--")}
-    if refusal := secrets_problem(options):
-        raise ConfigError(refusal)
-
-
 # ---- this node -----------------------------------------------------------------------------------
 def prepare_environment() -> None:
     """Set the variables that hold before anything is imported; leave out a scheduler's."""
@@ -461,7 +452,7 @@ def run_module(
         with writing(launch.run_folder):
             logs.mkdir(parents=True, exist_ok=True)
         os.environ[LOGS] = str(logs.absolute())
-    environments = launch.environments(restarts.count)
+    environments = launch.environments(restarts.attempt)
     if module == TRAIN and launch.config:
         import_all(launch.config)
         is_forked = start_method()[0] == "fork"
@@ -503,7 +494,6 @@ def start(
         command: what continues the run, as it is typed; "" where that is not known.
         is_dry_run: leave the block of a finished run to the caller.
     """
-    refuse_secret_arguments(launch.arguments)
     if launch.config and launch.gpus and launch.nodes == 1:
         from .devices import check_gpus
 

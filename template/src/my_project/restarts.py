@@ -12,7 +12,7 @@ from signal import SIGKILL, Signals
 from typing import Any
 
 from .failures import first_failure
-from .files import step_of
+from .files import read_json, step_of
 from .process import PREEMPTED
 from .records.outcome import checkpoints
 
@@ -48,6 +48,17 @@ class Restarts:
     _furthest: int = 0
     _last: tuple[str, int] = ("", -1)  # the failure before: what and at which step
     _killed_for_memory: int = field(default_factory=kills_for_memory)
+
+    def __post_init__(self) -> None:
+        self._about_before = read_json(self.folder / "run.json")
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of this attempt; 0 until one has begun the run.
+
+        So long --resume never holds: the run that it moves aside is still there.
+        """
+        return self.count if read_json(self.folder / "run.json") != self._about_before else 0
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
         """Return whether the processes that are left need to be waited for no longer.
