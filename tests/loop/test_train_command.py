@@ -127,7 +127,10 @@ def test_stopped_continued_finished_shown_again_and_refused(project):
     shown = "\n".join(lines)
     assert code == 75, shown
     (step,) = re.findall(r"--- stopped: saved at step (\d+) of 100000 -", shown)
-    assert lines[-1] == f"  python -m my_project train {words}"
+    # the terminal shows the last of them below the block, where the run has ended before
+    assert [one for one in lines if one.replace("^C", "")][
+        -1
+    ] == f"  python -m my_project train {words}"
     assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h"), "the cursor"
     log = next((project / "runs/tiny/logs/node_0").glob("*/rank_00000.log")).read_text()
     assert "\x1b" not in log, "of the bar"
