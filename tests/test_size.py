@@ -21,7 +21,7 @@ CEILINGS = {
     "files of train.py and all that it imports": 47,
     "lines of the package without tools/": 8_782,
     "lines of tools/": 2_210,
-    "lines of template/tests": 4_151,
+    "lines of template/tests": 4_154,
     "lines of template/tests and tests": 14_200,
     "settings": 53,
     "methods of a recipe": 15,

@@ -83,7 +83,7 @@ def outcome(folder: Path) -> dict:
 
 
 def test_two_processes_train_into_one_folder_and_show_the_result(tmp_path):
-    with launch(tmp_path) as run:
+    with launch(tmp_path, launcher="my_project.launch") as run:
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     assert "global batch 16 = micro-batch 4 x processes 2 x accumulation 2; 8 steps" in shown

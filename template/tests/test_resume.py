@@ -192,6 +192,7 @@ def train_while_another_does(config: Config) -> str:
     return other.stderr
 
 
+@pytest.mark.slow
 def test_two_launches_cannot_use_one_run_folder(tmp_path):
     message = run_world(1, train_while_another_does, make_config(tmp_path))[0]
     assert "is in use by process" in message

@@ -50,6 +50,7 @@ def with_fault(folder: Path, fault: str, at: int = 3, **settings) -> Config:
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "step"), [pytest.param(3, 3, marks=pytest.mark.slow), (0, 0)])
 def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, at, step):
     config = with_fault(tmp_path, "hang", at, distributed__startup_timeout_seconds=4)

@@ -385,7 +385,7 @@ def assert_equal_tensors(ours: dict[str, Any], theirs: Any) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "is_resumed"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (1, True)],
+    [(1, False), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, False), (1, True)))],
 )
 def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
     tmp_path, replicas, is_resumed

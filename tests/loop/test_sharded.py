@@ -147,6 +147,7 @@ def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, backg
             assert_close(result, reference)
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
     one, two = make_config(tmp_path / "one"), make_config(tmp_path / "two")
     (reference,) = run_world(1, in_group, train_and_save, one)
@@ -221,6 +222,7 @@ def resume(rank: int, world: int, config: Config, shard: bool) -> Any:
     return state["step"], whole(model), read[0]
 
 
+@pytest.mark.slow
 def test_each_rank_hashes_the_shards_that_it_reads_and_all_go_back(tmp_path):
     config = make_config(tmp_path)
     (weights, _) = run_world(2, in_group, save_twice, config)

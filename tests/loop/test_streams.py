@@ -134,6 +134,7 @@ def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path, state):
     assert 0 < len(at_an_end) < STEPS - 1, "stopped at the end of an epoch, and elsewhere"
 
 
+@pytest.mark.slow
 def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path):
     whole = config_of(tmp_path, "whole")
     assert train(whole) == 0

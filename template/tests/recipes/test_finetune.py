@@ -165,6 +165,7 @@ def test_a_pair_of_texts_is_tokenized_as_a_pair(folder):
     assert torch.equal(logits[3], logits[5]), "without a second text, a line break equals a space"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
