@@ -5,7 +5,7 @@
 
 Two CPU processes train a recipe of the project, with a checkpoint at every tenth step; the rank
 that is killed is drawn with a fixed seed. By the project's own launcher, which forks the processes,
-and by accelerate launch with torchrun's restarts, which starts Python anew. The steps since the
+and by accelerate launch with torchrun's restarts, which starts Python again. The steps since the
 last checkpoint are done again, so they are part of the time. Also the CPU time of a worker from its
 start to its first record, after a restart.
 """

@@ -19,7 +19,7 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 6_902,
     "files of train.py and all that it imports": 47,
-    "lines of the package without tools/": 8_780,
+    "lines of the package without tools/": 8_790,
     "lines of tools/": 2_210,
     "lines of template/tests": 4_154,
     "lines of template/tests and tests": 14_200,

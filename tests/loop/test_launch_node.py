@@ -80,6 +80,14 @@ def test_the_variables_are_those_of_accelerate_launch(path, tmp_path, monkeypatc
     assert others == [] or environment["TORCHELASTIC_RESTART_COUNT"] == "2"
 
 
+def test_a_flag_that_accelerate_does_not_know_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
+    _, wrong = launch.parse(["--config_file", f"{WHERE}/cpu.yaml", "--nonsense", "3", *TRAIN])
+    with pytest.raises(ConfigError, match="unrecognized arguments: --nonsense; accelerate"):
+        launch.start(wrong)
+
+
 WRONG = ConfigError("lr is -1.")
 LATE = TransientError("a node is late.")
 
@@ -311,4 +319,4 @@ def test_where_an_import_starts_a_thread_the_processes_are_spawned(project):
     with start(project, "cpu_2_processes", "--recipe", "threaded.Ragged") as run:
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
-    assert "each process imports torch anew: an import has started threads" in shown
+    assert "each process imports torch itself: an import has started threads" in shown

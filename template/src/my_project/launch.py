@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import cli, failures
 from .command_line import as_restarted
@@ -127,10 +127,29 @@ class Launch:
             found.append(common | {name: str(size) for name, size in sizes.items()})
         return found
 
-    def _translated(self) -> tuple[dict[str, str], bool]:
-        """Return what accelerate makes of config and flags, and whether there is a group."""
+    def options(self) -> argparse.Namespace:
+        """Return what accelerate makes of flags and config file.
+
+        Raises:
+            ConfigError: it does not know a flag, or refuses them.
+        """
         # private, but the promise is that accelerate's own configs and flags hold
         from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+        def refuse(message: str) -> NoReturn:  # without the usage, some 200 lines
+            raise ConfigError(f"{message}; accelerate launch --help lists its options.")
+
+        logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
+        parser = launch_command_parser()
+        parser.error = refuse
+        try:
+            words = [*self.flags, "-m", self.module, *self.arguments]
+            return _validate_launch_command(parser.parse_args(words))[0]
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def _translated(self) -> tuple[dict[str, str], bool]:
+        """Return what accelerate makes of config and flags, and whether there is a group."""
         from accelerate.utils import check_cuda_p2p_ib_support
         from accelerate.utils.launch import (
             prepare_multi_gpu_env,
@@ -138,9 +157,7 @@ class Launch:
         )
         from accelerate.utils.other import get_free_port
 
-        logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
-        words = [*self.flags, "-m", self.module, *self.arguments]
-        options, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+        options = self.options()
         if options.use_deepspeed or options.use_megatron_lm or options.tpu:
             raise ConfigError(
                 "DeepSpeed, Megatron-LM and TPUs are not supported: use DDP or FSDP2"
@@ -494,6 +511,7 @@ def start(
         command: what continues the run, as it is typed; "" where that is not known.
         is_dry_run: leave the block of a finished run to the caller.
     """
+    launch.options()  # before the nodes wait for each other
     if launch.config and launch.gpus and launch.nodes == 1:
         from .devices import check_gpus
 

@@ -95,7 +95,7 @@ class Workers:
         ranks = [int(environment.get("RANK", "0")) for environment in environments]
         method, why = start_method()
         if why:
-            print(f"each process imports torch anew: {why}", flush=True)
+            print(f"each process imports torch itself: {why}", flush=True)
         context: Any = multiprocessing.get_context(method)
         stdin = None
         with suppress(OSError):  # closed
