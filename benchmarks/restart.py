@@ -2,6 +2,8 @@
 
     python benchmarks/restart.py             5 kills per launcher, about 4 minutes on 2 cores; Linux
     python benchmarks/restart.py --kills 3 --config configs/causal_lm.yaml
+    python benchmarks/restart.py --hosts 2   as root: two hosts, in network namespaces
+    python benchmarks/restart.py --base ../other_clone/template/src   the launcher of a copy, too
 
 Two CPU processes train a recipe of the project, with a checkpoint at every tenth step; the rank
 that is killed is drawn with a fixed seed. By the project's own launcher, which forks the processes,
@@ -20,11 +22,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from two_hosts import ADDRESSES, TwoHosts  # noqa: E402
+
 WHERE = str(ROOT / "accelerate_configs/cpu_2_processes.yaml")
 SETTINGS = (
     "--steps 100000 --telemetry.every_steps 1 --checkpoints.every_steps 10 --telemetry.trackers []"
@@ -51,27 +57,57 @@ def wait_for_step(folder: Path, step: int, launcher: subprocess.Popen) -> None:
 
 
 def workers(launcher: int) -> list[psutil.Process]:
-    """Return the training processes: the children of the launcher, the oldest first."""
-    found = psutil.Process(launcher).children()
-    return sorted(found, key=lambda process: process.create_time())
+    """Return the training processes, by rank.
+
+    A forked one has its rank in its name, one that was started by a command in its environment.
+    """
+    found = {}
+    for process in psutil.Process(launcher).children(recursive=True):
+        with suppress(psutil.Error, OSError):
+            name = Path(f"/proc/{process.pid}/comm").read_text()
+            rank = name.removeprefix("rank ").strip() if name.startswith("rank ") else ""
+            rank = rank or process.environ().get("RANK", "")
+            if rank and int(rank) not in found:  # a loader worker comes after its parent
+                found[int(rank)] = process
+    return [found[rank] for rank in sorted(found)]
 
 
-def restarts(command: list[str], kills: int, source: Path) -> dict[str, list[float]]:
-    """Kill a rank again and again; return seconds to the next new step, and CPU seconds."""
+def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[str, list[float]]:
+    """Kill a rank again and again; return seconds to the next new step, and CPU seconds.
+
+    Args:
+        command: without the options that tell nodes apart.
+        kills: how many.
+        source: the folder of the package.
+        hosts: 1 or 2.
+    """
     draw, found = random.Random(0), {"seconds": [], "CPU s of a worker": []}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         environment = os.environ | {
             "PYTHONPATH": str(source), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
         }  # fmt: skip
-        with (folder / "output").open("w") as output:
-            launcher = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
+        launchers = []
+        network = stack.enter_context(TwoHosts(folder)) if hosts > 1 else None
+        for host in range(hosts):
+            here = [*command]
+            if network:
+                at = command.index("-m", 2)  # after python -m
+                nodes = f"--num_machines 2 --num_processes 2 --machine_rank {host}"
+                nodes += f" --main_process_ip {ADDRESSES[0]} --main_process_port 29500"
+                here[at:at] = nodes.split()
+                here = network.entering(host, *here)
+            with (folder / "output").open("a") as output:
+                launchers += [
+                    subprocess.Popen(
+                        here, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+                    )
+                ]
+        launcher = launchers[0]
         try:
             for _ in range(kills):
                 wait_for_step(folder, newest_step(folder) + draw.randrange(12, 30), launcher)
-                victim = draw.choice(workers(launcher.pid))
+                victim = draw.choice([one for each in launchers for one in workers(each.pid)])
                 killed = time.monotonic()
                 victim.send_signal(signal.SIGKILL)
                 time.sleep(0.1)  # the others may end the step that they are in
@@ -81,10 +117,11 @@ def restarts(command: list[str], kills: int, source: Path) -> dict[str, list[flo
                 times = workers(launcher.pid)[0].cpu_times()
                 found["CPU s of a worker"].append(times.user + times.system)
         finally:
-            for process in psutil.Process(launcher.pid).children(recursive=True):
-                process.kill()
-            launcher.kill()
-            launcher.wait()
+            for each in launchers:
+                for process in psutil.Process(each.pid).children(recursive=True):
+                    process.kill()
+                each.kill()
+                each.wait()
     return found
 
 
@@ -93,16 +130,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--config", default="template/configs/image_classification.yaml")
-    parser.add_argument("--source", type=Path, default=ROOT / "template/src", help="another copy")
+    parser.add_argument("--base", type=Path, help="the package's folder in another clone")
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     options = parser.parse_args()
     config = ["--config", str(Path(options.config).resolve()), *SETTINGS.split()]
     python, train = [sys.executable, "-m"], ["-m", "my_project.train", *config]
-    ours = [*python, "my_project.launch", "--config_file", WHERE, *train]
+    ours = [*python, "my_project.launch", "--config_file", WHERE]
     theirs = [*python, "accelerate.commands.launch", "--config_file", WHERE, *TORCHRUN.split()]
+    source = ROOT / "template/src"
+    cases = {"ours": ([*ours, *train], source), "accelerate launch": ([*theirs, *train], source)}
+    if options.base:
+        cases["the launcher of --base"] = ([*ours, *TORCHRUN.split(), *train], options.base)
     print(f"| {options.kills} kills | seconds | least | most | CPU s of a worker |")
     print("|---|---|---|---|---|")
-    for name, command in {"ours": ours, "accelerate launch": [*theirs, *train]}.items():
-        found = restarts(command, options.kills, options.source)
+    for name, (command, package) in cases.items():
+        found = restarts(command, options.kills, package, options.hosts)
         seconds = found["seconds"]
         numbers = (statistics.median(seconds), min(seconds), max(seconds))
         shown = [f"{number:.2f}" for number in numbers]
