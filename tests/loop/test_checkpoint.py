@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from my_project import commands, files, optim
 from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
@@ -111,40 +110,42 @@ def assert_same_state(ours: saving.Checkpoints, theirs: saving.Checkpoints) -> N
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, caplog):
-    """Whatever was loaded of the damaged one is overwritten, with hashes while it is loaded."""
     newest = folder_of(copied, 10)
     assert files.find_damage(newest) == ""
     before, resumed = make_checkpoints(copied), make_checkpoints(copied)
     before.load(folder_of(copied, 8))
-    accelerator = Accelerator(cpu=True)
     for how in damages(newest / name):
         assert files.find_damage(newest), f"{name} {how}"
         chosen = resuming.choose(resumed.run)
-        folder, state = resumed.resume(accelerator, chosen)
-        assert (folder, state["step"]) == (folder_of(copied, 8), 8), how
+        assert chosen == folder_of(copied, 8), how
+        assert resumed.resume(chosen)["step"] == 8
         assert f"{newest} is skipped: " in caplog.text
         assert newest.with_name("step_00000010.old-1").is_dir(), "moved aside"
         assert_same_state(resumed, before)
         put_back(copied)
         caplog.clear()
     assert resuming.choose(resumed.run) == newest
-    assert resumed.resume(accelerator, newest)[0] == newest
+    assert resumed.resume(newest)["step"] == 10
     assert not caplog.text
 
 
-def test_where_every_checkpoint_is_damaged_no_damaged_weights_are_trained(copied, caplog):
+def test_where_every_checkpoint_is_damaged_the_run_starts_from_step_0(copied, caplog):
     for step in (4, 6, 8, 10):
         flip_one_bit(folder_of(copied, step) / "model.safetensors", 300)
-    resumed = make_checkpoints(copied)
-    with pytest.raises(ConfigError, match="run the same command again to start from step 0"):
-        resumed.resume(Accelerator(cpu=True), resuming.choose(resumed.run))
+    assert resuming.choose(make_checkpoints(copied).run) is None
     assert names(copied) == [f"step_{step:08d}.old-1" for step in (4, 6, 8, 10)]
-    assert resuming.choose(resumed.run) is None
-    put_back(copied)
-    for step in (4, 6, 8):
-        shutil.rmtree(folder_of(copied, step))
-    assert resuming.choose(resumed.run) is None, "the only one"
     assert "training starts from step 0" in caplog.text
+
+
+def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_path):
+    other = tmp_path / "other/step_00000004"
+    shutil.copytree(folder_of(copied, 4), other)
+    given = make_checkpoints(change(copied, resume=str(other)))
+    given.model = copied.recipe.build_model({"features": 5})
+    assert resuming.choose(given.run) == other
+    with pytest.raises(ConfigError, match="has shape"):
+        given.resume(other)
+    assert folder_of(copied, 10).is_dir()
 
 
 def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(copied, trained):

@@ -119,7 +119,7 @@ def test_the_exit_code_is_the_runs_outcome(
     path.parent.mkdir(parents=True)
 
     def write_status(outcome: str) -> None:
-        lost = {"silent": []} if outcome == "failed" else {}
+        lost = {"failure": {"cause": "lost contact"}} if outcome == "failed" else {}
         path.write_text(json.dumps({"outcome": outcome} | lost) if outcome else "")
 
     class FakeWorkers:
@@ -160,7 +160,8 @@ def test_a_signal_after_a_failure_does_not_hide_it(tmp_path):
     for signal_time, wanted in ((9.0, 1), (2.0, 75)):
         ending = Ending(
             folder=tmp_path, logs=tmp_path, is_new=True, is_first_node=True, was_killed=False,
-            status={"outcome": "failed", "reason": "x", "silent": [1]}, command="", codes={0: 1},
+            status={"outcome": "failed", "failure": {"cause": "lost contact"}}, command="",
+            codes={0: 1},
             failures=[failure("it failed", 5.0)], stop_signal="SIGTERM",
             stop_signal_time=signal_time,
         )  # fmt: skip

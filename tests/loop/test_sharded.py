@@ -204,43 +204,41 @@ def save_twice(rank: int, world: int, config: Config) -> dict[str, Any]:
 
 
 def resume(rank: int, world: int, config: Config, shard: bool) -> Any:
-    """Resume on these processes; return the step, the weights, and the files read whole."""
+    """Resume on these processes; return the step, the weights, and the files that were hashed."""
     from accelerate import Accelerator
 
     model, optimizer = build(sharded=shard)
     checkpoints = checkpoints_of(config, rank, world, model, optimizer)
-    real, read = verification.damage_of, []
+    real, hashed = files.fingerprint, []
 
-    def damage_of(accelerator: Any, folder: Path, hashes: dict[str, str]) -> str:
-        read.append(sorted(hashes))
-        return real(accelerator, folder, hashes)
+    def fingerprint(path: Path) -> dict[str, Any]:
+        hashed.append(path.name)
+        return real(path)
 
-    verification.damage_of = damage_of
-    newest = config.folder / "checkpoints" / "step_00000003"
-    folder, state = checkpoints.resume(Accelerator(cpu=True), newest)
+    files.fingerprint = fingerprint
+    folder = verification.choose(Accelerator(cpu=True), checkpoints.run)
+    state = checkpoints.resume(folder)
     assert files.step_of(folder) == state["step"]
-    return state["step"], whole(model), read[0]
+    return state["step"], whole(model), hashed
 
 
 @pytest.mark.slow
-def test_each_rank_hashes_the_shards_that_it_reads_and_all_go_back(tmp_path):
+def test_each_rank_hashes_a_part_of_the_files_and_all_go_back(tmp_path):
     config = make_config(tmp_path)
     (weights, _) = run_world(2, in_group, save_twice, config)
     folder = config.folder / "checkpoints" / "step_00000003"
-    found = run_world(2, in_group, resume, config, True)
-    for rank, (step, _, read) in enumerate(found):
-        assert step == 3
-        assert read == [f"{k}.rank_{rank:05d}.safetensors" for k in ("ema", "model", "optimizer")]
+    hashed = [read for *_, read in run_world(2, in_group, resume, config, True)]
+    assert max(map(len, hashed)) < 6
+    assert len({*hashed[0], *hashed[1]}) == 7
     shard = folder / "optimizer.rank_00001.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     kept = folder.with_name("kept")
     shutil.copytree(folder, kept)
     for processes, sharded in ((2, True), (1, False), (3, True)):
-        for step, ours, read in run_world(processes, in_group, resume, config, sharded):
+        for step, ours, _ in run_world(processes, in_group, resume, config, sharded):
             assert step == 2
             assert_close(ours, weights)
-            assert processes < 3 or shard.name not in read, "no rank reads it whole"
         shutil.rmtree(folder.with_name("step_00000003.old-1"))
         shutil.copytree(kept, folder)
 

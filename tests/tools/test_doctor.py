@@ -146,13 +146,11 @@ def test_a_rank_that_was_stopped_for_a_time_is_named_also_when_it_goes_on(tmp_pa
     config = make_config(tmp_path, Stopped(), distributed__timeout_seconds=2)
     world = World(2, train, config)
     path = config.folder / "status.json"
-    assert wait_until(lambda: bool(path.is_file() and status(config).get("silent")), 90)
+    assert wait_until(lambda: bool(path.is_file() and status(config).get("failure")), 90)
     assert diagnose(config.folder)["cause"] == "no report"
-    assert status(config)["silent"][0]["rank"] == 1
     os.kill(world.workers[1].pid, signal.SIGCONT)
     with pytest.raises(RuntimeError):
         world.results(60)
-    assert (status(config)["failure"]["rank"], status(config)["silent"]) == (1, [])
     found = diagnose(config.folder)
     assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
     assert "SIGSTOP" in found["likely"][0]
@@ -235,8 +233,8 @@ def begin(folder: Path, monkeypatch, hosts: tuple[str, ...] = (HERE,), **setting
     monkeypatch.setattr(socket, "gethostname", lambda: hosts[0])
     run = Run(make_config(folder, **settings), rank=0)
     run.total_steps = 10
-    run.begin()
     run.hosts = [*hosts]
+    run.begin()
     assert run.lock
     run.lock.close()  # as when its processes have ended
     return run
@@ -246,7 +244,6 @@ def fail(run: Run, monkeypatch, rank: int, error: BaseException) -> None:
     """Let a rank of a run fail with an exception, with the real context of the loop."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(socket, "gethostname", lambda: run.hosts[rank])
-    monkeypatch.setattr(stopping, "REPORT_WAIT_SECONDS", 0.0)
     run.rank, run.step = rank, 3
     with pytest.raises(type(error)), stopping.failures_recorded(run):
         raise error

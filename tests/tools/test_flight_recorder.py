@@ -163,7 +163,7 @@ def hang(folder: Path, monkeypatch, *causes: str) -> Run:
         place = failures.frame("/home/me/recipe.py", 3 + rank * (cause == "stalled"), "loss", "x()")
         reason = "no progress for 2 s"
         run.record_error(failures.record(reason=reason, cause=cause, frames=[place], details=""))
-    run.fail(failures.record(reason="no progress for 2 s", cause="waiting"), silent=None)
+    run.fail(failures.record(reason="no progress for 2 s", cause="waiting"))
     assert run.lock
     run.lock.close()
     return run

@@ -38,7 +38,7 @@ class Ending:
         if state == "finished" and (self.is_new or is_success):
             return "finished"
         # stopped in startup, each process exits by itself, and others may report a lost connection
-        unsaved = not self.is_new or state == "running" or "silent" in self.status
+        unsaved = not self.is_new or state == "running" or self._is_consequence
         failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
         if (
             self.stop_signal
@@ -71,6 +71,11 @@ class Ending:
     @property
     def _first_step(self) -> int:
         return (self._first or {}).get("step") or 0
+
+    @property
+    def _is_consequence(self) -> bool:
+        """Return whether the run has failed since another rank did."""
+        return self.status.get("failure", {}).get("cause") in CONSEQUENCES
 
     def _continues(self) -> str:
         """Return from which step the same command continues."""

@@ -260,9 +260,20 @@ def record(
     }
 
 
-def without_traceback(failure: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of an error file without what is long, as status.json holds it."""
-    return {name: failure[name] for name in failure if name not in ("frames", "details")}
+def as_status(failure: dict[str, Any], silent: list[str] | None = None) -> dict[str, Any]:
+    """Return what status.json says of the first failure: step, reason, and its error file.
+
+    Args:
+        failure: the content of the error file.
+        silent: the ranks that left none.
+    """
+    reason = f"rank {failure['rank']} on {failure['host']}, step {failure['step']}: "
+    reason += failure["reason"]
+    if silent and failure["cause"] in CONSEQUENCES:
+        names = ", ".join(silent)
+        reason += f". No report from {names}: killed, stopped or cut off; look there first."
+    short = {name: failure[name] for name in failure if name not in ("frames", "details")}
+    return {"step": failure["step"] or 0, "reason": reason, "failure": short}
 
 
 def checked(failure: Any) -> dict[str, Any]:
@@ -275,20 +286,10 @@ def checked(failure: Any) -> dict[str, Any]:
     return found if all(isinstance(found.get(name), of) for name, of in needed.items()) else {}
 
 
-def read_errors(
-    folder: Path, launch: str, read: dict[str, dict[str, Any]] | None = None
-) -> list[dict[str, Any]]:
-    """Read the error files of a launch from a run folder, the first failure first.
-
-    Args:
-        folder: the run folder.
-        launch: its token.
-        read: the files read by earlier calls, by name; those read now are added.
-    """
-    read = {} if read is None else read
-    for path in (folder / "errors").glob("*_rank_*_step_*.json"):
-        read[path.name] = read.get(path.name) or checked(read_json(path))
-    found = [failure for failure in read.values() if failure.get("launch") == launch]
+def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
+    """Read the error files of a launch (its token) from a run folder, the first failure first."""
+    paths = (folder / "errors").glob("*_rank_*_step_*.json")
+    found = [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
     return sorted(found, key=lambda failure: failure["time"])
 
 

@@ -574,6 +574,8 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
+    if token and found and status.get("outcome") == "failed" and not launch.node_rank:
+        status = correct_status(folder, status, found)
     # a refused start leaves no folder, unless it was there
     refused = next(filter(is_setting, found[:1]), None) if failed(codes) else None
     if refused and (status == before or _has_begun_here(launch, refused, token, made)):
@@ -594,6 +596,19 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         command=command,
         codes=codes,
     )
+
+
+def correct_status(
+    folder: Path, status: dict[str, Any], found: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Write into status.json which failure was first, by the error files of all ranks."""
+    hosts = read_json(folder / "run.json").get("hosts", [])
+    reported = {one["rank"] for one in found}
+    silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in reported]
+    status = status | failures.as_status(failures.first_failure(found), silent)
+    with suppress(OSError):  # a full disk
+        write_atomically(folder / "status.json", json.dumps(status) + "\n")
+    return status
 
 
 def starts_again(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
-from .failures import read_errors, report, without_traceback
+from .failures import as_status, first_failure, report
 from .files import (
     RUN_FORMAT,
     TransientError,
@@ -84,7 +84,6 @@ class Run:
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
-        self._errors: dict[str, dict[str, Any]] = {}  # the error files read so far, by name
         with writing(self.folder):
             self._lock()
             self._check_room()
@@ -119,23 +118,14 @@ class Run:
         """Return rank, host and step of this process."""
         return f"rank {self.rank} on {socket.gethostname()}, step {self.step}"
 
-    def fail(self, failure: dict[str, Any], **more: Any) -> None:
-        """Record the first failure of any rank: later failures are usually its consequences."""
-        if self.token and self.status().get("outcome") != "failed":
-            self.write_failure(failure, **more)
+    def fail(self, failure: dict[str, Any]) -> None:
+        """Write a failure into the status, unless that of another rank came first.
 
-    def write_failure(self, failure: dict[str, Any], note: str = "", **more: Any) -> None:
-        """Write into the status which rank failed, and why.
-
-        Args:
-            failure: the content of its error file.
-            note: what else the reason says.
-            more: other fields.
+        Two ranks may do this at once; the launcher, which has all error files, corrects it.
         """
-        reason = f"{failure['reason']}. {note}" if note else failure["reason"]
-        reason = f"rank {failure['rank']} on {failure['host']}, step {failure['step']}: {reason}"
-        more |= {"step": failure["step"] or 0, "failure": without_traceback(failure)}
-        self.write_status("failed", reason, **more)
+        noted = self.status().get("failure")
+        if self.token and (not noted or first_failure([noted, failure]) is failure):
+            self.write_status("failed", **as_status(failure))
 
     def record_error(self, failure: dict[str, Any]) -> None:
         """Write an error file of this rank into errors/ (failures.py); the names sort by time."""
@@ -151,11 +141,6 @@ class Run:
             write_atomically(path, json.dumps(failure, indent=1) + "\n")
         except OSError as error:
             logger.error("%s cannot be written: %s", path, error)
-
-    def errors(self) -> dict[int, dict[str, Any]]:
-        """Return the error files of this launch, by rank; a file is read once, for all calls."""
-        found = read_errors(self.folder, self.token, self._errors)
-        return {one["rank"]: one for one in found}
 
     @property
     def finished(self) -> bool:
@@ -185,7 +170,7 @@ class Run:
         about = self.folder / "run.json"
         self.id = str(read_json(about).get("run") or self.id)
         record = {"format": RUN_FORMAT, "run": self.id, "launch": self.token}
-        record |= {"numerics": self.numerics}
+        record |= {"hosts": self.hosts, "numerics": self.numerics}
         source = inspect.getsourcefile(type(self.config.recipe))
         record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)} | provenance()
         write_atomically(about, json.dumps(record, indent=1) + "\n")

@@ -21,7 +21,6 @@ import torch
 
 from . import failures
 from .config import Config, seconds_of
-from .files import wait_until
 from .process import LAUNCHER
 from .run_folder import Run
 from .stack_traces import current_line, is_in_debugger, stacks
@@ -29,8 +28,9 @@ from .stack_traces import current_line, is_in_debugger, stacks
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND_SIGNAL_AFTER_SECONDS = 5.0  # seconds
-REPORT_WAIT_SECONDS = 2.0  # seconds
-ABORT_WAIT_SECONDS = 5.0  # seconds; their watchdogs look once a second
+# Until the watchdogs of other ranks, which look once a second, have reported too: when this process
+# exits, its launcher ends them.
+ABORT_WAIT_SECONDS = 5.0
 
 
 # ---- preemption ----------------------------------------------------------------------------------
@@ -165,7 +165,9 @@ class Watchdog:
         )
         self.run.record_error(failure)
         save_nccl_trace(self.run)
-        fail_with_cause(self.run, failure, ABORT_WAIT_SECONDS)
+        self.run.fail(failure)
+        if len(self.run.hosts) > 1:
+            time.sleep(ABORT_WAIT_SECONDS)
         os._exit(1)
 
 
@@ -234,53 +236,4 @@ def _record(run: Run, error: BaseException) -> None:
     failure = failures.record_of(error)
     run.record_error(failure)
     setattr(error, "is_reported", True)  # noqa: B010 - see failures.report_once
-    if failure["cause"] == "lost contact" and run.hosts:
-        fail_with_cause(run, failure, REPORT_WAIT_SECONDS)
-    else:
-        run.fail(failure)
-
-
-def fail_with_cause(run: Run, failure: dict[str, Any], seconds: float) -> None:
-    """Record a failure that another rank may have caused, and name that rank as far as is known.
-
-    Some ranks notice only when others exit, so later reports are more complete. The first rank
-    reads the error files: if each read all of them, N ranks would read N^2 files at every poll.
-    The others wait for what it writes.
-    """
-    run.fail(failure, silent=None)  # at once: there may be little time
-    print(f"{run.process_label}: {failure['reason']}", file=sys.__stderr__, flush=True)
-    if not run.hosts or "silent" not in run.status():  # not connected, or a rank failed by itself
-        return
-    is_first = True
-    try:
-        (run.folder / "errors" / f".first_{run.token}").touch(exist_ok=False)
-    except OSError:
-        is_first = False
-    if is_first:
-        wait_until(lambda: len(run.errors()) >= len(run.hosts), seconds, poll_seconds=0.1)
-    else:
-        wait_until(lambda: run.status().get("silent") is not None, seconds + 1, poll_seconds=0.5)
-    silent = run.status().get("silent")  # None: the rank that looked has been killed
-    seen = 0
-    if is_first or silent is None or run.rank in [one["rank"] for one in silent]:
-        while len(run.errors()) > seen:  # again if a rank has reported since
-            seen = len(run.errors())
-            explain(run, run.errors())
-    # under launch.py the block at the end shows it; stderr is flushed with each line
-    print(run.status().get("reason", ""), file=sys.__stderr__)
-
-
-def explain(run: Run, reports: dict[int, dict[str, Any]]) -> None:
-    """Write into the status which failure was first, and which ranks have not reported.
-
-    Args:
-        run: the run folder.
-        reports: the error files of this launch, by rank.
-    """
-    in_order = sorted(reports.values(), key=lambda one: one["time"])
-    silent = [
-        {"rank": rank, "host": host} for rank, host in enumerate(run.hosts) if rank not in reports
-    ]
-    names = ", ".join(f"rank {one['rank']} on {one['host']}" for one in silent)
-    note = f"No report from {names}: killed, stopped or cut off; look there first." if names else ""
-    run.write_failure(failures.first_failure(in_order), note, silent=silent)
+    run.fail(failure)

@@ -78,8 +78,7 @@ def main(config: Config) -> int:
         state = TrainState(items_per_micro_batch=layout.micro_batch_size)
         checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
         if resume_from:
-            resume_from, saved = checkpoints.resume(accelerator, resume_from)
-            state.restore(saved)
+            state.restore(checkpoints.resume(resume_from))
         run.step = state.step
         display.log_start(accelerator, run, layout, raw_model, resume_from)
         if rank == 0:

@@ -82,9 +82,6 @@ def check_path(config: Config) -> None:
 def choose(run: Run, find: Callable[[Path], str] = find_damage) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by rank 0 only.
 
-    Tensors are hashed when they are loaded (Checkpoints.resume), before this only where there is no
-    checkpoint to go back to: what was loaded from a damaged one would not be overwritten.
-
     Args:
         run: the run folder.
         find: returns what is wrong with a checkpoint, with hashes; on several ranks one of
@@ -95,35 +92,10 @@ def choose(run: Run, find: Callable[[Path], str] = find_damage) -> Path | None:
     chosen = _newest_good(run, find)
     # The run begins at a path given by --resume; later, its own checkpoints take precedence.
     if given not in ("auto", "never") and run.resumed_from != given:
-        if problem := find_damage(Path(given), hashes=False):
-            raise _cannot_be_used(given, problem)
+        check(Path(given), find)
         run.resumed_from = given
         return Path(given)  # newer ones are moved aside once it has been loaded
     move_newer_aside(run, chosen)
-    return chosen
-
-
-def choose_before(
-    run: Run, damaged: Path, problem: str, find: Callable[[Path], str] = find_damage
-) -> Path:
-    """Return the checkpoint to continue from in place of a damaged one. Called by rank 0 only.
-
-    The arguments are those of choose; the damaged checkpoint, and what is wrong with it.
-
-    Raises:
-        ConfigError: the path was given by --resume, or no other checkpoint is intact. The weights
-            have been overwritten by then, so that this start cannot begin at step 0.
-    """
-    if str(damaged) == run.config.resume:
-        raise _cannot_be_used(run.config.resume, problem)
-    logger.warning("%s is skipped: %s.", damaged, problem)
-    chosen = _newest_good(run, find, before=step_of(damaged))
-    move_newer_aside(run, chosen)
-    if not chosen:
-        raise ConfigError(
-            f"no checkpoint in {damaged.parent} can be used: each is damaged, and moved aside; run"
-            " the same command again to start from step 0."
-        )
     return chosen
 
 
@@ -139,37 +111,20 @@ def move_newer_aside(run: Run, chosen: Path | None) -> None:
             )
 
 
-def _cannot_be_used(given: str, problem: str) -> ConfigError:
-    return ConfigError(
-        f"resume {given} cannot be used: {problem}; give another checkpoint, or auto."
-    )
-
-
-def _newest_good(run: Run, find: Callable[[Path], str], before: int | None = None) -> Path | None:
-    """Return the newest good checkpoint; with hashes if none is older, or if before is given."""
+def _newest_good(run: Run, find: Callable[[Path], str]) -> Path | None:
     folder = run.folder / "checkpoints"
     found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
     chosen = None
     for path in reversed(found):
-        if before is not None and step_of(path) >= before:
-            continue
-        problem = "it is not a checkpoint of this run"
-        if step_of(path) >= 0:
-            older = found[: found.index(path)]
-            can_go_back = before is None and any(map(_seems_good, older))
-            problem = find_damage(path, hashes=False) if can_go_back else find(path)
+        problem = find(path) if step_of(path) >= 0 else "it is not a checkpoint of this run"
         if not problem:
             chosen = path
             break
         logger.warning("%s is skipped: %s.", path, problem)
-    if not chosen and before is None and found and run.config.resume in ("auto", "never"):
+    if not chosen and found and run.config.resume in ("auto", "never"):
         logger.warning("no checkpoint in %s can be used: training starts from step 0.", folder)
     run.resumed_from = read_manifest(chosen).get("resumed_from") if chosen else None
     return chosen
-
-
-def _seems_good(folder: Path) -> bool:
-    return step_of(folder) >= 0 and not find_damage(folder, hashes=False)
 
 
 def check(folder: Path, find: Callable[[Path], str] = find_damage) -> None:

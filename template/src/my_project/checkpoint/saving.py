@@ -21,17 +21,14 @@ import shutil
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..collectives import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
 from ..files import (
     FORMAT,
@@ -49,7 +46,6 @@ from ..files import (
 from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from . import verification
 from .resuming import best_of, checkpoints, move_newer_aside, remove
 from .shards import (
     Shard,
@@ -87,7 +83,6 @@ class Checkpoints:
         self.failure: Exception | None = None  # of the last save
         self.best_failure: Exception | None = None  # of the last best/
         self._buffers: dict[str, Tensor] = {}
-        self._hashes: dict[str, str] = {}  # of the files that load has read whole
         self._listed: Collection[str] = ()  # the files of the checkpoint that load reads
         self._thread: threading.Thread | None = None  # the newest; it waits for those before
         self._best_thread: threading.Thread | None = None
@@ -266,40 +261,19 @@ class Checkpoints:
             if failure and not (may_continue and isinstance(failure, OSError)):
                 raise failure
 
-    def resume(self, accelerator: Accelerator, folder: Path) -> tuple[Path, dict[str, Any]]:
-        """Load a checkpoint or, if it is damaged, an intact one before it. Called by every rank.
+    def resume(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint whose hashes have been checked; return its state besides tensors.
 
-        What is read is hashed meanwhile, by the rank that reads it. What was loaded from a damaged
-        checkpoint is overwritten by the one before: model, optimizer and EMA are loaded whole.
-
-        Returns:
-            The checkpoint, and its state besides tensors.
-
-        Raises:
-            ConfigError: no checkpoint can be used, or it does not fit the model.
+        Newer checkpoints are moved aside after this only: it may not fit the model.
         """
-        while True:
-            state: dict[str, Any] = {}
-            failure: Exception | None = None
-            try:
-                state = self.load(folder)
-            except Exception as error:  # damage may raise anything
-                failure = error
-            problem = verification.damage_of(accelerator, folder, self._hashes)
-            failures = gather_on_main(accelerator, repr(failure) if failure else "")
-            failed = on_main_then_broadcast(accelerator, partial(_first_failure, failures))
-            if not problem and not failed:
-                if self.rank == 0:
-                    move_newer_aside(self.run, folder)
-                return folder, state
-            if not problem:
-                raise failure or RuntimeError(f"{folder} could not be loaded by {failed}")
-            folder = verification.choose_before(accelerator, self.run, folder, problem)
+        state = self.load(folder)
+        if self.rank == 0:
+            move_newer_aside(self.run, folder)
+        return state
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
         self.run.continued_from = str(folder)
-        self._hashes = {}
         try:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             manifest = read_manifest(folder)
@@ -320,9 +294,7 @@ class Checkpoints:
         return state
 
     def _fill(self, folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
-        reader = TensorReader(folder, kind, self._listed)
-        reader.fill(tensors)
-        self._hashes |= reader.hashes
+        TensorReader(folder, kind, self._listed).fill(tensors)
 
     @staticmethod
     def _ema_tensors(ema: EMA) -> dict[str, Tensor]:
@@ -378,11 +350,10 @@ class Checkpoints:
         values = dict(saved["numbers"])
         if any(name.startswith("optimizer.") for name in self._listed):  # plain SGD has no tensors
             tensors = TensorReader(folder, "optimizer", self._listed)
-            for key in tensors.names:
+            for key in tensors.shards:
                 parameter = parameters[index[key.rpartition("/")[0]]]
                 same_shape = tensors.shapes[key] == tuple(parameter.shape)
                 values[key] = tensors.read_like(key, parameter) if same_shape else tensors.read(key)
-            self._hashes |= tensors.hashes
         state: dict[int, dict[str, Any]] = {}
         for key, value in values.items():
             name, _, slot = key.rpartition("/")
@@ -533,8 +504,3 @@ class Checkpoints:
         for folder in found:
             if folder not in keep:
                 remove(folder)
-
-
-def _first_failure(failures: list[str]) -> str:
-    """Return the first rank whose text is not empty, and its text; "" if there is none."""
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), "")

@@ -3,14 +3,11 @@
 import functools
 import hashlib
 import json
-import math
 import re
 import struct
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -201,46 +198,11 @@ def indexed_files(folder: Path, kind: str) -> dict[str, str]:
     return files
 
 
-class SafetensorsFile:
-    """A file that is hashed while its tensors are read, as long as they are read in their order."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.handle: Any = safe_open(path, "pt")  # checks the header
-        with path.open("rb") as file:
-            start = file.read(8)
-            start += file.read(struct.unpack("<Q", start)[0])
-        header = json.loads(start[8:])
-        metadata = header.pop("__metadata__", {})
-        self.offsets: dict[str, Any] = json.loads(metadata.get("offsets", "{}"))
-        self.names = sorted(header, key=lambda name: header[name]["data_offsets"])
-        self._unread = self.names[::-1]
-        self._digest = hashlib.sha256(start)
-
-    def read(self, name: str) -> Tensor:
-        """Read a tensor, and hash its bytes if all before it in the file have been hashed."""
-        tensor: Tensor = self.handle.get_tensor(name)
-        if self._unread and self._unread[-1] == name:
-            self._digest.update(_bytes_of(tensor))
-            self._unread.pop()
-        return tensor
-
-    @property
-    def sha256(self) -> str | None:
-        """Return the SHA-256 of the file; None if it was not read whole, or in another order."""
-        return None if self._unread else self._digest.hexdigest()
-
-
 class TensorReader:
-    """Read the tensors of one kind from a checkpoint or an export, in one file or several.
-
-    Files are opened when something in them is needed: if each of N ranks opened the files of all,
-    a resume would read N^2 headers. The first file, that of rank 0, has a part of every tensor that
-    FSDP2 has sharded, so it tells names and shapes.
-    """
+    """Read the tensors of one kind from a checkpoint or an export, in one file or several."""
 
     def __init__(self, folder: Path, kind: str, listed: Collection[str] | None = None) -> None:
-        """Open the first file.
+        """Open the files; their tensors are read later.
 
         Args:
             folder: the checkpoint or export.
@@ -252,9 +214,8 @@ class TensorReader:
         """
         self.folder = folder
         self.kind = kind
-        self.files: list[SafetensorsFile] = []
         # by name: file, offset, shape
-        self.shards: dict[str, list[tuple[SafetensorsFile, list[int], list[int]]]] = {}
+        self.shards: dict[str, list[tuple[Any, list[int], list[int]]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         if listed is None and (folder / "manifest.json").is_file():
             listed = read_manifest(folder)["files"]
@@ -262,82 +223,32 @@ class TensorReader:
             listed = [path.name for path in folder.glob(f"{kind}.*")]
         is_ours = re.compile(rf"{kind}(\.rank_\d+)?\.safetensors").fullmatch
         names = sorted(name for name in listed or () if is_ours(name))
-        self._indexed = {} if names else indexed_files(folder, kind)
-        names = names or sorted(set(self._indexed.values()))
-        self._unopened = [folder / name for name in names]
-        self._count = len(names)
+        indexed = {} if names else indexed_files(folder, kind)
+        names = names or sorted(set(indexed.values()))
         if not names:
             raise ConfigError(f"{folder} holds no {kind}.safetensors.")
-        self._open(self._unopened[0])
-        if self.files[0].path not in (self._path_of(0), folder / f"{kind}.safetensors"):
-            self.open_all()  # rank 0's is not there: what the others lack is found when it is read
-        if lacking := sorted(self._indexed.keys() - self.shards.keys()):
+        for file in names:
+            self._open(folder / file, indexed)
+        if lacking := sorted(indexed.keys() - self.shards.keys()):
             raise ConfigError(f"{folder} is damaged: its files lack {lacking[0]} of its index.")
 
-    def _path_of(self, rank: int) -> Path:
-        return self.folder / f"{self.kind}.rank_{rank:05d}.safetensors"
-
-    def _open(self, path: Path) -> None:
-        self._unopened.remove(path)
+    def _open(self, path: Path, indexed: dict[str, str]) -> None:
         try:
-            file = SafetensorsFile(path)
-            self.files.append(file)
-            for name in file.names:
-                if self._indexed.get(name, path.name) != path.name:
+            file = safe_open(path, "pt")  # type: ignore[no-untyped-call]
+            offsets = json.loads((file.metadata() or {}).get("offsets", "{}"))
+            for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                if indexed.get(name, path.name) != path.name:
                     continue
-                shape = file.handle.get_slice(name).get_shape()
-                offset, whole = file.offsets.get(name, [[0] * len(shape), shape])
+                shape = file.get_slice(name).get_shape()
+                offset, whole = offsets.get(name, [[0] * len(shape), shape])
                 self.shards.setdefault(name, []).append((file, offset, shape))
                 self.shapes[name] = tuple(whole)
         except (SafetensorError, ValueError) as error:
             raise ConfigError(f"{path} is damaged: {error}.") from error
 
-    def open_all(self) -> None:
-        """Open the files that have not been opened."""
-        for path in self._unopened[:]:
-            self._open(path)
-
-    def _open_for(self, name: str, start: list[int], wanted: list[int]) -> None:
-        """Open the files that hold a part of a tensor: all where they are not as expected.
-
-        FSDP2 splits the first dimension as torch.chunk does, one part for each rank.
-        """
-
-        def is_held() -> bool:
-            held = 0
-            for _, at, size in self.shards[name]:
-                sides = zip(at, size, start, wanted, strict=True)
-                held += math.prod(max(0, min(a + n, s + w) - max(a, s)) for a, n, s, w in sides)
-            return held >= math.prod(wanted)
-
-        if self._unopened and not is_held():
-            chunk = -(-self.shapes[name][0] // self._count)
-            expected = range(start[0] // chunk, (start[0] + wanted[0] - 1) // chunk + 1)
-            paths = set(map(self._path_of, expected))
-            for path in [path for path in self._unopened if path in paths]:
-                self._open(path)
-            if not is_held():
-                self.open_all()
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names in an order that each file has too, so that files are hashed."""
-        order: TopologicalSorter[str] = TopologicalSorter()
-        for file in self.files:
-            for before, name in pairwise(file.names):
-                order.add(name, before)
-        with suppress(CycleError):  # written by other code
-            return list(dict.fromkeys([*order.static_order(), *self.shards]))
-        return list(self.shards)
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """Return the SHA-256 of each file that was read whole, by its name."""
-        return {file.path.name: file.sha256 for file in self.files if file.sha256}
-
     def meta(self, name: str) -> Tensor:
         """Return a tensor without values, on the meta device: its shape and dtype."""
-        handle = self.shards[name][0][0].handle
+        handle = self.shards[name][0][0]
         shape = self.shapes[name]
         some = handle.get_slice(name)[:0] if shape else handle.get_tensor(name)
         return torch.empty(shape, dtype=some.dtype, device="meta")
@@ -346,9 +257,8 @@ class TensorReader:
         """Read a tensor, or its part with this offset and shape."""
         whole = self.shapes[name]
         start, wanted = list(offset) or [0] * len(whole), list(shape) or list(whole)
-        self._open_for(name, start, wanted)
         if len(self.shards[name]) == 1 and list(whole) == wanted == self.shards[name][0][2]:
-            return self.shards[name][0][0].read(name)
+            return self.shards[name][0][0].get_tensor(name)
         result, filled = None, 0
         for file, at, size in self.shards[name]:
             first = [max(a, s) for a, s in zip(at, start, strict=True)]
@@ -357,8 +267,7 @@ class TensorReader:
                 continue
             there = tuple(slice(f - a, b - a) for f, b, a in zip(first, last, at, strict=True))
             here = tuple(slice(f - s, b - s) for f, b, s in zip(first, last, start, strict=True))
-            is_whole = all(b - f == n for f, b, n in zip(first, last, size, strict=True))
-            part = file.read(name) if is_whole else file.handle.get_slice(name)[there]
+            part = file.get_slice(name)[there]
             result = part.new_empty(wanted) if result is None else result
             result[here] = part
             filled += part.numel()
@@ -391,8 +300,6 @@ class TensorReader:
     @torch.no_grad()
     def fill(self, tensors: dict[str, Tensor]) -> None:
         """Read into these tensors in place; the names must match exactly."""
-        if not tensors.keys() <= self.shards.keys():
-            self.open_all()
         missing = tensors.keys() - self.shards.keys()
         unknown = self.shards.keys() - tensors.keys()
         if missing or unknown:
@@ -400,5 +307,5 @@ class TensorReader:
                 f"{self.folder}/{self.kind}.safetensors does not fit the model: the file lacks"
                 f" {sorted(missing)}, the model lacks {sorted(unknown)}."
             )
-        for name in self.names:
+        for name in self.shards:
             tensors[name].copy_(self.read_like(name, tensors[name]))

@@ -1,7 +1,6 @@
 """Find damage in a checkpoint on all ranks together: each rank hashes its part of the files."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,6 @@ def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank."""
     found: Path | None = on_main_with_hashes(accelerator, lambda find: resuming.choose(run, find))
     return found
-
-
-def choose_before(accelerator: Accelerator, run: Run, damaged: Path, problem: str) -> Path:
-    """Return the checkpoint to continue from in place of a damaged one. Called by every rank."""
-
-    def function(find: Callable[[Path], str]) -> Path:
-        return resuming.choose_before(run, damaged, problem, find)
-
-    instead: Path = on_main_with_hashes(accelerator, function)
-    return instead
 
 
 def on_main_with_hashes(
@@ -49,8 +38,9 @@ def on_main_with_hashes(
     def find(folder: Path) -> str:
         if problem := files.find_damage(folder, hashes=False):
             return problem
-        broadcast_object_list([folder])
-        return damage_of(accelerator, folder, {})
+        asked = (folder, files.read_manifest(folder)["files"])
+        broadcast_object_list([asked])
+        return next(filter(None, _problems(accelerator, *asked)), "")
 
     def choose_on_main() -> Any:
         try:
@@ -61,42 +51,17 @@ def on_main_with_hashes(
     if not accelerator.is_main_process:
         asked: list[Any] = [None]
         while broadcast_object_list(asked)[0]:  # until rank 0 asks for no other checkpoint
-            damage_of(accelerator, asked[0], {})
+            _problems(accelerator, *asked[0])
     return on_main_then_broadcast(accelerator, choose_on_main)
 
 
-def damage_of(accelerator: Accelerator, folder: Path, hashes: dict[str, str]) -> str:
-    """Return which file of a checkpoint is damaged, the same on every rank, or "".
-
-    Called by every rank. Files that no rank has read whole, such as one large file of which each
-    rank has read its shards, are hashed here, each by one rank.
-
-    Args:
-        accelerator: of this process.
-        folder: the checkpoint; rank 0 has checked its state.json.
-        hashes: of the files that this rank has read whole already.
-    """
-    read = gather_on_main(accelerator, hashes)
-
-    def list_unread() -> list[str]:
-        listed = files.read_manifest(folder)["files"]
-        return sorted(listed.keys() - set().union(*read) - {"state.json"})
-
-    unread = on_main_then_broadcast(accelerator, list_unread)
-    mine = {}
-    for name in unread[accelerator.process_index :: accelerator.num_processes]:
-        with suppress(OSError):
-            mine[name] = files.fingerprint(folder / name)["sha256"]
-    found = gather_on_main(accelerator, mine)
-
-    def compare() -> str:
-        listed = files.read_manifest(folder)["files"]
-        pairs = [pair for one in (*read, *found) for pair in one.items()]
-        wrong = sorted({name for name, sha256 in pairs if listed[name]["sha256"] != sha256})
-        if wrong:
-            return files.hash_problem(wrong[0])
-        missing = sorted(set(unread) - {name for name, _ in pairs})
-        return f"{missing[0]} is missing" if missing else ""
-
-    problem: str = on_main_then_broadcast(accelerator, compare)
-    return problem
+def _problems(accelerator: Accelerator, folder: Path, listed: dict[str, Any]) -> list[str]:
+    """Hash this rank's part of the files; return on rank 0 what each rank has found wrong."""
+    problem = ""
+    for name in sorted(listed)[accelerator.process_index :: accelerator.num_processes]:
+        try:
+            is_intact = files.fingerprint(folder / name) == listed[name]
+            problem = problem or ("" if is_intact else files.hash_problem(name))
+        except OSError as error:
+            problem = f"{name} cannot be read: {error}"
+    return gather_on_main(accelerator, problem)

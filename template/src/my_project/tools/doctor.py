@@ -210,14 +210,12 @@ def _read_logs(start: Start, opened: float) -> Start:
 
 def _add_opened(start: Start) -> None:
     """Add the world size and the hosts of a start that opened the run, as far as they are known."""
-    about, silent = start.run.about, start.run.status.get("silent")
+    about = start.run.about
     starts = [one for one in start.run.records if kind_of(one) == "start"][-1:]
     hosts = [one.get("hosts") for one in starts if time_of(one) > start.began - COPIED_SECONDS]
-    known = hosts[0] if hosts and isinstance(hosts[0], list) else [about.get("host") or ""]
+    known = [about.get("hosts"), *hosts, [about.get("host") or ""]]
+    known = next(one for one in known if isinstance(one, list) and one)
     start.hosts = dict(enumerate(map(str, known)))
-    for one in silent if isinstance(silent, list) else ():
-        if isinstance(one, dict) and isinstance(one.get("rank"), int):
-            start.hosts[one["rank"]] = str(one.get("host"))
     size = str(_dict(about.get("environment")).get("WORLD_SIZE"))
     start.world_size = int(size) if re.fullmatch(r"[0-9]{1,6}", size) else 1
 
