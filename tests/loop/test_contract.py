@@ -55,7 +55,6 @@ class Wrong(Ragged):
         total, weight = super().loss(model, batch, step)
         wrong = {
             "one value": total,
-            "detached": (total.detach(), weight),
             "negative": (total, -1),
         }
         return wrong.get(self.wrong, (total, weight))
@@ -77,14 +76,13 @@ class Wrong(Ragged):
 @pytest.mark.parametrize(
     ("method", "wrong", "sentence"),
     [
-        ("prepare_data", "a set", "must return plain JSON"),
+        ("prepare_data", "a set", "must return a dict that is plain JSON"),
         ("build_datasets", "only the training set", "it must return (train, {name"),
         ("build_datasets", "an empty set", "returned an empty validation set held_out"),
-        ("build_datasets", "no index", "as validation set held_out, which has no index"),
+        ("build_datasets", "no index", "as held_out, which has no index"),
         ("loss", "one value", "it must return (loss_sum, num_items)"),
-        ("loss", "detached", "a loss_sum that does not require a gradient"),
-        ("loss", "negative", "num_items -1.0, which must be finite and not negative"),
-        ("build_metrics", "vector", "a metric per_class whose result is a float32 tensor"),
+        ("loss", "negative", "tensor of shape (), -1); it must return (loss_sum, num_items)"),
+        ("build_metrics", "vector", "a metric per_class whose result is no number"),
     ],
 )
 def test_a_wrong_return_value_is_refused_before_the_first_step(tmp_path, method, wrong, sentence):
@@ -176,26 +174,13 @@ def test_settings_of_many_types_are_recorded_and_read_back(tmp_path):
 
 
 @Recipe
-class Wide(Palette):
-    more: int = 5
-
-
-@Recipe
-class Nested(Ragged):
-    one: Palette | None = None
+class Untyped(Ragged):
     anything: Any = None
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"anything": torch.float16}, r"cannot be written to config\.yaml: torch\.float16 is"),
-        ({"one": Wide()}, r"Nested\.one is a Wide, which config\.yaml cannot restore"),
-    ],
-)
-def test_a_setting_that_cannot_be_read_back_is_refused(tmp_path, settings, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        train(make_config(tmp_path, Nested(**settings)))
+def test_a_setting_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be written to config\.yaml: torch\.float16 is"):
+        train(make_config(tmp_path, Untyped(anything=torch.float16)))
 
 
 # ---- ranks and loader workers --------------------------------------------------------------------

@@ -81,6 +81,7 @@ def test_other_texts_stay_as_they_are():
         (["HF_TOKEN=S3cr3t"], ["HF_TOKEN=***"]),
         (["--init={'a': {'password': 'a b S3cr3t'}}"], ["--init=***"]),
         (["--x", "{password: a S3cr3t}"], ["--x", "***"]),
+        (["--x", "{password: a=S3cr3t}"], ["--x", "***"]),
         (["--x", "Authorization: Bearer S3cr3t"], ["--x", "***"]),
         (["--x", "bearer S3cr3t12"], ["--x", "bearer ***"]),
         (["--url=https://user:S3cr3t#x@y@host/a"], ["--url=https://***@host/a"]),
@@ -99,6 +100,8 @@ def test_an_argument_is_masked_as_a_whole(given, masked):
         {"inner": {"a": [{"password": "abc"}]}},
         {"inner": {"hf_tokens": ["abcdefgh"]}},
         {"inner": {"hub_token": {"value": SECRET}}},
+        {"inner": {"hub_token": b"abc"}},
+        {"inner": {"password": 1234}},
         {"inner": {"place": "s3://me:abcdefgh@bucket"}},
         {"eos_token": "https://me:abcdefgh@host"},
     ],
@@ -106,9 +109,7 @@ def test_an_argument_is_masked_as_a_whole(given, masked):
 )
 def test_a_setting_that_holds_a_secret_is_refused_before_anything_is_written(tmp_path, where):
     config = make_config(tmp_path / "runs", Logged(**where), steps=2)
-    with pytest.raises(
-        ConfigError, match=r"holds a secret.* environment variable [A-Z_]+, or"
-    ) as told:
+    with pytest.raises(ConfigError, match=r"holds a secret.* environment variable") as told:
         train(config)
     assert SECRET not in str(told.value)
     assert not (tmp_path / "runs").exists()

@@ -83,6 +83,7 @@ WRITE = {
     "class_path": "my_project.files.write_atomically",
     "init_args": {"path": "x", "text": ""},
 }
+TYPED = "recipe: {class_path: test_trust.Typed}"
 DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
 
 
@@ -122,13 +123,16 @@ def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, ma
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("recipe: {class_path: test_trust.Typed}\nconfig: other.yaml", "global_batch_size"),
-        ("recipe: {class_path: test_trust.Typed}\nbatches: other.yaml", "batches is not a group"),
+        (f"{TYPED}\nconfig: other.yaml", "global_batch_size"),
+        (f"{TYPED}\nbatches: other.yaml", "global_batch_size"),
         (
             "recipe: {class_path: test_trust.Typed, init_args: {x.class_path: hostile.Evil}}",
             "'x.class_path' is not accepted",
         ),
         ("recipe: !!python/name:hostile.Evil", "tag"),
+        (f"{TYPED}\nseed: {{class_path: hostile.Evil}}", "seed is"),
+        (f"{TYPED}\nprecision: hostile.Evil", "precision is"),
+        (f"{TYPED}\nbatches: {{global_batch_size: 16, workers: other.yaml}}", "batches.workers is"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -4,16 +4,16 @@ A slightly wrong recipe must neither silently fail to train nor end the run afte
 raises a ConfigError: one sentence that names the method, its file and its line.
 """
 
-import dataclasses
 import inspect
 import json
 import math
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -34,36 +34,6 @@ def check_recipe(config: Config) -> None:
     if found := problems(kind):
         raise ConfigError(f"recipe {kind.__name__}: {'; '.join(found)} (see recipe.py).")
     to_yaml(config)
-    for name, value in _undeclared(kind.__name__, config.recipe, [kind]):
-        raise ConfigError(
-            f"{name} is a {type(value).__name__}, which config.yaml cannot restore: annotate the"
-            " field with that class itself, not with a base class of it."
-        )
-
-
-def _undeclared(name: str, value: Any, declared: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses in a setting whose class the annotation does not name."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for part in value:
-            yield from _undeclared(name, part, declared)
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _undeclared(f"{name}[{key!r}]", part, declared)
-    elif dataclasses.is_dataclass(value):
-        if type(value) not in declared:
-            yield name, value
-        with suppress(NameError, TypeError):  # an annotation that cannot be resolved here
-            annotations = get_type_hints(type(value))
-            for f in dataclasses.fields(value):
-                inner = getattr(value, f.name)
-                if f.init:
-                    yield from _undeclared(f"{name}.{f.name}", inner, _named(annotations[f.name]))
-
-
-def _named(annotation: Any) -> list[Any]:
-    """Return the classes that an annotation names."""
-    inner = [kind for part in get_args(annotation) for kind in _named(part)]
-    return [annotation, get_origin(annotation), *inner]
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -85,13 +55,10 @@ def prepare_data(config: Config) -> dict[str, Any]:
     with until_all_are_done(folder, config.run_name), one_line_errors(recipe):
         with in_turn(folder, process_name()), progress_reported("prepare_data"):
             data_info = recipe.prepare_data()
-        if not isinstance(data_info, dict):
-            _refuse(recipe, "prepare_data", f"returned {_kind(data_info)}; it must return a dict.")
         try:
-            data_info = json.loads(json.dumps(data_info))
+            return dict(json.loads(json.dumps(data_info)))
         except (TypeError, ValueError) as error:
-            _refuse(recipe, "prepare_data", f"must return plain JSON: {error}.")
-        return data_info
+            _refuse(recipe, "prepare_data", f"must return a dict that is plain JSON: {error}.")
 
 
 def build_datasets(
@@ -117,42 +84,22 @@ def build_datasets(
 
 
 def _checked_datasets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any]]:
-    wanted = "it must return (train, {name: validation}), with {} for no validation."
-    if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
-        _refuse(recipe, "build_datasets", f"returned {_kind(returned)}; {wanted}")
-    train, validation_sets = returned
-    if not isinstance(validation_sets, Mapping) or not all(
-        isinstance(name, str) for name in validation_sets
-    ):
-        problem = f"returned {_kind(validation_sets)} for validation; {wanted}"
+    try:
+        train, validation_sets = returned
+        validation_sets = dict(validation_sets)
+    except (TypeError, ValueError):
+        problem = f"returned {_kind(returned)}; it must return (train, {{name: validation}})."
         _refuse(recipe, "build_datasets", problem)
-    if not is_stream(train):
-        _check_map_style(recipe, "the training set", train)
-    for name, data in validation_sets.items():
-        _check_map_style(recipe, f"validation set {name}", data)
-        if len(data) == 0:
+    sets = {} if is_stream(train) else {"the training set": train}
+    for name, data in (sets | validation_sets).items():
+        # torch's IterableDataset has an index, but does not support it
+        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+            problem = f"returned {_kind(data)} as {name}, which has no index: data[i] (a stream"
+            _refuse(recipe, "build_datasets", f"{problem} has lanes, see recipe.py).")
+        if data is not train and len(data) == 0:
             problem = f"returned an empty validation set {name}; return only non-empty sets."
             _refuse(recipe, "build_datasets", problem)
-    return train, dict(validation_sets)
-
-
-def _check_map_style(recipe: Recipe, what: str, data: Any) -> None:
-    """Check for length and index; torch's IterableDataset inherits both but supports neither."""
-    has_length = True
-    try:
-        len(data)
-    except (TypeError, NotImplementedError):
-        has_length = False
-    has_index = hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
-    if not (has_length and has_index):
-        missing = "index" if has_length else "length"
-        _refuse(
-            recipe,
-            "build_datasets",
-            f"returned {_kind(data)} as {what}, which has no {missing}; return a map-style dataset"
-            " (len(data) and data[index]), or for training a stream (lanes and"
-            " lane(i, epoch, start, seed)).",
-        )
+    return train, validation_sets
 
 
 def has_state(lane: Any) -> bool:
@@ -187,72 +134,47 @@ def lane_state(lane: Any) -> str:
 
 # ---- model and loss ------------------------------------------------------------------------------
 def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
-    """Call the recipe's build_model.
-
-    Raises:
-        ConfigError: the model cannot be built from these settings, or is not a module.
-    """
+    """Call the recipe's build_model."""
     with one_line_errors(config.recipe):
-        model = config.recipe.build_model(data_info)
-    if not isinstance(model, nn.Module):
-        problem = f"returned {_kind(model)}; it must return a torch.nn.Module."
-        _refuse(config.recipe, "build_model", problem)
-    return model
+        return config.recipe.build_model(data_info)
 
 
-def check_loss(recipe: Recipe, returned: Any, *, with_gradient: bool = True) -> None:
+def check_loss(recipe: Recipe, returned: Any) -> None:
     """Check the (loss_sum, num_items) of the first micro-batch, before its backward pass."""
-    wanted = (
-        "; it must return (loss_sum, num_items): the sum of the per-item losses, a scalar tensor"
-        " with a gradient, and the number of items in it, a number or scalar tensor."
-    )
-    if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
-        _refuse(recipe, "loss", f"returned {_kind(returned)}{wanted}")
-    loss_sum, num_items = returned
-    if not isinstance(loss_sum, Tensor) or loss_sum.ndim or not loss_sum.is_floating_point():
-        _refuse(recipe, "loss", f"returned {_kind(loss_sum)} as loss_sum{wanted}")
-    if with_gradient and not loss_sum.requires_grad:
-        _refuse(recipe, "loss", f"returned a loss_sum that does not require a gradient{wanted}")
-    if not (isinstance(num_items, Real) or (isinstance(num_items, Tensor) and not num_items.ndim)):
-        _refuse(recipe, "loss", f"returned {_kind(num_items)} as num_items{wanted}")
-    if not (math.isfinite(num_items) and float(num_items) >= 0):
-        problem = f"returned num_items {float(num_items)}, which must be finite and not negative."
-        _refuse(recipe, "loss", problem)
+    try:
+        loss_sum, num_items = returned
+        is_right = loss_sum.ndim == 0 and loss_sum.is_floating_point()
+        is_right &= math.isfinite(num_items) and float(num_items) >= 0
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        _refuse(
+            recipe,
+            "loss",
+            f"returned {_kind(returned)}; it must return (loss_sum, num_items): the sum of the"
+            " per-item losses, a scalar tensor, and the number of items in it, a number or scalar"
+            " tensor that is finite and not negative.",
+        )
 
 
 # ---- metrics -------------------------------------------------------------------------------------
 def build_metrics(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's metrics by name; by default the mean loss."""
-    from torchmetrics import MeanMetric, Metric, MetricCollection
+    if build := optional(recipe, "build_metrics"):
+        return dict(build().items())
+    from torchmetrics import MeanMetric
 
-    build = optional(recipe, "build_metrics")
-    if build is None:
-        return {"loss": MeanMetric()}
-    metrics = build()
-    if not hasattr(metrics, "items") or not all(
-        isinstance(name, str) and isinstance(metric, (Metric, MetricCollection))
-        for name, metric in metrics.items()
-    ):
-        problem = (
-            f"returned {_kind(metrics)}; it must return a dict of torchmetrics.Metric by name."
-        )
-        _refuse(recipe, "build_metrics", problem)
-    return dict(metrics.items())
+    return {"loss": MeanMetric()}
 
 
 def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
     """Return the result of a metric's compute() as numbers by name; those of a dict by name/key."""
-    values: dict[str, float] = {}
-    for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-        try:
-            values[f"{name}/{key}" if key else name] = float(part)
-        except (TypeError, ValueError, RuntimeError):
-            problem = (
-                f"returned a metric {name} whose result is {_kind(part)}; it must be a number or a"
-                " dict of numbers (in torchmetrics such as average='macro')."
-            )
-            _refuse(recipe, "build_metrics", problem)
-    return values
+    parts = value if isinstance(value, dict) else {"": value}
+    try:
+        return {f"{name}/{key}" if key else name: float(part) for key, part in parts.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = f"returned a metric {name} whose result is no number or dict of numbers: {error}."
+        _refuse(recipe, "build_metrics", problem)
 
 
 # ---- error messages ------------------------------------------------------------------------------
@@ -263,16 +185,12 @@ def _refuse(source: Any, method: str, problem: str) -> NoReturn:
 
 
 def _kind(value: Any) -> str:
-    """Describe a value by its type, and by its shape, keys or the types of its elements."""
+    """Describe a value by its type, and a tuple or list by its elements."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        inner = ", ".join(type(part).__name__ for part in value[:5])
-        return f"a {type(value).__name__} of {len(value)} ({inner})"
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{key}: {type(part).__name__}" for key, part in [*value.items()][:5])
-        return f"a {type(value).__name__} ({inner})"
-    return "None" if value is None else f"a value of type {type(value).__name__}"
+        return f"({', '.join(_kind(part) for part in value[:5])})"
+    return str(value) if isinstance(value, (Real, NoneType)) else f"a {type(value).__name__}"
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def recipe_loss(config: Config) -> Any:
 
     def update(model: nn.Module, batch: Any, metrics: dict[str, Any]) -> None:
         returned = config.recipe.loss(model, batch, 0)
-        contract.check_loss(config.recipe, returned, with_gradient=False)
+        contract.check_loss(config.recipe, returned)
         loss_sum, num_items = returned
         if num_items > 0:
             metrics["loss"].update(loss_sum / num_items, num_items)

@@ -344,9 +344,9 @@ def provenance() -> dict[str, Any]:
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
         "environment": {
-            name: mask(os.environ[name])
-            for name in sorted(RECORDED_VARIABLES.split())
-            if name in os.environ
+            name: mask(value)
+            for name, value in sorted(os.environ.items())
+            if RECORDED_VARIABLES.fullmatch(name) and not is_secret(name)
         },
     }
 

@@ -29,14 +29,15 @@ from jsonargparse import _common, set_parsing_settings
 from ..command_line import parse
 from ..config import Config, ConfigError
 from ..files import read_yaml
-from ..recipe import problems
 from .search_path import is_inside, run_folder
 
 PACKAGE = __name__.partition(".")[0]
-NUMBERS = {  # the settings that are read besides the recipe: numbers, booleans, null or auto
-    "": ("seed", "tf32", "channels_last", "deterministic"),
+# The settings that are read besides the recipe; jsonargparse accepts only plain values for them.
+SETTINGS = ("seed", "precision", "tf32", "channels_last", "deterministic")
+GROUPS = {
     "batches": ("global_batch_size", "micro_batch_size", "workers", "seed_samples"),
     "evaluation": ("batch_size",),
+    "recipe": ("class_path", "init_args"),
 }
 
 
@@ -52,94 +53,50 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
         ConfigError: the file names a class that is not trusted, or is not a config.
     """
     saved = read_yaml(path)
-    for name in ("recipe", "batches", "evaluation"):
-        if not isinstance(saved.setdefault(name, {}), dict):
-            raise ConfigError(f"{path}: {name} is not a group of settings.")
-    settings: dict[str, Any] = {"steps": 1}
-    for group, names in NUMBERS.items():
-        source, target = (
-            (saved[group], settings.setdefault(group, {})) if group else (saved, settings)
+    settings: dict[str, Any] = {"steps": 1} | _chosen(saved, SETTINGS)
+    settings |= {group: _chosen(saved.get(group), names) for group, names in GROUPS.items()}
+    recipe = settings["recipe"]
+    name = recipe.get("class_path")
+    if not (isinstance(name, str) and _is_dotted(name)):
+        raise ConfigError(
+            f"{path} names {name!r}, which is not the path of a class (module.Class)."
         )
-        for name in names:
-            is_auto = (name, value := source.get(name)) == ("seed_samples", "auto")
-            if not (is_auto or isinstance(value, (int, float, NoneType))):
-                raise ConfigError(f"{path}: {f'{group}.{name}'.lstrip('.')} is not a number.")
-            if name in source:
-                target[name] = value
-    if (precision := saved.get("precision")) not in ("no", "bf16", "fp16", None):
-        raise ConfigError(f"{path}: precision is {precision!r}, but must be no, bf16 or fp16.")
-    settings["precision"] = precision
-    check = _Check(path, run_folder(str(given or path.parent)), trusted)
-    settings["recipe"] = check.recipe(saved["recipe"])
-    paths = check.may_import(saved["recipe"])
-    while True:
-        try:
-            with _importing_only(paths):
-                return parse(settings)
-        except ConfigError as error:
-            name = _refused(error)
-            if not name:
-                raise
-            if name in paths or not _is_own_dataclass(name):
-                raise check.refusal(name) from error
-            paths.add(name)
-
-
-class _Check:
-    """The check of a config.yaml's recipe, before anything that it names is imported."""
-
-    def __init__(self, path: Path, weights: str, trusted: Iterable[str]) -> None:
-        self.path = path
-        self.weights = weights
-        self.named = {*trusted, *_named_in_configs(weights)}
-
-    def recipe(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the recipe's class and arguments."""
-        name = settings.get("class_path")
-        if not (isinstance(name, str) and _is_dotted(name)):
+    if not isinstance(recipe.get("init_args"), (dict, NoneType)):
+        raise ConfigError(f"{path}: the init_args of {name} are not a group of settings.")
+    weights = run_folder(str(given or path.parent))
+    trusted = {*trusted, *_named_in_configs(weights)}
+    for stated in {name, *trusted.intersection(_strings(recipe))}:
+        if any(is_inside(str(Path(at, *stated.split("."))), weights) for at in sys.path):
             raise ConfigError(
-                f"{self.path} names {name!r}, which is not the path of a class (module.Class)."
+                f"{path} names {stated}, which is in {weights}: code beside weights is never"
+                " imported. If you trust the code, copy it into your project."
             )
-        self._refuse_beside_weights(name)
-        if name not in self.named and not _is_own_dataclass(name):
-            raise self.refusal(name)
-        try:
-            kind = pkgutil.resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"{self.path} names {name}, which cannot be imported: {error}."
-            ) from error
-        found = problems(kind) + ([] if is_dataclass(kind) else ["it is not a dataclass"])
-        if found:
-            raise ConfigError(f"{self.path}: {name} is not a recipe: {found[0]}.")
-        if not isinstance(settings.get("init_args"), (dict, NoneType)):
-            raise ConfigError(f"{self.path}: the init_args of {name} are not a group of settings.")
-        return {name: settings[name] for name in ("class_path", "init_args") if name in settings}
-
-    def may_import(self, settings: dict[str, Any]) -> set[str]:
-        """Return the recipe's module, and what is named: each path, and where it is defined."""
-        paths = {settings["class_path"].rpartition(".")[0]}
-        for name in self.named.intersection(filter(_is_dotted, _strings(settings))):
-            self._refuse_beside_weights(name)
+    allowed: dict[str, Any] = {}
+    for stated in filter(_is_dotted, _strings(recipe)):
+        if stated in trusted or stated.startswith(f"{PACKAGE}."):
             with suppress(ImportError, AttributeError, ValueError):  # a file's name, or a mistake
-                found = pkgutil.resolve_name(name)
-                paths |= {name, f"{found.__module__}.{found.__qualname__}"}
-        return paths
+                found: Any = pkgutil.resolve_name(stated)
+                definition = f"{found.__module__}.{found.__qualname__}"
+                if stated in trusted or is_dataclass(found):
+                    allowed |= {stated: found, definition: found}
+    if name in trusted and not is_dataclass(allowed.get(name)):
+        raise ConfigError(f"{path} names {name}, which cannot be imported, or is no dataclass.")
+    if name in allowed:
+        allowed[name.rpartition(".")[0]] = None
+    try:
+        with _importing_only(allowed):
+            return parse(settings)
+    except ConfigError as error:
+        if not (refused := _refused(error)):
+            raise
+        raise ConfigError(
+            f"{path} names {refused}, which may run any code: this package's recipes do not define"
+            f" it, and no file in configs/ names it. If you trust it, add --trust {refused}."
+        ) from error
 
-    def refusal(self, name: str) -> ConfigError:
-        """Return the error for a path that is not trusted."""
-        return ConfigError(
-            f"{self.path} names {name}, which may run any code: this package's recipes do not"
-            " define it, and no file in configs/ names it. If you trust it, add"
-            f" --trust {name}."
-        )
 
-    def _refuse_beside_weights(self, name: str) -> None:
-        if any(is_inside(str(Path(entry, *name.split("."))), self.weights) for entry in sys.path):
-            raise ConfigError(
-                f"{self.path} names {name}, which is in {self.weights}: code beside weights is"
-                " never imported. If you trust the code, copy it into your project."
-            )
+def _chosen(saved: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: saved[name] for name in names if isinstance(saved, dict) and name in saved}
 
 
 @contextmanager
@@ -171,33 +128,16 @@ def _is_dotted(name: str) -> bool:
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
-def _is_own_dataclass(name: str) -> bool:
-    """Return whether a path in the package names a dataclass."""
-    try:
-        found = pkgutil.resolve_name(name) if name.startswith(f"{PACKAGE}.") else None
-    except (ImportError, AttributeError, ValueError):
-        return False
-    return isinstance(found, type) and is_dataclass(found)
-
-
-def _projects() -> Iterator[Path]:
-    """Yield the folders that may have this project's configs/."""
-    file = Path(__file__).resolve()
-    source = file.parents[(__package__ or "").count(".") + 1]
-    if source.name == "src":
-        yield source.parent
-    elif (source / "pyproject.toml").is_file() and not source.name.endswith("-packages"):
-        yield source
-    if file.is_relative_to(Path.cwd().resolve()):
-        yield Path.cwd()
-
-
 def _named_in_configs(weights: str) -> Iterator[str]:
     """Yield the strings in the configs/ of this project, unless that is the folder of weights."""
-    for folder in [project / "configs" for project in _projects()]:
-        for file in folder.glob("*.yaml") if not is_inside(str(folder), weights) else ():
-            with suppress(ConfigError):
-                yield from _strings(read_yaml(file))
+    package = Path(__file__).resolve()
+    source = package.parents[(__package__ or "").count(".") + 1]
+    for project in (source.parent if source.name == "src" else source, Path.cwd()):
+        folder = project / "configs"
+        if package.is_relative_to(project.resolve()) and not is_inside(str(folder), weights):
+            for file in folder.glob("*.yaml"):
+                with suppress(ConfigError):
+                    yield from _strings(read_yaml(file))
 
 
 def _strings(value: Any) -> Iterator[str]:
