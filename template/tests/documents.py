@@ -64,7 +64,7 @@ def train_as_typed(command: str, more: str = "") -> Any:
 
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "my_project", "train"], command
-    config = parse([*read_options(words[4:]).settings, *more.split()])
+    config = parse([*read_options(words[4:])[1], *more.split()])
     assert train(config) == 0, command
     return config
 

@@ -112,13 +112,19 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--optim.lrr 1", "there is no setting --optim.lrr; did you mean --optim.lr?"),
         ("--lr 1", "did you mean --optim.lr?"),
         ("--config frist.yaml", "no config file frist.yaml; did you mean first.yaml?"),
-        ("--recipe.class_path swep.Sweep", "there is no module swep"),
-        ("--recipe.class_path sweep.Swep", "sweep has no class Swep; did you mean Sweep?"),
-        ("--recipe.widht 3", "'widht' is not accepted; did you mean width?"),
-        ("--optim.schedule cosin", "did you mean cosine?"),
+        ("--recipe.class_path swep.Sweep", "No module named 'swep'"),
+        ("--recipe.widht 3", "there is no setting recipe.widht; did you mean recipe.width?"),
+        ("--config typo.yaml", "there is no setting optim.lrr; did you mean optim.lr?"),
+        ("optim.lr=3e-3", "optim.lr is a setting: type it as --optim.lr."),
+        (
+            "--recipe.class_path broken.Sweep",
+            "ZeroDivisionError: division by zero (broken.py, line 1)",
+        ),
     ],
 )
 def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
+    Path("typo.yaml").write_text("optim: {lrr: 1}\n")
+    Path("broken.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError) as refusal:
         parse(["--config", "first.yaml", *typed.split()])
     assert sentence in str(refusal.value)

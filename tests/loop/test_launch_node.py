@@ -83,9 +83,8 @@ def test_the_variables_are_those_of_accelerate_launch(path, tmp_path, monkeypatc
 def test_a_flag_that_accelerate_does_not_know_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(CONFIG)
-    _, wrong = launch.parse(["--config_file", f"{WHERE}/cpu.yaml", "--nonsense", "3", *TRAIN])
     with pytest.raises(ConfigError, match="unrecognized arguments: --nonsense; accelerate"):
-        launch.start(wrong)
+        launch.parse(["--config_file", f"{WHERE}/cpu.yaml", "--nonsense", "3", *TRAIN])
 
 
 WRONG = ConfigError("lr is -1.")

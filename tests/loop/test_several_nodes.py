@@ -32,7 +32,6 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, m
     Path("tiny.yaml").write_text(CONFIG)
     four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
     assert (four.nodes, four.world_size, four.node_rank, four.processes_per_node) == (2, 8, 1, 4)
-    assert "--gpu_ids=-1,-1,-1,-1" in four.flags
     hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
     assert "--parallelism_config_dp_replicate_size=4" in hsdp.flags
     assert "--parallelism_config_dp_shard_size=8" in hsdp.flags

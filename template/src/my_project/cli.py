@@ -21,9 +21,17 @@ from .stack_traces import library_of
 logger = logging.getLogger(__name__)
 
 
-def make_parser(description: str | None, command: str = "") -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the error."""
+        exit_with_error(ConfigError(f"{message}; --help lists all options."))
+
+
+def make_parser(description: str | None, command: str = "") -> Parser:
     """Return an argument parser for a command; its name is by default that of its module."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
         description=cleandoc(description or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,7 +1,7 @@
 """Read `--config file.yaml --dotted.key value ...`, and name the run after it.
 
-The names of settings are checked first; then the recipe is imported, and jsonargparse checks all
-values, those of the recipe's fields too. What is typed wins over the file.
+jsonargparse imports the recipe and checks all names and values, those of the recipe's fields too.
+What is typed wins over the file.
 
 A run without a run_name is named <config stem> and -<key>=<value> for each setting that was typed
 and changes the training curve, so that a sweep has a folder for each value, while more steps or
@@ -11,16 +11,13 @@ another micro-batch continue the same run.
 import dataclasses
 import gc
 import hashlib
-import importlib
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,6 @@ from .safety.redaction import secrets_problem
 
 NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
 DURATIONS = ("steps", "epochs")
-FLAGS = ("-h", "--help", "--print_config", "--print_shtab")  # options without a value
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -48,124 +44,41 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 # ---- what was typed ------------------------------------------------------------------------------
-def normalized(arguments: Iterable[str]) -> list[str]:
-    """Return the arguments with _ for each - in the names of options: --overfit-batches."""
-    words = []
-    for word in arguments:
-        name, equals, value = word.partition("=")
-        is_option = name.startswith("--")
-        words.append(f"--{name[2:].replace('-', '_')}{equals}{value}" if is_option else word)
-    return words
+def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
+    """Return the config files, and the names of options with their texts, which may be repeated.
 
-
-@dataclass(frozen=True, kw_only=True)
-class CommandLine:
-    """Config files first, then options in the order in which they were typed."""
-
-    files: tuple[Path, ...]
-    options: tuple[tuple[str, str], ...]  # names without --, and texts; a name may be repeated
-    flags: tuple[str, ...]
-
-    @property
-    def last(self) -> dict[str, str]:
-        """Return the options by name; of a repeated one the last."""
-        return dict(self.options)
-
-    @property
-    def words(self) -> list[str]:
-        """Return the arguments for jsonargparse."""
-        return [
-            *(f"--config={file}" for file in self.files),
-            *(f"--{name}={text}" for name, text in self.options),
-        ]
-
-
-def split(arguments: Iterable[str]) -> CommandLine:
-    """Read a command line.
-
-    Raises:
-        ConfigError: a word is not an option, or an option has no value.
+    A name may have - for _: --overfit-batches. A word that is no option is a config file.
     """
     files: list[Path] = []
-    options: list[tuple[str, str]] = []
-    flags: list[str] = []
-    words = normalized(arguments)
+    options: list[tuple[str, str | None]] = []
+    words = list(arguments)
     while words:
         word = words.pop(0)
-        name, equals, value = word.partition("=")
+        name, equals, text = word.partition("=")
         if not word.startswith("-"):
-            raise ConfigError(
-                f"{word!r} is not an option; type settings as --optim.lr 3e-4, and a config file as"
-                " --config configs/<name>.yaml."
-            )
-        if name in FLAGS:
-            flags.append(word)
+            if equals and not word.endswith((".yaml", ".yml")):
+                raise ConfigError(f"{name} is a setting: type it as --{name}.")
+            files.append(Path(word))
             continue
-        if not equals:
-            if not words or words[0].startswith("--"):
-                raise ConfigError(f"{word} has no value; give one, such as {word} <value>.")
-            value = words.pop(0)
-        if name == "--config":
+        name = name.removeprefix("--").replace("-", "_")
+        has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
+        value = (text if equals else words.pop(0)) if has_value else None
+        if name == "config" and value:
             files.append(Path(value))
         else:
-            options.append((name.removeprefix("--"), value))
-    return CommandLine(files=tuple(files), options=tuple(options), flags=tuple(flags))
-
-
-@cache
-def _fields(kind: Any = Config, prefix: str = "") -> dict[str, Any]:
-    """Map the dotted names of all settings to their types; those of the recipe are left out."""
-    names: dict[str, Any] = {}
-    for f in dataclasses.fields(kind):
-        if prefix or f.name != "recipe":
-            names[prefix + f.name] = f.type
-            if dataclasses.is_dataclass(f.type):
-                names |= _fields(f.type, f"{prefix}{f.name}.")
-    return names
-
-
-def _check_name(name: str, label: str = "--{}") -> None:
-    """Refuse a setting that does not exist, or no longer."""
-    if name in REMOVED:
-        raise ConfigError(f"there is no setting {label.format(name)} any more: {REMOVED[name]}.")
-    names = _fields()
-    parents = [name.rpartition(".")[0]]
-    while parents[-1]:
-        parents.append(parents[-1].rpartition(".")[0])
-    is_entry = any(str(names.get(parent, "")).startswith("dict") for parent in parents)
-    if name.removesuffix("+") not in names and not is_entry:
-        short = {full.rpartition(".")[2]: full for full in names}
-        similar = label.format(short[name]) if name in short else ""
-        hint = f"; did you mean {similar}?" if similar else ""
-        hint = hint or did_you_mean(label.format(name), map(label.format, names))
-        hint = hint or f"; python -m {__package__} train --help lists all settings."
-        raise ConfigError(f"there is no setting {label.format(name)}{hint}")
-
-
-def _check_names_in(settings: dict[str, Any], file: Path, prefix: str = "") -> None:
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        if name in ("recipe", "config"):
-            continue
-        try:
-            _check_name(name, "{}")
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from None
-        if isinstance(value, dict) and dataclasses.is_dataclass(_fields().get(name)):
-            _check_names_in(value, file, f"{name}.")
+            options.append((name, value))
+    return files, options
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config file, and check the names of its settings."""
+    """Read a config file."""
     if not file.is_file():
         folder = file.parent if file.parent.is_dir() else Path("configs")
         named = Path("configs", f"{file.name.removesuffix('.yaml')}.yaml")
         hint = did_you_mean(str(file), map(str, sorted(folder.glob("*.yaml"))))
         hint = f"; did you mean {named}?" if named.is_file() else hint
         raise ConfigError(f"there is no config file {file}{hint or '; configs/ has some.'}")
-    settings = read_yaml(file)
-    _check_names_in(settings, file)
-    return settings
+    return read_yaml(file)
 
 
 def one_duration(sources: list[dict[str, Any]]) -> list[str]:
@@ -173,68 +86,17 @@ def one_duration(sources: list[dict[str, Any]]) -> list[str]:
     unset: list[str] = []
     for settings in sources:
         given = [name for name in DURATIONS if settings.get(name) not in (None, "null")]
-        if len(given) == 1:
-            (other,) = set(DURATIONS) - set(given)
-            unset = [f"--{other}=null"]
-        elif given:
-            unset = []
+        if given:
+            unset = [f"--{other}=null" for other in DURATIONS if other not in given]
     return unset
 
 
-# ---- the recipe ----------------------------------------------------------------------------------
-def class_path_of(sources: list[dict[str, Any]], typed: dict[str, str]) -> str:
-    """Return the recipe's class path that files and options give."""
-    class_path = ""
-    for recipe in [*(settings.get("recipe") for settings in sources), _load(typed.get("recipe"))]:
-        given = recipe.get("class_path") if isinstance(recipe, dict) else recipe
-        class_path = given if isinstance(given, str) else class_path
-    return typed.get("recipe.class_path", class_path)
-
-
-def import_recipe(class_path: str) -> Any:
-    """Import the recipe's class, here, since jsonargparse would hide what its module raises.
-
-    Raises:
-        ConfigError: there is no such class, or an import fails.
-    """
-    if not class_path:
-        raise ConfigError(
-            "no recipe is given: give a config file, --config configs/<name>.yaml, with recipe:"
-            " class_path: ..."
-        )
-    module, _, name = class_path.rpartition(".")
-    try:
-        there = importlib.import_module(module or class_path)
-    except Exception as error:
-        is_import = isinstance(error, ImportError)
-        if is_import and f"{module or class_path}.".startswith(f"{error.name}."):
-            own = sorted((Path(__file__).parent / "recipes").glob("[!_]*.py"))
-            names = [f"{__package__}.recipes.{path.stem}" for path in own]
-            hint = did_you_mean(module, names)
-            hint = hint or "; the class path of a recipe is <module>.<class>."
-            raise ConfigError(
-                f"recipe {class_path}: there is no module {module or class_path}{hint}"
-            ) from None
-        at = own_frame(frames_of(error))
-        place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
-        what = str(error) if is_import else f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"recipe {class_path} cannot be imported: {what}{place}; install what is missing, or"
-            " fix that line."
-        ) from error
-    if not hasattr(there, name):
-        classes = [one for one, kind in vars(there).items() if dataclasses.is_dataclass(kind)]
-        hint = did_you_mean(name, classes) or f"; it has {', '.join(classes) or 'none'}."
-        raise ConfigError(f"recipe {class_path}: {module} has no class {name}{hint}")
-    return getattr(there, name)
-
-
-def _load(text: str | None) -> Any:
-    """Read YAML as jsonargparse does: 3e-3 is a number."""
+def _load(text: str) -> Any:
+    """Read YAML as jsonargparse does, 3e-3 is a number, but refuse what would exhaust memory."""
     from jsonargparse import get_loader
 
-    check_yaml(text or "")
-    return get_loader("yaml")(text) if text else None
+    check_yaml(text)
+    return get_loader("yaml")(text)
 
 
 # ---- the name of a run ---------------------------------------------------------------------------
@@ -247,11 +109,14 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def name_of_run(typed: CommandLine, in_files: Config | None, config: Config) -> str:
+def name_of_run(
+    files: list[Path], typed: Iterable[str], in_files: Config | None, config: Config
+) -> str:
     """Return the name of a run for which no run_name is given.
 
     Args:
-        typed: the command line.
+        files: the config files.
+        typed: the names of the options.
         in_files: the settings in the files alone; None if they are incomplete.
         config: all settings.
     """
@@ -259,7 +124,7 @@ def name_of_run(typed: CommandLine, in_files: Config | None, config: Config) -> 
     settings = _curve(config)
     every = [name.rpartition(".")[2] for name in settings]  # also those not typed
     # recipe.init_args.width is recipe.width
-    names = [name.replace("recipe.init_args", "recipe", 1) for name in typed.last]
+    names = [name.replace("recipe.init_args", "recipe", 1) for name in typed]
     shown = {}
     for name, value in settings.items():
         is_typed = any(
@@ -269,7 +134,7 @@ def name_of_run(typed: CommandLine, in_files: Config | None, config: Config) -> 
         if is_typed and before.get(name) != value:
             short = name.rpartition(".")[2]
             shown[short if every.count(short) == 1 else name] = value
-    parts = ["+".join(file.stem for file in typed.files) or "run"]
+    parts = ["+".join(file.stem for file in files) or "run"]
     whole = "-".join(parts + [f"{key}={shown[key]}" for key in sorted(shown)])
     name = re.sub(r"[^\w.,+=-]", "_", whole)
     if len(name) > NAME_LENGTH:
@@ -286,14 +151,11 @@ def _curve(config: Config) -> dict[str, str]:
 
 
 # ---- all settings --------------------------------------------------------------------------------
-def _parser(
-    recipe: Any = None, *, description: str = "", prog: str | None = None, with_help: bool = False
-):
+def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = False):
     """Return jsonargparse's parser.
 
     Args:
         recipe: the class whose fields --help lists; by default, what a config names is imported.
-        description: for --help.
         prog: the command's name in --help.
         with_help: read the fields' docstrings, which takes longer than all parsing.
     """
@@ -304,7 +166,6 @@ def _parser(
     set_loader("checked_yaml", _load, (yaml.YAMLError,))
     parser = ArgumentParser(
         prog=prog,
-        description=description,
         exit_on_error=False,
         parser_mode="checked_yaml",
         allow_abbrev=False,
@@ -322,49 +183,45 @@ def _parser(
 
 def _config(parser: Any, parse_them: Callable[[], Any]) -> Config:
     """Parse and return the settings; an error becomes one line."""
-    from argparse import ArgumentError
-
     try:
         values = vars(parser.instantiate(parse_them()))
         values.pop("config")
         return Config(**values)
-    except (ArgumentError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except Exception as error:  # also of the import of the recipe's module
         message = " ".join(str(error).split())[:1000]  # it may quote a whole file
-        message = _plain_words(re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message))
-        if "does not implement protocol" in message:
-            class_path = message.split("Import path ")[-1].split(" ")[0]
-            found = "; ".join(problems_of(class_path)) or message
-            message = f"recipe {class_path}: {found} (recipe.py describes all methods)."
-        raise ConfigError(message) from error
+        at = own_frame(frames_of(error))
+        if at and at["file"] != __file__:
+            place = f"{short_path(at['file'])}, line {at['line']}"
+            message = f"{type(error).__name__}: {message} ({place})"
+        raise ConfigError(_explained(message, parser)) from error
 
 
-WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a text in quotes",
-}
-WORDS |= {"NoneType": "null"}
-
-
-def _plain_words(message: str) -> str:
-    """Return jsonargparse's message about a value without the names of Python's types."""
-    found = re.search(r"(?:Got|Given) value: (.*)$", message)
-    name = re.search(r'^(?:"?recipe"?: .*Parser key "(\w+)"|([\w.]+)):', message)
-    kinds = dict.fromkeys(re.findall(r"<class '(\w+)'>", message.partition("Errors:")[0]))
-    literals = "".join(re.findall(r"Literal\[([^\]]*)\]", message))
-    choices = list(dict.fromkeys(re.findall(r"'(\w+)'", literals)))
-    # of a file: on the command line any value is a text
-    is_number = bool(found) and re.fullmatch(r"[-+\d.e]+", found[1]) is not None
-    wanted = [WORDS[kind] for kind in kinds if kind in WORDS and (kind != "str" or is_number)]
-    wanted += [f"one of {', '.join(choices)}"] if len(choices) > 1 else choices
-    if not found or not name or not wanted or len(wanted) < len(kinds) + bool(choices) - 1:
-        return message
-    key = f"recipe.{name[1]}" if name[1] else name[2]
-    hint = did_you_mean(found[1], choices)
-    return f"{key} is {found[1]!r}, but must be {' or '.join(wanted)}{hint or '.'}"
+def _explained(message: str, parser: Any) -> str:
+    """Return jsonargparse's message; of a name that does not exist, with the most similar one."""
+    unknown = re.search(
+        r"(?:(?:Group '|^Parser key \")([\w.]+).*)?(?:ption '|arguments: (--))([^'=\s]+)", message
+    )
+    kind = re.search(r"(?:class_path '|Import path )(([\w.]+)\.(\w+))", message)
+    if unknown:
+        group, dashes, last = unknown.groups(default="")
+        name = f"{group}.{last}".strip(".")
+        if name in REMOVED:
+            return f"there is no setting {dashes}{name} any more: {REMOVED[name]}."
+        recipe = getattr(sys.modules.get(kind[2]), kind[3], None) if kind else None
+        fields = getattr(recipe, "__dataclass_fields__", {})
+        known = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
+        names = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
+        similar = [names[found] for found in get_close_matches(name, names, n=1)]
+        hint = f"did you mean {dashes}{similar[0]}?" if similar else "--help lists all settings."
+        return f"there is no setting {dashes}{name}; {hint}"
+    if kind and "does not implement protocol" in message:
+        found = "; ".join(problems_of(kind[1])) or message
+        return f"recipe {kind[1]}: {found} (recipe.py describes all methods)."
+    if "arguments are required: recipe" in message:
+        return f"{message}; give a config file, --config configs/<name>.yaml."
+    return re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message)
 
 
 def parse(
@@ -380,52 +237,35 @@ def parse(
     Raises:
         ConfigError: a setting is unknown, missing or has a wrong value.
     """
-    if isinstance(arguments, dict):
-        for name in REMOVED.keys() & flat(arguments).keys():
-            _check_name(name, "{}")
-        parser = _parser(description=description, prog=prog)
-        return _config(parser, lambda: parser.parse_object(arguments))
-    if {"-h", "--help"} & {*arguments}:
+    if not isinstance(arguments, dict) and {"-h", "--help"} & {*arguments}:
         show_help(arguments, description, prog)
-    typed = split(arguments)
-    for name in typed.last:
-        if name.partition(".")[0] != "recipe":
-            _check_name(name)
-    in_files = [read_config(file) for file in typed.files]
-    for source in (*in_files, typed.last):
+    parser = _parser()
+    if isinstance(arguments, dict):
+        return _config(parser, lambda: parser.parse_object(arguments))
+    files, options = split(arguments)
+    typed = dict(options)
+    in_files = [read_config(file) for file in files]
+    for source in (*in_files, typed):
         if refusal := secrets_problem(source):  # it would be in the name of the run
             raise ConfigError(refusal)
-    recipe = import_recipe(class_path_of(in_files, typed.last))
-    words = [*typed.words, *one_duration([*in_files, typed.last]), *typed.flags]
-    parser = _parser(description=description, prog=prog, with_help=bool(typed.flags))
-    try:
-        config = _config(parser, lambda: parser.parse_args(words))
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_similar_field(str(error), recipe)}") from error
+    from_files = [f"--config={file}" for file in files]
+    words = [f"--{name}" + ("" if text is None else f"={text}") for name, text in options]
+    words = [*from_files, *words, *one_duration([*in_files, typed])]
+    config = _config(parser, lambda: parser.parse_args(words))
     if config.run_name != "run":
         return config
-    words = [f"--config={file}" for file in typed.files] + one_duration(in_files)
     base = None
     with suppress(ConfigError):  # incomplete, or wrong where something else is typed
-        base = _config(parser, lambda: parser.parse_args(words))
-    return dataclasses.replace(config, run_name=name_of_run(typed, base, config))
-
-
-def _similar_field(message: str, recipe: Any) -> str:
-    """Return a hint for an unknown field of the recipe."""
-    found = re.search(r"[Oo]ption '([\w.]+)'", message)
-    if not found or not dataclasses.is_dataclass(recipe):
-        return ""
-    return did_you_mean(found[1], [f.name for f in dataclasses.fields(recipe)])
+        base = _config(parser, lambda: parser.parse_args([*from_files, *one_duration(in_files)]))
+    return dataclasses.replace(config, run_name=name_of_run(files, typed, base, config))
 
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
     """Print all settings, and with a config file those of its recipe; exit."""
     kind: Any = None
-    typed = split(word for word in arguments if word not in ("-h", "--help"))
-    if class_path := class_path_of([*map(read_config, typed.files)], typed.last):
-        kind = import_recipe(class_path)
-    else:
+    with suppress(ConfigError):
+        kind = type(parse([word for word in arguments if word not in ("-h", "--help")]).recipe)
+    if not kind:
         description += "\nWith a config, the fields of its recipe are listed too.\n"
     print(description)  # as it is: the parser would join its lines
     _parser(kind, prog=prog, with_help=True).print_help()

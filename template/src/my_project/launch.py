@@ -20,7 +20,7 @@ and of the config file, and in this order:
 
 import argparse
 import ast
-import importlib.util
+import importlib
 import inspect
 import json
 import logging
@@ -47,14 +47,13 @@ from .command_line import as_restarted
 from .command_line import parse as parse_settings
 from .config import Config, ConfigError
 from .end_block import Ending, how_it_ended
-from .files import read_json, read_status, read_yaml, wait_until, write_atomically, writing
+from .files import read_json, read_status, wait_until, write_atomically, writing
 from .process import LAUNCHER, LOGS, PREEMPTED, no_garbage_collection
 from .restarts import Restarts, failed
 from .safety.redaction import mask_command
-from .workers import Workers, start_method, stop_at_end_of_input
+from .workers import Workers, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
-RENDEZVOUS = f"{__package__}.rendezvous"  # it and tools/ can be deleted
 PREFLIGHT = f"{__package__}.tools.preflight"
 # What the loop imports inside its functions, for every run.
 DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "accelerate")
@@ -74,6 +73,7 @@ class Launch:
     """The settings of a launch, from the command line and the accelerate config."""
 
     flags: tuple[str, ...]  # of accelerate launch
+    options: argparse.Namespace  # what accelerate makes of them and its config file
     module: str
     arguments: tuple[str, ...]  # of the module
     nodes: int
@@ -99,14 +99,26 @@ class Launch:
         return self.world_size // self.nodes
 
     def environments(self, attempt: int) -> list[dict[str, str]]:
-        """Return the variables of each process on this node, as accelerate and torchrun set them.
+        """Return the variables of each process here, as accelerate and torchrun set them."""
+        from accelerate.utils import check_cuda_p2p_ib_support
+        from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+        from accelerate.utils.other import get_free_port
 
-        Raises:
-            ConfigError: a launcher that is not torch's or Python's own is asked for.
-        """
-        common, is_group = self._translated()
-        if not is_group:
-            return [common]
+        options = argparse.Namespace(**vars(self.options))  # they change it
+        if not (options.multi_gpu or options.use_fsdp) or options.cpu:
+            return [prepare_simple_launcher_cmd_env(options)[1]]
+        if self.nodes == 1 and not options.main_process_port:
+            options.main_process_port = get_free_port()  # 29500 may be that of another run
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            common = prepare_multi_gpu_env(options)
+        port = options.main_process_port
+        if getattr(options, "standalone", False):  # that port is in use
+            port = get_free_port()
+        if not check_cuda_p2p_ib_support():  # as accelerate launch does
+            common = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | common
+        common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | common
+        common |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(port)}
         first = self.node_rank * self.processes_per_node
         found = []
         for local_rank in range(self.processes_per_node):
@@ -127,57 +139,6 @@ class Launch:
             found.append(common | {name: str(size) for name, size in sizes.items()})
         return found
 
-    def options(self) -> argparse.Namespace:
-        """Return what accelerate makes of flags and config file.
-
-        Raises:
-            ConfigError: it does not know a flag, or refuses them.
-        """
-        # private, but the promise is that accelerate's own configs and flags hold
-        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-        def refuse(message: str) -> NoReturn:  # without the usage, some 200 lines
-            raise ConfigError(f"{message}; accelerate launch --help lists its options.")
-
-        logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
-        parser = launch_command_parser()
-        parser.error = refuse
-        try:
-            words = [*self.flags, "-m", self.module, *self.arguments]
-            return _validate_launch_command(parser.parse_args(words))[0]
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-    def _translated(self) -> tuple[dict[str, str], bool]:
-        """Return what accelerate makes of config and flags, and whether there is a group."""
-        from accelerate.utils import check_cuda_p2p_ib_support
-        from accelerate.utils.launch import (
-            prepare_multi_gpu_env,
-            prepare_simple_launcher_cmd_env,
-        )
-        from accelerate.utils.other import get_free_port
-
-        options = self.options()
-        if options.use_deepspeed or options.use_megatron_lm or options.tpu:
-            raise ConfigError(
-                "DeepSpeed, Megatron-LM and TPUs are not supported: use DDP or FSDP2"
-                " (accelerate_configs/README.md)."
-            )
-        if not (options.multi_gpu or options.use_fsdp) or options.cpu:
-            return prepare_simple_launcher_cmd_env(options)[1], False
-        if self.nodes == 1 and not options.main_process_port:
-            options.main_process_port = get_free_port()  # 29500 may be that of another run
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = prepare_multi_gpu_env(options)
-        port = options.main_process_port
-        if getattr(options, "standalone", False):  # that port is in use
-            port = get_free_port()
-        if not check_cuda_p2p_ib_support():  # as accelerate launch does
-            found = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | found
-        found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        return found | {"MASTER_ADDR": self.address, "MASTER_PORT": str(port)}, True
-
     @property
     def line(self) -> str:
         """Return the command that this launch equals, as one would type it."""
@@ -192,90 +153,88 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
     Raises:
         ConfigError: a value is missing or wrong.
     """
-    if {"-h", "--help"} & {*arguments}:
-        _parser().parse_args(["--help"])
-    if "-m" not in arguments[:-1]:
+    at = arguments.index("-m") if "-m" in arguments[:-1] else len(arguments)
+    own, flags = _parser().parse_known_args(arguments[:at])
+    if at == len(arguments):
         raise ConfigError(
-            f"there is no -m with a module after the options; add one such as -m"
-            f" {__package__}.train"
+            f"there is no -m with a module after the options; add one such as -m {TRAIN}"
         )
-    at = arguments.index("-m")
-    module = arguments[at + 1]
-    module_arguments = arguments[at + 2 :]
-    if not _is_module(module):
-        raise ConfigError(f"there is no module {module}; give one such as {__package__}.train")
+    _, module, *module_arguments = arguments[at:]
     if preflight := "--preflight" in module_arguments:  # where the scripts in launch/ put it
         module_arguments.remove("--preflight")
-    own, flags = _parser().parse_known_args(arguments[:at])
-    accelerate_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config_file", "main_process_ip", "mixed_precision"):
-        accelerate_parser.add_argument(f"--{name}")
-    counts = ("num_machines", "num_processes", "machine_rank", "main_process_port", "max_restarts")
-    for name in counts:
-        accelerate_parser.add_argument(f"--{name}", type=int)
-    given, rest = accelerate_parser.parse_known_args(flags)
-    if not given.config_file:
+    options = accelerate_options(flags, module)
+    nodes, world_size, node_rank = (
+        options.num_machines,
+        options.num_processes,
+        options.machine_rank,
+    )
+    if world_size > 1 and not (options.multi_gpu or options.use_fsdp):
         raise ConfigError(
-            "give --config_file accelerate_configs/<where>.yaml; without it accelerate reads the"
-            " default config in your home folder."
+            f"--num_processes is {world_size}, but {options.config_file} starts one process"
+            " (distributed_type NO); use cpu_2_processes.yaml or multi_gpu.yaml."
         )
-    path = Path(given.config_file)
-    if not path.is_file():
-        raise ConfigError(f"{path} is not a file; accelerate_configs/README.md lists the configs.")
-    where = read_yaml(path)
-
-    def value(name: str, default: Any) -> Any:
-        found = getattr(given, name)
-        return where.get(name, default) if found is None else found
-
-    nodes = value("num_machines", 1)
-    world_size = value("num_processes", 1)
-    if world_size > 1 and str(where.get("distributed_type", "NO")) in ("NO", "False"):
-        raise ConfigError(
-            f"--num_processes is {world_size}, but {path} starts one process (distributed_type NO);"
-            " use cpu_2_processes.yaml or multi_gpu.yaml."
-        )
-    node_rank = value("machine_rank", 0)
-    if nodes < 1:
-        raise ConfigError(f"--num_machines is {nodes}, but must be at least 1.")
-    if world_size % nodes or world_size < nodes:
+    if nodes < 1 or world_size % nodes or world_size < nodes:
         raise ConfigError(
             f"--num_processes is {world_size}, but must be a multiple of --num_machines {nodes}: it"
             " counts the processes of all nodes."
         )
     if not 0 <= node_rank < nodes:
         raise ConfigError(f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}.")
-    given_flags = " ".join(rest)
-    sizes = sizes_for(where, nodes, world_size // nodes)
-    is_other = sizes.get("gpu_ids") != where.get("gpu_ids")
-    if "gpu_ids" in sizes and is_other and "--gpu_ids" not in given_flags:
-        flags.append(f"--gpu_ids={sizes['gpu_ids']}")
-    if "parallelism_config_dp" not in given_flags:
-        mesh = sizes.get("parallelism_config", {})
-        mesh = {} if mesh == where.get("parallelism_config") else mesh
-        flags += [f"--{name}={size}" for name, size in mesh.items()]
-    wants_preflight = own.preflight or preflight
-    for name, is_needed in {RENDEZVOUS: nodes > 1, PREFLIGHT: wants_preflight}.items():
-        if is_needed and not _is_module(name):
-            raise ConfigError(
-                f"this launch needs the module {name}, which is missing; copy it from the template."
-            )
     return own, Launch(
-        flags=tuple(flags),
+        flags=(*flags, *fit_mesh(options, flags)),
+        options=options,
         module=module,
         arguments=tuple(module_arguments),
         nodes=nodes,
         world_size=world_size,
         node_rank=node_rank,
-        address=value("main_process_ip", "") or "127.0.0.1",
-        port=value("main_process_port", None) or 29500,
-        precision=str(value("mixed_precision", "no")),
-        gpus=0 if uses_cpu(where) else world_size // nodes,
-        max_restarts=RESTARTS if given.max_restarts is None else given.max_restarts,
-        preflight=wants_preflight,
+        address=options.main_process_ip or "127.0.0.1",
+        port=options.main_process_port or 29500,
+        precision=str(options.mixed_precision),
+        gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
+        max_restarts=own.max_restarts,
+        preflight=own.preflight or preflight,
         join_timeout_seconds=own.join_timeout_seconds,
         config=parse_settings(module_arguments) if module in (TRAIN, PREFLIGHT) else None,
     )
+
+
+def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
+    """Return what accelerate makes of flags and config file.
+
+    Raises:
+        ConfigError: there is no config file, or accelerate refuses them.
+    """
+    # private, but the promise is that accelerate's own configs and flags hold
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
+    parser = launch_command_parser()
+    parser.error = _refuse  # without the usage, some 200 lines
+    typed = parser.parse_args([*flags, "-m", module])
+    if not typed.config_file:
+        raise ConfigError(
+            "give --config_file accelerate_configs/<where>.yaml; without it accelerate reads the"
+            " default config in your home folder."
+        )
+    if not Path(typed.config_file).is_file():
+        raise ConfigError(
+            f"{typed.config_file} is not a file; accelerate_configs/README.md lists the configs."
+        )
+    try:
+        options = _validate_launch_command(typed)[0]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if options.use_deepspeed or options.use_megatron_lm or options.tpu:
+        raise ConfigError(
+            "DeepSpeed, Megatron-LM and TPUs are not supported: use DDP or FSDP2"
+            " (accelerate_configs/README.md)."
+        )
+    return options
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; accelerate launch --help lists its options.")
 
 
 def uses_cpu(where: dict[str, Any]) -> bool:
@@ -283,49 +242,29 @@ def uses_cpu(where: dict[str, Any]) -> bool:
     return bool(where.get("use_cpu")) or str(where.get("gpu_ids", "")).startswith("-1")
 
 
-def sizes_for(where: dict[str, Any], nodes: int, processes_per_node: int) -> dict[str, Any]:
-    """Return the settings of an accelerate config that depend on the number of nodes and GPUs.
+def fit_mesh(options: argparse.Namespace, flags: list[str]) -> list[str]:
+    """Set the mesh of HSDP by the number of nodes and processes, and return it as flags.
 
-    Args:
-        where: the accelerate config; a setting that it does not have is left out.
-        nodes: number of nodes.
-        processes_per_node: one per GPU.
+    Where one node has the mesh of its file it stays: cpu_hsdp.yaml rehearses two nodes on one.
     """
-    sizes: dict[str, Any] = {}
-    # accelerate refuses a single id for one process, and takes the file's two
-    if str(where.get("gpu_ids", "")).startswith("-1") and nodes * processes_per_node > 1:
-        sizes["gpu_ids"] = ",".join(["-1"] * processes_per_node)
-    mesh = where.get("parallelism_config")
-    is_own = mesh and nodes == 1 and math.prod(mesh.values()) == processes_per_node
-    if mesh and not is_own:  # cpu_hsdp.yaml rehearses two nodes on one
-        sizes["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": nodes,
-            "parallelism_config_dp_shard_size": processes_per_node,
-        }
-    return sizes
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+    names = [f"parallelism_config_dp_{name}_size" for name in ("replicate", "shard")]
+    nodes, per_node = options.num_machines, options.num_processes // options.num_machines
+    given = [getattr(options, name) for name in names]
+    is_kept = given == [nodes, per_node] or (nodes == 1 and math.prod(given) == per_node)
+    if not options.use_parallelism_config or is_kept or "parallelism_config_dp" in " ".join(flags):
+        return []
+    for name, size in zip(names, (nodes, per_node), strict=True):
+        setattr(options, name, size)
+    return [f"--{name}={getattr(options, name)}" for name in names]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(__doc__)
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
-    parser.add_argument(
-        "--join_timeout_seconds",
-        type=float,
-        default=600,
-        help="timeout of the wait for the other nodes",
-    )
-    parser.add_argument(
-        "--stop_at_end_of_input",
-        action="store_true",
-        help="stop when standard input ends, as when the ssh connection that started this closes",
-    )
+    parser.add_argument("--join_timeout_seconds", type=float, default=600, help="for other nodes")
+    parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
+    help_text = "stop when standard input ends, as when an ssh connection closes"
+    parser.add_argument("--stop_at_end_of_input", action="store_true", help=help_text)
     return parser
 
 
@@ -347,16 +286,15 @@ def summary(launch: Launch, interface: str = "") -> str:
     """Return one line about this node's part of the run."""
     first = launch.node_rank * launch.processes_per_node
     last = first + launch.processes_per_node - 1
-    return (
-        f"node {launch.node_rank} of {launch.nodes} ({socket.gethostname()}"
-        + (f", {interface}" if interface else "")
-        + f"): rank{'s' * (last > first)} {first}"
-        + (f" to {last}" if last > first else "")
-        + f" of {launch.world_size}"
-        + (f", main node {launch.address}:{launch.port}" if launch.nodes > 1 else "")
-        + f", precision {launch.precision}"
-        + (f", run folder {launch.run_folder}" if launch.config else "")
-    )
+    ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
+    host = f"{socket.gethostname()}, {interface}" if interface else socket.gethostname()
+    parts = [f"node {launch.node_rank} of {launch.nodes} ({host}): {ranks} of {launch.world_size}"]
+    if launch.nodes > 1:
+        parts.append(f"main node {launch.address}:{launch.port}")
+    parts.append(f"precision {launch.precision}")
+    if launch.config:
+        parts.append(f"run folder {launch.run_folder}")
+    return ", ".join(parts)
 
 
 def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> None:
@@ -398,16 +336,9 @@ def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> N
 # ---- the outcome ---------------------------------------------------------------------------------
 def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[str, Any]:
     """Return the status of a run whose processes have ended, once this node sees its outcome."""
-
-    def has_changed() -> bool:
-        return read_status(folder) != before
-
-    def has_outcome() -> bool:
-        status = read_status(folder)
-        return status != before and status.get("outcome") != "running"
-
-    if nodes > 1 and wait_until(has_changed, 5.0):
-        wait_until(has_outcome, STATUS_SECONDS)
+    if nodes > 1 and wait_until(lambda: read_status(folder) != before, 5.0):
+        running = (None, "running")
+        wait_until(lambda: read_status(folder).get("outcome") not in running, STATUS_SECONDS)
     return read_status(folder)
 
 
@@ -438,16 +369,14 @@ def import_all(config: Config) -> None:
                 importlib.import_module(name)
 
 
-def train(arguments: tuple[str, ...], config: Config | None) -> None:
-    """Train in this process, one of those that the launcher has started.
+PARSED: dict[tuple[str, ...], Config] = {}  # what a forked process finds; a spawned one parses
 
-    Args:
-        arguments: of the command line.
-        config: its settings; None: parse them.
-    """
+
+def train(arguments: tuple[str, ...]) -> None:
+    """Train in this process, one of those that the launcher has started."""
     sys.argv[1:] = arguments
     LAUNCHER.watch()
-    config = as_restarted(config or parse_settings(list(arguments)))
+    config = as_restarted(PARSED.get(arguments) or parse_settings(list(arguments)))
     module = importlib.import_module(TRAIN)
     cli.run_on_all_ranks(module.main, config, is_run=True)
 
@@ -472,9 +401,8 @@ def run_module(
     environments = launch.environments(restarts.attempt)
     if module == TRAIN and launch.config:
         import_all(launch.config)
-        is_forked = start_method()[0] == "fork"
-        config = launch.config if is_forked else None  # need not be picklable
-        function = partial(train, launch.arguments, config)
+        PARSED[launch.arguments] = launch.config
+        function = partial(train, launch.arguments)
     else:
         function = partial(_run_as_main, module, launch.arguments)
     return workers.run(function, environments, restarts.may_kill)
@@ -511,7 +439,6 @@ def start(
         command: what continues the run, as it is typed; "" where that is not known.
         is_dry_run: leave the block of a finished run to the caller.
     """
-    launch.options()  # before the nodes wait for each other
     if launch.config and launch.gpus and launch.nodes == 1:
         from .devices import check_gpus
 

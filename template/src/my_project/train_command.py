@@ -13,20 +13,20 @@ Config files may stand anywhere; several are read one after the other. Options o
 The settings are those of the config (--help lists them, and with a config the recipe's fields).
 """
 
+import argparse
 import inspect
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from . import cli, launch
 from .command_line import did_you_mean, parse
-from .config import Config, ConfigError
+from .config import Config, ConfigError, to_yaml
 from .failures import short_path
 from .files import format_seconds, read_json, read_status, read_yaml, step_of, writing
 from .loading.layout import batch_layout
@@ -38,52 +38,14 @@ FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of this command, and the settings for the train module."""
-
-    where: str = ""
-    num_processes: int | None = None
-    preflight: bool = False
-    dry_run: bool = False
-    settings: tuple[str, ...] = ()
-
-
-def read_options(arguments: list[str]) -> Options:
-    """Divide the command line; config files may stand first, without --config.
-
-    Raises:
-        ConfigError: an option has no value or a wrong one.
-    """
-    given: dict[str, Any] = {}
-    settings: list[str] = []
-    words = [*arguments]
-    while words and not words[0].startswith("-"):
-        settings += ["--config", words.pop(0)]
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name in ("--preflight", "--dry-run", "--dry_run"):
-            if equals:
-                raise ConfigError(f"{name} takes no value; leave it out to switch it off.")
-            given[name[2:].replace("-", "_")] = True
-        elif not word.startswith("-") and word.endswith((".yaml", ".yml")):
-            settings += ["--config", word]
-        elif name in ("--where", "--num_processes", "--num-processes"):
-            if not equals and not words:
-                raise ConfigError(f"{name} has no value; give one.")
-            given[name[2:].replace("-", "_")] = value if equals else words.pop(0)
-        else:
-            settings.append(word)
-            has_value = bool(words) and not words[0].startswith("--")
-            if name.startswith("--") and not equals and has_value:
-                settings.append(words.pop(0))
-    if "num_processes" in given:
-        text = given["num_processes"]
-        if not text.isdecimal() or int(text) < 1:
-            raise ConfigError(f"--num_processes is {text}, but must be a number of at least 1.")
-        given["num_processes"] = int(text)
-    return Options(**given, settings=tuple(settings))
+def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return this command's options, and the words for the train module."""
+    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--where", default="")
+    parser.add_argument("--num_processes", "--num-processes", type=int)
+    parser.add_argument("--preflight", action="store_true")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true")
+    return parser.parse_known_args(arguments)
 
 
 # ---- where ---------------------------------------------------------------------------------------
@@ -105,19 +67,14 @@ def find_where(name: str) -> Path:
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path
     found = FOLDER / f"{name}.yaml"
-    if not FOLDER.is_dir():
-        raise ConfigError(
-            f"there is no folder {FOLDER}/ in {Path.cwd()}: run the command in the project's"
-            " folder, or give --where the path of an accelerate config."
-        )
     if not found.is_file():
         names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
         hint = did_you_mean(Path(name).stem, names) or f"; there are {', '.join(names) or 'none'}."
-        raise ConfigError(f"--where {name}: there is no {found}{hint}")
+        raise ConfigError(f"--where {name}: there is no {found} in {Path.cwd()}{hint}")
     return found
 
 
-def choose(options: Options, global_batch_size: int) -> tuple[Path, int, str]:
+def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, int, str]:
     """Choose the accelerate config and the number of processes.
 
     Returns:
@@ -150,22 +107,13 @@ def describe(started: launch.Launch, reason: str) -> str:
     """Return what starts, as lines."""
     config = started.config
     assert config is not None
-    layout = batch_layout(config.batches, started.world_size)
     processes = f"{started.world_size} process{'es' * (started.world_size > 1)}"
-    device = "the GPU" if started.gpus else "the CPU"
-    if started.gpus > 1:
-        device = f"{started.gpus} GPUs"
+    device = f"{started.gpus} GPU{'s' * (started.gpus > 1)}" if started.gpus else "the CPU"
     precision = config.precision or started.precision
-    path = started.flags[started.flags.index("--config_file") + 1]
     pairs = [
         ("run", f"{config.folder}, {continues(config)}"),
         ("on", f"{device}, {processes}, precision {precision}"),
-        ("where", path + (f": {reason}" if reason else "")),
-        (
-            "batch",
-            f"global {layout.global_batch_size} = micro-batch {layout.micro_batch_size} x processes"
-            f" {layout.world_size} x accumulation {layout.accumulation}",
-        ),
+        ("where", started.options.config_file + (f": {reason}" if reason else "")),
     ]
     return "\n".join([*outcome.rows(pairs), f"= {started.line}"])
 
@@ -181,24 +129,15 @@ def continues(config: Config) -> str:
 
 
 def is_finished(config: Config) -> bool:
-    """Return whether status.json and config.yaml say that exactly this run has finished.
+    """Return whether exactly this run has finished, so that its result is shown at once.
 
-    So that a finished run is shown at once. Else the train module decides.
+    Where a setting differs that may, the train module decides.
     """
-    status = read_status(config.folder)
-    if status.get("outcome") != "finished" or not (config.folder / "export").is_dir():
+    if read_status(config.folder).get("outcome") != "finished":
         return False
-    lengths = {
-        "steps": config.steps,
-        "epochs": config.epochs,
-        "evaluation.patience": config.evaluation.patience,
-    }
-    try:
-        saved = read_yaml(config.folder / "config.yaml")
-        then = {"evaluation.patience": saved["evaluation"]["patience"], **saved}
-        return all(then[name] == value for name, value in lengths.items())
-    except (ConfigError, KeyError, TypeError):
-        return False
+    saved = config.folder / "config.yaml"
+    is_same = saved.is_file() and saved.read_text(encoding="utf-8") == to_yaml(config)
+    return is_same and (config.folder / "export").is_dir()
 
 
 def print_earlier(config: Config) -> None:
@@ -216,7 +155,7 @@ def print_earlier(config: Config) -> None:
 
 
 # ---- a dry run -----------------------------------------------------------------------------------
-def dry_run(config: Config, flags: list[str], settings: tuple[str, ...], command: str) -> int:
+def dry_run(config: Config, flags: list[str], settings: list[str], command: str) -> int:
     """Train two steps in a temporary folder, and say what the whole run will take."""
     runs = Path(config.runs_folder)
     is_there = runs.exists()
@@ -255,33 +194,26 @@ def print_estimate(config: Config, folder: Path) -> None:
     paused = read_status(folder).get("paused_seconds", 0.0)
     samples = read_json(folder / "run.json").get("lengths", {}).get("the training set", 0)
     steps = config.steps or max(1, round((config.epochs or 0) * (samples // size)))
-    pauses = 1 + max(
-        (steps - 1) // every if every else 0
-        for every in (config.evaluation.every_steps, config.checkpoints.every_steps)
-    )
-    seconds = format_seconds(steps * size / rate + pauses * paused)
-    outcome.print_block(
-        "dry run: two steps, an evaluation, a save and an export work",
-        outcome.rows(
-            [
-                ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
-                ("pause", f"{paused:.2g} s for an evaluation and a save"),
-                ("memory", f"{last['peak_memory_bytes'] / 1e6:.0f} MB at the peak of a process"),
-                ("whole", f"{steps} steps with {pauses} such pause(s): about {seconds}"),
-                ("kept", "nothing"),
-            ]
-        ),
-    )
+    memory = f"{last['peak_memory_bytes'] / 1e6:.0f} MB at the peak of a process"
+    pairs = [
+        ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
+        ("pause", f"{paused:.2g} s for an evaluation and a save"),
+        ("memory", memory),
+        ("whole", f"{steps} steps: about {format_seconds(steps * size / rate)} without pauses"),
+        ("kept", "nothing"),
+    ]
+    title = "dry run: two steps, an evaluation, a save and an export work"
+    outcome.print_block(title, outcome.rows(pairs))
 
 
 # ---- the command ---------------------------------------------------------------------------------
 def main(arguments: list[str]) -> int:
     """Check, say what starts, and launch; return the exit code."""
     launch.prepare_environment()
-    options = read_options(arguments)
+    options, settings = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as the processes that are started find it
-    config = parse(list(options.settings), __doc__ or "", f"python -m {__package__} train")
+    config = parse(settings, __doc__ or "", f"python -m {__package__} train")
     path, processes, reason = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
     config.profile.check(processes)
@@ -290,19 +222,16 @@ def main(arguments: list[str]) -> int:
         flags += ["--num_processes", str(processes)]
     if options.preflight:
         flags.append("--preflight")
-    words = [*mask_command(arguments)]
-    while "--resume" in words and words[words.index("--resume") :][1:2] == ["never"]:
-        at = words.index("--resume")
-        del words[at : at + 2]  # it would start again from step 0
-    words = [word for word in words if word != "--resume=never"]
-    command = f"python -m {__package__} train {shlex.join(words)}"
+    typed = shlex.join(mask_command(arguments))
+    typed = re.sub(r" --resume[ =]never\b", "", typed)  # it would start again from step 0
+    command = f"python -m {__package__} train {typed}"
     if options.dry_run:
-        return dry_run(config, flags, options.settings, command)
+        return dry_run(config, flags, settings, command)
     refuse_other_settings(config)
     if config.resume == "auto" and is_finished(config):
         print_earlier(config)
         return 0
-    _, started = launch.parse([*flags, "-m", launch.TRAIN, *options.settings])
+    _, started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
     return launch.start(started, shown=describe(started, reason), command=command)
 
 
