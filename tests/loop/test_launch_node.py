@@ -12,11 +12,11 @@ import pytest
 import test_launch
 from accelerate.commands import launch as accelerate_launch
 from documents import PROJECT
-from my_project import failures, launch, workers
+from my_project import failures, launch, starts, workers
 from my_project.config import ConfigError
 from my_project.end_block import Ending
-from my_project.files import TransientError
-from my_project.restarts import Restarts
+from my_project.files import TransientError, read_json
+from my_project.starts import Starts
 from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, outcome
 from world import free_port
@@ -161,6 +161,7 @@ def test_a_signal_after_a_failure_does_not_hide_it(tmp_path):
             folder=tmp_path, logs=tmp_path, is_new=True, is_first_node=True, was_killed=False,
             status={"outcome": "failed", "failure": {"cause": "lost contact"}}, command="",
             codes={0: 1},
+            goodput={},
             failures=[failure("it failed", 5.0)], stop_signal="SIGTERM",
             stop_signal_time=signal_time,
         )  # fmt: skip
@@ -187,7 +188,7 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
     ],
 )
 def test_what_is_started_again(tmp_path, failures_and_codes, refusals):
-    restarts = Restarts(folder=tmp_path, limit=3)
+    restarts = Starts(folder=tmp_path, limit=3)
     for (step, cause, code), refusal in zip(failures_and_codes, refusals, strict=True):
         found = [failure("x", 1.0, cause=cause, step=step)] if cause else []
         said = restarts.refusal({1: code}, found)
@@ -197,7 +198,7 @@ def test_what_is_started_again(tmp_path, failures_and_codes, refusals):
 
 def test_resume_never_holds_until_the_run_has_begun(tmp_path):
     (tmp_path / "run.json").write_text('{"launch": "before"}')
-    restarts = Restarts(folder=tmp_path, limit=3)
+    restarts = Starts(folder=tmp_path, limit=3)
     assert restarts.refusal({1: KILLED}, []) == ""
     assert (restarts.count, restarts.attempt) == (1, 0)
     (tmp_path / "run.json").write_text('{"launch": "now"}')
@@ -205,16 +206,16 @@ def test_resume_never_holds_until_the_run_has_begun(tmp_path):
 
 
 def test_what_the_kernel_killed_for_lack_of_memory_is_not_started_again(tmp_path, monkeypatch):
-    one = Restarts(folder=tmp_path, limit=3)
-    monkeypatch.setattr("my_project.restarts.kills_for_memory", lambda: 10**9)
+    one = Starts(folder=tmp_path, limit=3)
+    monkeypatch.setattr("my_project.starts.kills_for_memory", lambda: 10**9)
     assert "lack of memory" in one.refusal({1: KILLED}, [])
     assert not one.may_kill({0: None, 1: KILLED}, 0.5), "the others may say what they know"
 
 
 def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
-    restarts = Restarts(folder=tmp_path, limit=3)
+    restarts = Starts(folder=tmp_path, limit=3)
     assert restarts.may_kill({0: None, 1: KILLED}, 0.0)
-    assert not Restarts(folder=tmp_path, limit=0).may_kill({0: None, 1: KILLED}, 0.0)
+    assert not Starts(folder=tmp_path, limit=0).may_kill({0: None, 1: KILLED}, 0.0)
     assert not restarts.may_kill({0: None, 1: 1}, 0.0), "it may not have been the first"
     (tmp_path / "checkpoints/step_00000004").mkdir(parents=True)
     assert not restarts.may_kill({0: None, 1: KILLED}, 0.0)
@@ -271,6 +272,13 @@ def test_the_launcher_is_killed_and_nothing_keeps_training(project):
         run.communicate(timeout=600)
     assert run.returncode != 0
     assert outcome(project)["outcome"] == "preempted", "told to stop by its parent's death"
+    reached = outcome(project)["step"]
+    with start(project, "cpu_2_processes", "--steps", str(reached + 2)) as run:
+        run.communicate(timeout=600)
+    killed, last = starts.each_start(project / "runs/tiny")
+    assert (killed["outcome"], killed["step"], killed["from_step"]) == ("killed", reached, 0)
+    assert (last["outcome"], last["step"], last["from_step"]) == ("finished", reached + 2, reached)
+    assert killed["began"] < killed["first_step_time"] < killed["time"] < last["began"]
 
 
 @pytest.mark.slow
@@ -293,6 +301,18 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(p
     assert "rank 1 was ended by SIGKILL: all processes start again, restart 1" in shown["killed"]
     assert "rank 0 was ended by SIGKILL: all processes start again, restart 2" in shown["killed"]
     assert shown["killed"].count("on 2 process(es)") == 3
+    first, _, second, _, third, last = starts.lines(project / "killed")
+    assert [one["attempt"] for one in (first, second, third)] == [0, 1, 2]
+    assert [one["cause"] for one in starts.each_start(project / "killed")] == ["SIGKILL"] * 2 + [""]
+    assert (last["outcome"], last["step"]) == ("finished", 40)
+    found = read_json(project / "killed/status.json")["goodput"]
+    clock = last["time"] - first["time"]
+    assert found["calendar"]["seconds"] == pytest.approx(clock, abs=0.1)
+    assert sum(found["calendar"].values()) - found["calendar"]["seconds"] == pytest.approx(
+        1, abs=0.01
+    )
+    assert 0 < found["calendar"]["lost"] < found["calendar"]["kept"] < 0.9
+    assert "since the first launch" in shown["killed"]
     ours, theirs = (
         (project / name / "export/model.safetensors").read_bytes() for name in ("whole", "killed")
     )

@@ -10,6 +10,9 @@ from .failures import CONSEQUENCES, first_failure, folded, place_of, short_path
 from .files import step_of
 from .process import PREEMPTED
 from .records import outcome
+from .starts import in_words
+
+GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,7 @@ class Ending:
     folder: Path
     logs: Path
     status: dict[str, Any]  # the content of status.json
+    goodput: dict[str, Any]  # of starts.py; {} where it is not known
     is_new: bool  # whether this start has changed it
     is_first_node: bool  # the others show one line
     failures: list[dict[str, Any]]  # error files of this start (failures.py), the first first
@@ -83,6 +87,11 @@ class Ending:
             return f"continues from step {step_of(found[-1])}"
         return "starts again from step 0"
 
+    def _goodput(self) -> str:
+        """Return where the time went; "" where nearly all of it trained."""
+        kept = self.goodput.get("calendar", {}).get("kept", 1.0)
+        return in_words(self.goodput) if kept < GOOD else ""
+
     def print(self) -> None:
         """Print the block; on other nodes than the first one line."""
         kind = self.kind
@@ -94,7 +103,7 @@ class Ending:
                 reason = f"{self._first['reason']}{place}; see {self.logs}"
             print(f"{self.folder}: {kind}: {reason}", flush=True)
         elif kind == "finished":
-            outcome.print_finished_block(self.folder, self.status)
+            outcome.print_finished_block(self.folder, self.status, self._goodput())
         elif kind == "refused":
             reason = self._first["reason"] if self._first else ""
             print(f"error: {reason}", file=sys.stderr, flush=True)
@@ -117,6 +126,7 @@ class Ending:
             title = f"stopped: saved at step {step} of {steps}"
             note = self.status.get("note", "")
             pairs = [("reason", reason), ("note", note), ("run", str(self.folder))]
+            pairs.append(("goodput", self._goodput()))
         else:
             title = "stopped before it could save"
             pairs = [("reason", self.stop_signal), ("run", str(self.folder))]
@@ -153,6 +163,8 @@ class Ending:
         if others > 0:
             text = f"{others} more rank{'s' * (others > 1)} failed: {self.folder / 'errors'}"
             pairs.append(("ranks", text))
+        if goodput := self._goodput():
+            pairs.append(("goodput", goodput))
         pairs.append(("logs", str(self.folder / "logs")))
         lines = [*(f"{line}"[: 4 * outcome.width()] for line in lines), *outcome.rows(pairs)]
         if outcome.has_tool("doctor"):

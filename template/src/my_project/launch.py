@@ -48,9 +48,9 @@ from .command_line import parse as parse_settings
 from .config import Config, ConfigError
 from .end_block import Ending, how_it_ended
 from .files import read_json, read_status, wait_until, write_atomically, writing
-from .process import LAUNCHER, LOGS, PREEMPTED, no_garbage_collection
-from .restarts import Restarts, failed
+from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
+from .starts import Starts, failed
 from .workers import Workers, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
@@ -58,7 +58,7 @@ PREFLIGHT = f"{__package__}.tools.preflight"
 # What the loop imports inside its functions, for every run.
 DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "accelerate")
 RESTARTS = 3  # in place, without a new step in between, unless --max_restarts says otherwise
-NO_RESTARTS = Restarts(folder=Path(), limit=0)
+NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
 # Variables of a scheduler or an outer launcher that torch would read as its own.
@@ -382,7 +382,7 @@ def train(arguments: tuple[str, ...]) -> None:
 
 
 def run_module(
-    launch: Launch, workers: Workers, module: str, logs: Path | None, restarts: Restarts
+    launch: Launch, workers: Workers, module: str, logs: Path | None, starts: Starts
 ) -> dict[int, int]:
     """Run a module in all processes of this node; return their exit codes, by rank.
 
@@ -391,21 +391,23 @@ def run_module(
         workers: the processes.
         module: the module.
         logs: the folder for the output of its processes; None for this terminal only.
-        restarts: those before.
+        starts: those of this launch.
     """
     os.environ.pop(LOGS, None)
     if logs:
         with writing(launch.run_folder):
             logs.mkdir(parents=True, exist_ok=True)
         os.environ[LOGS] = str(logs.absolute())
-    environments = launch.environments(restarts.attempt)
+    os.environ[START] = starts.id
+    environments = launch.environments(starts.attempt)
     if module == TRAIN and launch.config:
         import_all(launch.config)
         PARSED[launch.arguments] = launch.config
         function = partial(train, launch.arguments)
     else:
         function = partial(_run_as_main, module, launch.arguments)
-    return workers.run(function, environments, restarts.may_kill)
+    starts.begin()
+    return workers.run(function, environments, starts.may_kill)
 
 
 def _run_as_main(module: str, arguments: tuple[str, ...]) -> None:
@@ -483,21 +485,29 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         codes = run_module(launch, workers, launch.module, logs, NO_RESTARTS)
         return print_setting_error(read_failures(errors)) or _one(codes)
     made = [path for path in (logs, *logs.parents) if not path.exists()]
-    restarts = Restarts(folder=folder, limit=launch.max_restarts)
+    starts = Starts(
+        folder=folder,
+        limit=launch.max_restarts,
+        is_written=launch.node_rank == 0,
+        nodes=launch.nodes,
+        world_size=launch.world_size,
+    )
     while True:
-        codes = run_module(launch, workers, launch.module, logs, restarts)
+        codes = run_module(launch, workers, launch.module, logs, starts)
         found = read_failures(errors)
-        record_end(logs, workers, codes, restarts.count)
+        record_end(logs, workers, codes, starts.count)
+        starts.end(by_themselves(workers, codes), found, workers.stop_signal)
         if (
             workers.stop_signal
             or not failed(codes)
-            or not starts_again(launch, restarts, workers, codes, found)
+            or not starts_again(launch, starts, workers, codes, found)
         ):
             break
         for path in errors.glob("*.json"):
             path.unlink()
     workers.ignore_signals()
     status = wait_for_status(folder, before, launch.nodes)
+    goodput = starts.finish()
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
@@ -514,6 +524,7 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         folder=folder,
         logs=logs,
         status=status,
+        goodput=goodput,
         is_new=status != before,
         is_first_node=launch.node_rank == 0,
         failures=found,
@@ -540,14 +551,14 @@ def correct_status(
 
 def starts_again(
     launch: Launch,
-    restarts: Restarts,
+    starts: Starts,
     workers: Workers,
     codes: dict[int, int],
     found: list[dict[str, Any]],
 ) -> bool:
     """Return whether all nodes start their processes again, after a failure on any of them."""
-    by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
-    refusal = restarts.refusal(failed(by_themselves), found)
+    own = by_themselves(workers, codes)
+    refusal = starts.refusal(failed(own), found)
     ended = read_status(launch.run_folder).get("outcome") in ("finished", "preempted")
     if launch.nodes > 1 and launch.max_restarts and not ended:
         try:
@@ -556,9 +567,14 @@ def starts_again(
             print(error, flush=True)
             return False
     if not refusal:
-        why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in by_themselves.items())
-        print(f"{why}: all processes start again, restart {restarts.count}", flush=True)
+        why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in own.items())
+        print(f"{why}: all processes start again, restart {starts.count}", flush=True)
     return not refusal
+
+
+def by_themselves(workers: Workers, codes: dict[int, int]) -> dict[int, int]:
+    """Return the exit codes of the processes that were not ended since another one had failed."""
+    return {rank: code for rank, code in codes.items() if rank not in workers.killed}
 
 
 def _one(codes: dict[int, int]) -> int:

@@ -105,6 +105,7 @@ def collect_garbage(record: int) -> None:
         gc.collect(1 if record % RECORDS_PER_FULL_COLLECTION else 2)
 
 
+START = "LAUNCH_START"  # the variable with the name of this start in starts.jsonl
 LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
 
 

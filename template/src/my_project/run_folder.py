@@ -39,6 +39,7 @@ from .files import (
     write_atomically,
     writing,
 )
+from .process import START
 from .safety.redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Run:
         self.total_steps = 0  # until the data is known
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # of the last progress that the watchdog was told
+        self.first_step_time: float | None = None  # when the first step of this start ended
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
         self.token = ""  # of this launch, set by begin() or sees()
         self.hosts: list[str] = []  # by rank
@@ -100,6 +102,7 @@ class Run:
             "step": self.step,
             "steps": self.total_steps,
             "reason": mask(reason),
+            "first_step_time": self.first_step_time,
         }
         if "result" in more:
             more["result"] = finite(more["result"])
@@ -112,6 +115,12 @@ class Run:
             write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
         except OSError as error:  # a full disk must not end the run
             logger.error("%s/status.json cannot be written: %s", self.folder, error)
+
+    def first_step_ended(self) -> None:
+        """Note when the first step of this start ended, for its launcher."""
+        self.first_step_time = time.time()
+        if self.rank == 0 and self.status().get("outcome") == "running":
+            self.write_status("running")
 
     @property
     def process_label(self) -> str:
@@ -164,7 +173,7 @@ class Run:
                 (aside / "logs").rename(logs)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._clean_up()
-        self.token = uuid.uuid4().hex
+        self.token = os.environ.get(START) or uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         self.write_status("running")
         about = self.folder / "run.json"

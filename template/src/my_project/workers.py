@@ -21,7 +21,7 @@ import psutil
 
 from . import failures
 from .process import PREEMPTED
-from .restarts import failed
+from .starts import failed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run if it comes this long after the first: launchers and

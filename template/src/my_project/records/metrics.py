@@ -179,6 +179,8 @@ class MetricsWriter:
         """Note when a step ended, since its numbers come after the next one or before a save."""
         self.epoch = self.feed.epoch
         self.ended[step] = self._now(self.epoch, self.anatomy.step_ended())
+        if self.run.first_step_time is None:
+            self.run.first_step_ended()
         if self.is_main:
             self.progress.step_ended(step + 1)
         self.profiler.step_ended(step + 1)

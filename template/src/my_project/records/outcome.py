@@ -80,13 +80,14 @@ def print_finished(folder: Path, status: dict[str, Any]) -> None:
         print_finished_block(folder, status)
 
 
-def print_finished_block(folder: Path, status: dict[str, Any]) -> None:
+def print_finished_block(folder: Path, status: dict[str, Any], goodput: str = "") -> None:
     """Show how a finished run ended, and what can be done with it."""
     step, steps, reason = status.get("step"), status.get("steps"), status.get("reason", "")
     pairs = [("steps", f"{step} of {steps}" + (f", {reason}" if step != steps else ""))]
     pairs.append(("note", status.get("note", "")))
     if "seconds" in status:
         pairs.append(("time", f"{format_seconds(status['seconds'])} in the last start"))
+    pairs.append(("goodput", goodput))
     if best := best_of(folder):
         pairs.append(("best", best))
     found = dict(status.get("result", {}))

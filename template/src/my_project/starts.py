@@ -1,0 +1,418 @@
+"""The starts of a run: which failures are followed by another one, starts.jsonl, and goodput.
+
+    python -m my_project.starts gained RUN_FOLDER JOB_ID
+    python -m my_project.starts stuck RUN_FOLDER
+
+exits with 0 if the newest launch by a Slurm job has brought a new checkpoint (gained), or if none
+of the last three launches by jobs has (stuck); with 1 otherwise.
+
+Processes are started again in place after a death by signal, lost contact with another process, or
+an error of a device. Not after any other error, which would repeat, a lack of memory, or a stop
+signal. The launcher of node 0 appends a line to starts.jsonl once a start has begun the run, and
+one when it has ended (docs/run-folder.md). Imports no torch; the loop does not import it.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGKILL, Signals
+from typing import Any
+
+import psutil
+
+from .failures import first_failure, read_errors
+from .files import each_record, format_seconds, kind_of, read_json, step_of, write_atomically
+from .process import PREEMPTED
+from .records.outcome import checkpoints
+
+CAUSES = ("lost contact", "device error")
+REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
+EXIT_SECONDS = 1.0  # when one has exited, which has reported why
+SAVE_SECONDS = 10.0  # for a checkpoint that is being written
+ENDED = ("finished", "preempted")  # with nothing to do again
+STUCK_LAUNCHES = 3
+
+
+def failed(codes: Mapping[int, int | None]) -> dict[int, int]:
+    """Return the exit codes of processes that have failed, by rank; -n: ended by signal n."""
+    return {rank: code for rank, code in codes.items() if code and code != PREEMPTED}
+
+
+def kills_for_memory() -> int:
+    """Return how many processes of this cgroup the kernel has killed for lack of memory."""
+    try:
+        (own,) = re.findall(r"(?m)^0::(.*)$", Path("/proc/self/cgroup").read_text())
+        events = Path(f"/sys/fs/cgroup{own}/memory.events").read_text()
+        return int(re.findall(r"(?m)^oom_kill (\d+)$", events)[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+@dataclass(kw_only=True)
+class Starts:
+    """The starts of one launch on this node."""
+
+    folder: Path
+    limit: int  # of restarts in place, without a new step in between
+    is_written: bool = False  # into starts.jsonl, on node 0
+    nodes: int = 1
+    world_size: int = 1
+    count: int = 0  # of restarts
+    launch: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    _began: float = field(default_factory=lambda: psutil.Process().create_time())
+    _lines: list[dict[str, Any]] = field(default_factory=list)  # not written yet
+    _in_vain: int = 0  # since the last new step
+    _furthest: int = 0
+    _last: tuple[str, int] = ("", -1)  # the failure before: what and at which step
+    _killed_for_memory: int = field(default_factory=kills_for_memory)
+
+    def __post_init__(self) -> None:
+        self._about_before = read_json(self.folder / "run.json")
+        self._unended = unended(self.folder) if self.is_written else {}
+
+    @property
+    def id(self) -> str:
+        """Return the name of the current start, which run.json and error files have as launch."""
+        return f"{self.launch}.{self.count}"
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the current start has begun the run."""
+        return read_json(self.folder / "run.json").get("launch") == self.id
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of this attempt; 0 until one has begun the run.
+
+        So long --resume never holds: the run that it moves aside is still there.
+        """
+        return self.count if read_json(self.folder / "run.json") != self._about_before else 0
+
+    def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
+        """Return whether the processes that are left need to be waited for no longer.
+
+        Args:
+            codes: by rank; None: still running.
+            seconds: since the first has failed.
+        """
+        if self._lines and self.has_begun:
+            self._write()
+        signals = [code for code in failed(codes).values() if code < 0]
+        if not signals:
+            return seconds > EXIT_SECONDS
+        if self._in_vain >= self.limit or kills_for_memory() > self._killed_for_memory:
+            return seconds > REPORT_SECONDS
+        started = self.folder.glob("checkpoints/step_*")
+        is_writing = any(not (path / "manifest.json").exists() for path in started)
+        return not (is_writing and codes.get(0, 0) is None) or seconds > SAVE_SECONDS
+
+    def refusal(self, codes: dict[int, int], failures: list[dict[str, Any]]) -> str:
+        """Return why the processes are not started again; "" if they are.
+
+        Args:
+            codes: exit codes of the processes that failed by themselves, by rank.
+            failures: the error files of this attempt.
+        """
+        first = first_failure(failures)
+        signals = [-code for code in codes.values() if code < 0]
+        if not signals and first.get("cause") not in CAUSES:
+            return "the error would repeat"
+        if kills_for_memory() > self._killed_for_memory:
+            return "the kernel has killed a process for lack of memory"
+        steps = [one["step"] or 0 for one in failures]
+        step = max([*steps, *map(step_of, checkpoints(self.folder)[-1:])], default=0)
+        what = Signals(signals[0]).name if signals else first["cause"]
+        if (what, step) == self._last and what not in ("lost contact", SIGKILL.name):
+            return f"{what} again at step {step}"
+        self._last = (what, step)
+        if step > self._furthest:
+            self._furthest, self._in_vain = step, 0
+        if self._in_vain >= self.limit:
+            return (
+                f"{self.limit} restarts have brought no new step" if self.limit else "no restarts"
+            )
+        self._in_vain += 1
+        self.count += 1
+        return ""
+
+    # ---- starts.jsonl ----------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Note the beginning of a start, whose line is written once it has begun the run.
+
+        Before that, --resume never has not moved the folder aside.
+        """
+        if self.is_written:
+            about = {"nodes": self.nodes, "world_size": self.world_size}
+            about = {"job": os.environ.get("SLURM_JOB_ID", ""), **about}
+            line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}
+            self._lines.append(line | {"time": self._began} | about)
+
+    def end(self, codes: Mapping[int, int], failures: list[dict[str, Any]], stop: str) -> None:
+        """Note how the current start has ended.
+
+        Args:
+            codes: exit codes of the processes that ended by themselves, by rank.
+            failures: the error files of this start on this node.
+            stop: the stop signal; "" without one.
+        """
+        began, self._began = self._began, time.time()  # a restart begins here
+        if not self.is_written:
+            return
+        has_begun = self.has_begun
+        is_refusal = first_failure(failures).get("cause") == "setting"
+        if not has_begun and (is_refusal or not any(codes.values())):
+            self._lines = []  # it had finished before, or a refusal
+            return
+        status = read_json(self.folder / "status.json") if has_begun else {}
+        failures = sorted(
+            [*failures, *read_errors(self.folder, self.id)], key=lambda one: one["time"]
+        )
+        signals = [Signals(-code).name for code in codes.values() if code < 0]
+        if status.get("outcome") in ENDED:
+            outcome, cause = status["outcome"], stop
+        elif stop:
+            outcome, cause = "preempted", stop
+        else:
+            outcome = "killed" if signals else "failed"
+            cause = signals[0] if signals else first_failure(failures).get("cause", "")
+        steps = [one["step"] or 0 for one in failures]
+        line = {"event": "end", "id": self.id, "time": self._began}
+        line |= progress(self.folder, began, status, steps)
+        self._lines.append(line | {"outcome": outcome, "cause": cause})
+        if has_begun:
+            self._write()
+
+    def finish(self) -> dict[str, Any]:
+        """Write what is left, and goodput into status.json; return that, {} where not known."""
+        if self._lines:
+            self._write()
+        if not (self.is_written and self.has_begun):
+            return {}
+        shares = goodput(self.folder)
+        with suppress(OSError):  # a full disk
+            status = read_json(self.folder / "status.json") | {"goodput": shares}
+            write_atomically(self.folder / "status.json", json.dumps(status) + "\n")
+        return shares
+
+    def _write(self) -> None:
+        """Append the lines, and one for a start before whose launcher was killed."""
+        path = self.folder / "starts.jsonl"
+        is_there = self._unended and self._unended["id"] in {
+            one["id"] for one in lines(self.folder)
+        }
+        added = [self._unended] * bool(is_there) + self._lines
+        step = newest_checkpoint(self.folder)
+        text = "".join(json.dumps({"checkpoint": step} | line) + "\n" for line in added)
+        with suppress(OSError), path.open("ab+") as file:  # a full disk: tried again at the end
+            file.seek(max(0, file.tell() - 1))
+            is_cut = file.read() not in (b"", b"\n")
+            file.write(b"\n" * is_cut + text.encode())
+            self._lines, self._unended = [], {}
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """Return the step of the newest complete checkpoint."""
+    return next(map(step_of, checkpoints(folder)[-1:]), None)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of starts.jsonl, without damaged ones; [] where no launcher wrote any."""
+    found = []
+    with suppress(OSError):
+        for text in (folder / "starts.jsonl").read_bytes().splitlines():
+            with suppress(ValueError, RecursionError):
+                line = json.loads(text)
+                known = isinstance(line, dict) and {"event", "id", "time"} <= {*line}
+                if known and isinstance(line["id"], str) and _number(line["time"]):
+                    found.append(line)
+    return found
+
+
+def _number(value: Any) -> float:
+    return float(value) if type(value) in (int, float) and 0 < value < 1e11 else 0.0
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl that say when they were written."""
+    try:
+        found = list(each_record(folder / "metrics.jsonl"))
+    except OSError:
+        return []
+    return [record for record in found if _number(record.get("time"))]
+
+
+def progress(
+    folder: Path, began: float, status: dict[str, Any], steps: list[int]
+) -> dict[str, Any]:
+    """Return first_step_time, from_step and step of a start, which is the newest of the run."""
+    records = [record for record in records_of(folder) if record["time"] >= began]
+    from_steps = [record["step"] for record in records if kind_of(record) == "start"]
+    first = _number(status.get("first_step_time"))
+    reached = [record["step"] for record in records] + steps + [status.get("step", 0)]
+    return {
+        "first_step_time": first if first >= began else None,
+        "from_step": from_steps[0] if from_steps else None,
+        "step": max(reached),
+    }
+
+
+def unended(folder: Path) -> dict[str, Any]:
+    """Return an end line for the last start if its launcher was killed; {} if it was not.
+
+    Written by the next launcher, since its processes drop the records of steps to be done again.
+    """
+    last = next(iter(lines(folder)[-1:]), {})
+    if last.get("event") != "start":
+        return {}
+    status = read_json(folder / "status.json")
+    times = [record["time"] for record in records_of(folder)[-1:]]
+    times += [last["time"], _number(status.get("first_step_time"))]
+    line = {"event": "end", "id": last["id"], "time": max(times)}
+    line |= progress(folder, last["time"], status, [])
+    return line | {"outcome": "killed", "cause": "", "checkpoint": newest_checkpoint(folder)}
+
+
+def each_start(folder: Path) -> list[dict[str, Any]]:
+    """Return the starts in starts.jsonl, each with the fields of both lines, "began", and "time".
+
+    "time" is when it ended; None for one under way, or whose launcher was killed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines(folder):
+        if line["event"] == "start":
+            found[line["id"]] = line | {"began": line["time"], "time": None}
+            found[line["id"]]["checkpoint_before"] = line.get("checkpoint")
+        elif line["id"] in found:
+            found[line["id"]] |= line
+    return list(found.values())
+
+
+# ---- goodput -------------------------------------------------------------------------------------
+PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
+
+
+def goodput(folder: Path) -> dict[str, Any]:
+    """Return what the time of a run was spent on, as fractions by name; {} without starts.jsonl.
+
+    Returns:
+        "launcher" and "calendar", over the time in which a launcher ran and over that since the
+        first one began: "seconds", and the share of each of PARTS; in the calendar also "down".
+        "unknown_starts": those by accelerate launch or torchrun, of which no line says anything.
+    """
+    starts, records = each_start(folder), records_of(folder)
+    if not starts:
+        return {}
+    sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    outside = records
+    for i, start in enumerate(starts):
+        until = start["time"] or (starts[i + 1]["began"] if i + 1 < len(starts) else float("inf"))
+        own = [one for one in records if start["began"] <= one["time"] <= until]
+        outside = [one for one in outside if not start["began"] <= one["time"] <= until]
+        start["time"] = start["time"] or max([start["began"], *(one["time"] for one in own)])
+        later = [one["from_step"] for one in starts[i + 1 :] if one.get("from_step") is not None]
+        parts = parts_of(start, own, min(later, default=None))
+        sums = {name: sums[name] + parts[name] for name in PARTS}
+    launcher = sum(sums.values())
+    calendar = max(start["time"] for start in starts) - starts[0]["began"]
+    calendar = max(calendar, launcher, 1e-9)
+    return {
+        "launcher": shares(sums, launcher),
+        "calendar": shares(sums | {"down": calendar - launcher}, calendar),
+        "unknown_starts": sum(kind_of(one) == "start" for one in outside),
+    }
+
+
+def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
+    """Return the share of each part in the whole, whose seconds are the first item."""
+    found = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
+    return {"seconds": round(whole, 1)} | found
+
+
+def parts_of(
+    start: dict[str, Any], records: list[dict[str, Any]], continued: int | None
+) -> dict[str, float]:
+    """Return the seconds of each of PARTS in a start.
+
+    Args:
+        start: see each_start.
+        records: written in it, of steps that no later start has dropped.
+        continued: the least step from which a later one continued; None: none has got so far.
+    """
+    found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    end = start["time"]
+    is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
+    if continued is None:
+        continued = start.get("checkpoint") or 0 if is_lost else sys.maxsize
+    known = [one for one in records if kind_of(one) != "start" and one["step"] <= continued]
+    first = _number(start.get("first_step_time")) or next((one["time"] for one in known), end)
+    known = [one for one in known if one["time"] > first]
+    last = first
+    for record in known:
+        kind = kind_of(record)
+        if kind == "interval":
+            found["data"] += _number(record.get("data_share")) * (record["time"] - last)
+            last = record["time"]
+        elif kind in ("checkpoint", "evaluation"):
+            name = "saving" if kind == "checkpoint" else kind
+            found[name] += _number(record.get("seconds"))
+    kept_until = max([first, *(one["time"] for one in known)])
+    is_lost |= start.get("step", 0) > continued
+    found["startup"] = first - start["began"]
+    found["lost" if is_lost else "ending"] = end - kept_until
+    pauses = found["data"] + found["saving"] + found["evaluation"]
+    return found | {"kept": max(0.0, kept_until - first - pauses)}
+
+
+def in_words(shares: dict[str, Any]) -> str:
+    """Return what goodput says of the calendar, the largest loss first: a line."""
+    if not shares:
+        return ""
+    rest = dict(shares["calendar"])
+    seconds, kept = rest.pop("seconds"), rest.pop("kept")
+    names = sorted((name for name in rest if rest[name] >= 0.005), key=lambda name: -rest[name])
+    lost = ", ".join(f"{WORDS.get(name, name)} {rest[name]:.0%}" for name in names)
+    return f"{kept:.0%} of {format_seconds(seconds)} since the first launch; {lost}"
+
+
+WORDS = {
+    "startup": "start-up",
+    "lost": "lost steps",
+    "data": "waiting for data",
+    "down": "no launcher ran",
+}
+
+
+# ---- for schedulers ------------------------------------------------------------------------------
+def gains(folder: Path) -> list[tuple[str, bool]]:
+    """Return the job of each launch by Slurm, and whether it has brought a new checkpoint.
+
+    A job that is requeued keeps its id, so that its launches count one by one.
+    """
+    first: dict[str, dict[str, Any]] = {}
+    for start in each_start(folder):
+        if start.get("job"):
+            first.setdefault(str(start.get("launch")), start)
+    before = [start.get("checkpoint_before") or 0 for start in first.values()]
+    after = [*before[1:], newest_checkpoint(folder) or 0]
+    jobs = [str(start["job"]) for start in first.values()]
+    return [(job, b > a) for job, a, b in zip(jobs, before, after[: len(jobs)], strict=True)]
+
+
+def main(command: str, folder: str, job: str = "") -> int:
+    """Return 0 for yes, 1 for no."""
+    found = gains(Path(folder))
+    if command == "gained":
+        return 0 if [gained for one, gained in found if one == job][-1:] == [True] else 1
+    last = [gained for _, gained in found[-STUCK_LAUNCHES:]]
+    return 0 if len(last) == STUCK_LAUNCHES and not any(last) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

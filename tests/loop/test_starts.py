@@ -1,0 +1,220 @@
+"""starts.jsonl, and what it says of the time of a run: from folders made without training."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from my_project import starts
+from my_project.starts import Starts, goodput, lines
+from test_structure import PACKAGE
+
+BEGAN = 1_790_000_000.0
+
+
+def append(path: Path, *records: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def line(event: str, name: str, time: float, **more: Any) -> dict[str, Any]:
+    return {
+        "event": event,
+        "id": name,
+        "launch": name.partition(".")[0],
+        "time": BEGAN + time,
+        **more,
+    }
+
+
+def record(kind: str, step: int, time: float, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "step": step, "time": BEGAN + time, **more}
+
+
+def end(name: str, time: float, first: float, outcome: str, *steps: int | None) -> dict[str, Any]:
+    """Return an end line; steps: from_step, step, checkpoint."""
+    known = dict(zip(("from_step", "step", "checkpoint"), steps, strict=True))
+    return line("end", name, time, first_step_time=BEGAN + first, outcome=outcome, **known)
+
+
+def save(folder: Path, step: int) -> None:
+    path = folder / f"checkpoints/step_{step:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").touch()
+
+
+def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
+    """A start that was killed after its save at step 10, 30 s without a launcher, one to the end.
+
+    Of the second one an evaluation of 4 s and a save of 2 s, and half of 20 s of data.
+    """
+    append(
+        tmp_path / "starts.jsonl",
+        line("start", "a.0", 0), end("a.0", 50, 10, "killed", 0, 18, 10),
+        line("start", "b.0", 80), end("b.0", 130, 90, "finished", 10, 30, 30),
+    )  # fmt: skip
+    append(
+        tmp_path / "metrics.jsonl",  # as the second start has left it
+        record("start", 0, 8), record("interval", 10, 28, data_share=0.0),
+        record("checkpoint", 10, 30, seconds=2.0),
+        record("start", 10, 88), record("interval", 20, 110, data_share=0.5),
+        record("evaluation", 20, 114, seconds=4.0), record("interval", 30, 124, data_share=0.0),
+        record("checkpoint", 30, 126, seconds=2.0),
+    )  # fmt: skip
+    found = goodput(tmp_path)
+    seconds = {name: share * 130 for name, share in found["calendar"].items() if name != "seconds"}
+    wanted = {"kept": 18 + 20, "startup": 20, "lost": 20, "saving": 4, "evaluation": 4}
+    wanted |= {"data": 10, "ending": 4, "down": 30}
+    assert seconds == pytest.approx(wanted, abs=0.02)
+    assert found["launcher"]["seconds"] == 100
+    assert found["launcher"]["kept"] == pytest.approx(0.38)
+    assert starts.in_words(found).startswith(
+        "29% of 2 min 10 s since the first launch; no launcher"
+    )
+    assert found["unknown_starts"] == 0
+
+
+def test_six_starts_with_five_kills_are_counted_by_the_clock(tmp_path):
+    """Each trains 10 s and is killed after 40; elapsed_seconds says 60 of all of them."""
+    path = tmp_path / "metrics.jsonl"
+    for i in range(6):
+        at = 45 * i
+        append(
+            path,
+            record("start", 10 * i, at + 4),
+            record("checkpoint", 10 * i + 10, at + 15, seconds=0.0),
+        )
+        last = (10 * i, 10 * i + 30, 10 * i + 10)
+        outcome = "killed" if i < 5 else "finished"
+        append(
+            tmp_path / "starts.jsonl",
+            line("start", f"{i}.0", at),
+            end(f"{i}.0", at + 44, at + 5, outcome, *last),
+        )
+    found = goodput(tmp_path)
+    assert found["calendar"]["seconds"] == 269
+    assert found["launcher"]["seconds"] == 6 * 44
+    assert found["calendar"]["kept"] == pytest.approx(60 / 269, abs=1e-3)
+    assert found["calendar"]["lost"] == pytest.approx(5 * 29 / 269, abs=1e-3)
+
+
+def test_steps_whose_checkpoint_was_damaged_are_lost_too(tmp_path):
+    append(
+        tmp_path / "starts.jsonl",
+        line("start", "a.0", 0), end("a.0", 20, 0.1, "preempted", 0, 20, 20),
+        line("start", "b.0", 20), end("b.0", 40, 20.1, "finished", 5, 20, 20),
+    )  # fmt: skip
+    append(
+        tmp_path / "metrics.jsonl",
+        record("checkpoint", 5, 5.1, seconds=0.0), record("start", 5, 20),
+        record("interval", 20, 40),
+    )  # fmt: skip
+    assert goodput(tmp_path)["launcher"]["lost"] == pytest.approx(14.9 / 40, abs=1e-3)
+
+
+def test_starts_by_accelerate_are_named_and_damaged_lines_left_out(tmp_path):
+    assert goodput(tmp_path) == {}
+    append(tmp_path / "metrics.jsonl", record("start", 0, -100), record("interval", 5, -90))
+    append(tmp_path / "starts.jsonl", line("start", "a.0", 0), end("a.0", 9, 3, "failed", 5, 5, 5))
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write('{"event": "start", "id": 3, "time": "x"}\n[1]\n{"event": "sta')
+    assert goodput(tmp_path)["unknown_starts"] == 1
+    assert len(lines(tmp_path)) == 2
+
+
+# ---- what the launcher writes --------------------------------------------------------------------
+def begin(one: Starts, step: int) -> None:
+    """Do what the processes of a start do."""
+    one.begin()
+    one.folder.mkdir(exist_ok=True)
+    (one.folder / "run.json").write_text(json.dumps({"launch": one.id}))
+    now = one._began + 1
+    status = {"outcome": "running", "step": step + 1, "first_step_time": now}
+    (one.folder / "status.json").write_text(json.dumps(status))
+    append(one.folder / "metrics.jsonl", {"kind": "start", "step": step, "time": now})
+    one.may_kill({0: None}, 0.0)
+
+
+def test_the_line_of_a_start_comes_with_the_run_into_its_folder(tmp_path):
+    """With --resume never the folder that was there moves aside while the processes start."""
+    folder = tmp_path / "run"
+    append_to_old = Starts(folder=folder, limit=3, is_written=True)
+    begin(append_to_old, 0)
+    save(folder, 4)
+    one = Starts(folder=folder, limit=3, is_written=True, nodes=2, world_size=4)
+    one.begin()
+    one.may_kill({0: None}, 0.0)
+    folder.rename(tmp_path / "old")
+    begin(one, 0)
+    one.end({0: -9}, [], "")
+    assert [found["id"] for found in lines(tmp_path / "old")] == [append_to_old.id]
+    first, *_, last = lines(folder)
+    assert (first["event"], first["nodes"], first["world_size"]) == ("start", 2, 4)
+    assert first["checkpoint"] is None
+    assert (last["outcome"], last["cause"], last["from_step"]) == ("killed", "SIGKILL", 0)
+
+
+def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
+    """Its last records are read before the processes drop them."""
+    first = Starts(folder=tmp_path, limit=3, is_written=True)
+    begin(first, 0)
+    until = first._began + 100
+    append(tmp_path / "metrics.jsonl", {"kind": "interval", "step": 9, "time": until})
+    second = Starts(folder=tmp_path, limit=3, is_written=True)
+    (tmp_path / "metrics.jsonl").unlink()
+    begin(second, 5)
+    found = lines(tmp_path)
+    assert [one["event"] for one in found] == ["start", "end", "start"]
+    assert (found[1]["id"], found[1]["step"], found[1]["time"]) == (first.id, 9, until)
+    assert found[1]["outcome"] == "killed"
+
+
+def test_a_refusal_and_a_run_that_had_finished_leave_no_line(tmp_path):
+    for codes, cause in (({0: 2}, "setting"), ({0: 0}, "")):
+        one = Starts(folder=tmp_path, limit=3, is_written=True)
+        one.begin()
+        one.end(codes, [{"cause": cause, "time": 1.0, "step": None}] * bool(cause), "")
+        assert one.finish() == {}
+        assert lines(tmp_path) == []
+
+
+def test_a_start_that_fails_before_the_run_begins_is_written_at_the_end(tmp_path):
+    one = Starts(folder=tmp_path, limit=3, is_written=True)
+    one.begin()
+    one.end({0: 1}, [{"cause": "exception", "time": 1.0, "step": None}], "")
+    assert lines(tmp_path) == []
+    one.finish()
+    assert [found["event"] for found in lines(tmp_path)] == ["start", "end"]
+    assert lines(tmp_path)[1]["cause"] == "exception"
+
+
+# ---- for schedulers ------------------------------------------------------------------------------
+def ask(*words: object) -> int:
+    """Ask in a process that has no torch."""
+    block = "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['starts', *sys.argv[1:]];"
+    code = f"{block} runpy.run_module('my_project.starts', run_name='__main__')"
+    path = {"PYTHONPATH": str(PACKAGE.parent)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], env=path, check=False
+    ).returncode
+
+
+def test_gained_and_stuck(tmp_path):
+    """A job that is requeued keeps its id: each of its launches counts."""
+    path = tmp_path / "starts.jsonl"
+    append(path, line("start", "a.0", 0, job="7", checkpoint=None))
+    save(tmp_path, 5)
+    assert ask("gained", tmp_path, "7") == 0
+    assert ask("gained", tmp_path, "8") == 1
+    append(path, line("start", "a.1", 1, job="7", checkpoint=5))  # in place: of the same launch
+    assert ask("gained", tmp_path, "7") == 0
+    for i in range(3):
+        assert ask("stuck", tmp_path) == 1
+        append(path, line("start", f"b{i}.0", 2 + i, job="7", checkpoint=5))
+        assert ask("gained", tmp_path, "7") == 1
+    assert ask("stuck", tmp_path) == 0
+    save(tmp_path, 6)
+    assert ask("stuck", tmp_path) == 1
+    assert ask("gained", tmp_path, "7") == 0
