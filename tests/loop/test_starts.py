@@ -131,7 +131,7 @@ def begin(one: Starts, step: int) -> None:
     one.folder.mkdir(exist_ok=True)
     (one.folder / "run.json").write_text(json.dumps({"launch": one.id}))
     now = one._began + 1
-    status = {"outcome": "running", "step": step + 1, "first_step_time": now}
+    status = {"outcome": "running", "step": step + 1, "first_step_time": now, "from_step": step}
     (one.folder / "status.json").write_text(json.dumps(status))
     append(one.folder / "metrics.jsonl", {"kind": "start", "step": step, "time": now})
     one.may_kill({0: None}, 0.0)

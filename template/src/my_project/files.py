@@ -180,7 +180,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         return {}
     status = read_json(folder / "status.json")
     kinds = dict.fromkeys(("outcome", "reason", "note"), str)
-    kinds |= {"result": dict, "failure": dict}
+    kinds |= dict.fromkeys(("result", "failure", "goodput"), dict)
     kinds |= dict.fromkeys(("step", "steps", "patience"), int)
     intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
     if not intact or not all(

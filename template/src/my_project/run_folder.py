@@ -74,6 +74,7 @@ class Run:
         self.step = 0  # steps done, for failure reports
         self.progress_time: float | None = None  # of the last progress that the watchdog was told
         self.first_step_time: float | None = None  # when the first step of this start ended
+        self.from_step: int | None = None  # the steps done before it
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
         self.token = ""  # of this launch, set by begin() or sees()
         self.hosts: list[str] = []  # by rank
@@ -103,6 +104,7 @@ class Run:
             "steps": self.total_steps,
             "reason": mask(reason),
             "first_step_time": self.first_step_time,
+            "from_step": self.from_step,
         }
         if "result" in more:
             more["result"] = finite(more["result"])
@@ -116,9 +118,9 @@ class Run:
         except OSError as error:  # a full disk must not end the run
             logger.error("%s/status.json cannot be written: %s", self.folder, error)
 
-    def first_step_ended(self) -> None:
+    def first_step_ended(self, step: int) -> None:
         """Note when the first step of this start ended, for its launcher."""
-        self.first_step_time = time.time()
+        self.first_step_time, self.from_step = time.time(), step
         if self.rank == 0 and self.status().get("outcome") == "running":
             self.write_status("running")
 

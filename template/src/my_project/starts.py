@@ -13,22 +13,31 @@ one when it has ended (docs/run-folder.md). Imports no torch; the loop does not 
 """
 
 import json
+import math
 import os
 import re
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, Signals
-from typing import Any
-
-import psutil
+from typing import Any, NamedTuple
 
 from .failures import first_failure, read_errors
-from .files import each_record, format_seconds, kind_of, read_json, step_of, write_atomically
+from .files import (
+    each_record,
+    format_seconds,
+    kind_of,
+    parse_record,
+    read_json,
+    read_status,
+    step_of,
+    write_atomically,
+)
 from .process import PREEMPTED
 from .records.outcome import checkpoints
 
@@ -38,6 +47,8 @@ EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
 ENDED = ("finished", "preempted")  # with nothing to do again
 STUCK_LAUNCHES = 3
+TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last record stands
+STEPS = ("from_step", "step", "checkpoint")  # of a line
 
 
 def failed(codes: Mapping[int, int | None]) -> dict[int, int]:
@@ -66,7 +77,9 @@ class Starts:
     world_size: int = 1
     count: int = 0  # of restarts
     launch: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    _began: float = field(default_factory=lambda: psutil.Process().create_time())
+    _began: float = field(
+        default_factory=lambda: float(os.environ.get("LAUNCH_TIME") or time.time())
+    )
     _lines: list[dict[str, Any]] = field(default_factory=list)  # not written yet
     _in_vain: int = 0  # since the last new step
     _furthest: int = 0
@@ -170,7 +183,7 @@ class Starts:
         if not has_begun and (is_refusal or not any(codes.values())):
             self._lines = []  # it had finished before, or a refusal
             return
-        status = read_json(self.folder / "status.json") if has_begun else {}
+        status = read_status(self.folder) if has_begun else {}
         failures = sorted(
             [*failures, *read_errors(self.folder, self.id)], key=lambda one: one["time"]
         )
@@ -231,7 +244,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
                 line = json.loads(text)
                 known = isinstance(line, dict) and {"event", "id", "time"} <= {*line}
                 if known and isinstance(line["id"], str) and _number(line["time"]):
-                    found.append(line)
+                    steps = {name: line.get(name) for name in STEPS}
+                    found.append(
+                        line | {n: x if type(x) is int else None for n, x in steps.items()}
+                    )
     return found
 
 
@@ -239,27 +255,53 @@ def _number(value: Any) -> float:
     return float(value) if type(value) in (int, float) and 0 < value < 1e11 else 0.0
 
 
-def records_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl that say when they were written."""
-    try:
-        found = list(each_record(folder / "metrics.jsonl"))
-    except OSError:
-        return []
-    return [record for record in found if _number(record.get("time"))]
+class Record(NamedTuple):
+    """What is read of a record of metrics.jsonl, of which there may be a million."""
+
+    kind: str
+    step: int
+    time: float
+    seconds: float  # of an evaluation or a save
+    data_share: float  # of an interval
+
+
+def as_record(record: dict[str, Any]) -> Record:
+    """Return a record; its time is 0 where it does not say one."""
+    return Record(
+        kind=sys.intern(kind_of(record)),
+        step=record.get("step", 0),
+        time=_number(record.get("time")),
+        seconds=_number(record.get("seconds")),
+        data_share=min(1.0, _number(record.get("data_share"))),
+    )
+
+
+def last_record(folder: Path) -> Record:
+    """Return the last record of metrics.jsonl; its step and time are 0 without one."""
+    found: list[bytes] = []
+    with suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        found = file.read().splitlines()
+    return as_record(next(filter(None, map(parse_record, reversed(found))), {}))
 
 
 def progress(
     folder: Path, began: float, status: dict[str, Any], steps: list[int]
 ) -> dict[str, Any]:
-    """Return first_step_time, from_step and step of a start, which is the newest of the run."""
-    records = [record for record in records_of(folder) if record["time"] >= began]
-    from_steps = [record["step"] for record in records if kind_of(record) == "start"]
-    first = _number(status.get("first_step_time"))
-    reached = [record["step"] for record in records] + steps + [status.get("step", 0)]
+    """Return first_step_time, from_step and step of a start, which is the newest of the run.
+
+    Args:
+        folder: the run folder.
+        began: when it began.
+        status: the content of its status.json.
+        steps: that its error files name.
+    """
+    last, first = last_record(folder), _number(status.get("first_step_time"))
+    has_stepped = first >= began
     return {
-        "first_step_time": first if first >= began else None,
-        "from_step": from_steps[0] if from_steps else None,
-        "step": max(reached),
+        "first_step_time": first if has_stepped else None,
+        "from_step": status.get("from_step") if has_stepped else None,
+        "step": max([0, *steps, status.get("step", 0), last.step * (last.time >= began)]),
     }
 
 
@@ -268,33 +310,41 @@ def unended(folder: Path) -> dict[str, Any]:
 
     Written by the next launcher, since its processes drop the records of steps to be done again.
     """
-    last = next(iter(lines(folder)[-1:]), {})
-    if last.get("event") != "start":
+    start = next(iter(lines(folder)[-1:]), {})
+    if start.get("event") != "start":
         return {}
-    status = read_json(folder / "status.json")
-    times = [record["time"] for record in records_of(folder)[-1:]]
-    times += [last["time"], _number(status.get("first_step_time"))]
-    line = {"event": "end", "id": last["id"], "time": max(times)}
-    line |= progress(folder, last["time"], status, [])
+    known = progress(folder, start["time"], read_status(folder), [])
+    times = start["time"], known["first_step_time"] or 0, last_record(folder).time
+    line = {"event": "end", "id": start["id"], "time": max(times)} | known
     return line | {"outcome": "killed", "cause": "", "checkpoint": newest_checkpoint(folder)}
 
 
 def each_start(folder: Path) -> list[dict[str, Any]]:
-    """Return the starts in starts.jsonl, each with the fields of both lines, "began", and "time".
+    """Return the starts in starts.jsonl by time, each with the fields of both of its lines.
 
-    "time" is when it ended; None for one under way, or whose launcher was killed.
+    "began" and "checkpoint_before" are of the first; "time" is when it ended, None for one that
+    is under way or whose launcher was killed.
     """
     found: dict[str, dict[str, Any]] = {}
     for line in lines(folder):
         if line["event"] == "start":
-            found[line["id"]] = line | {"began": line["time"], "time": None}
-            found[line["id"]]["checkpoint_before"] = line.get("checkpoint")
+            about = {"began": line["time"], "checkpoint_before": line["checkpoint"], "time": None}
+            found[line["id"]] = line | about
         elif line["id"] in found:
             found[line["id"]] |= line
-    return list(found.values())
+    return sorted(found.values(), key=lambda start: start["began"])
 
 
 # ---- goodput -------------------------------------------------------------------------------------
+def records_of(folder: Path) -> Iterator[Record]:
+    """Yield the records of metrics.jsonl that say when they were written."""
+    with suppress(OSError):
+        for found in each_record(folder / "metrics.jsonl"):
+            if (record := as_record(found)).time:
+                yield record
+
+
+PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
 
 
@@ -306,26 +356,32 @@ def goodput(folder: Path) -> dict[str, Any]:
         first one began: "seconds", and the share of each of PARTS; in the calendar also "down".
         "unknown_starts": those by accelerate launch or torchrun, of which no line says anything.
     """
-    starts, records = each_start(folder), records_of(folder)
-    if not starts:
+    if not (starts := each_start(folder)):
         return {}
+    began = [start["began"] for start in starts]
+    own: list[list[Record]] = [[] for _ in starts]
+    unknown_starts = 0
+    for record in records_of(folder):
+        at = bisect_right(began, record.time) - 1
+        if at >= 0 and record.time <= (starts[at]["time"] or math.inf):
+            own[at].append(record)
+        else:
+            unknown_starts += record.kind == "start"
     sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    outside = records
-    for i, start in enumerate(starts):
-        until = start["time"] or (starts[i + 1]["began"] if i + 1 < len(starts) else float("inf"))
-        own = [one for one in records if start["began"] <= one["time"] <= until]
-        outside = [one for one in outside if not start["began"] <= one["time"] <= until]
-        start["time"] = start["time"] or max([start["began"], *(one["time"] for one in own)])
-        later = [one["from_step"] for one in starts[i + 1 :] if one.get("from_step") is not None]
-        parts = parts_of(start, own, min(later, default=None))
+    continued = None
+    for start, records in zip(reversed(starts), reversed(own), strict=True):
+        start["time"] = start["time"] or max([start["began"], *(one.time for one in records)])
+        parts = parts_of(start, records, continued)
         sums = {name: sums[name] + parts[name] for name in PARTS}
+        steps = [step for step in (continued, start["from_step"]) if step is not None]
+        continued = min(steps, default=None)
     launcher = sum(sums.values())
     calendar = max(start["time"] for start in starts) - starts[0]["began"]
     calendar = max(calendar, launcher, 1e-9)
     return {
         "launcher": shares(sums, launcher),
         "calendar": shares(sums | {"down": calendar - launcher}, calendar),
-        "unknown_starts": sum(kind_of(one) == "start" for one in outside),
+        "unknown_starts": unknown_starts,
     }
 
 
@@ -336,7 +392,7 @@ def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
 
 
 def parts_of(
-    start: dict[str, Any], records: list[dict[str, Any]], continued: int | None
+    start: dict[str, Any], records: list[Record], continued: int | None
 ) -> dict[str, float]:
     """Return the seconds of each of PARTS in a start.
 
@@ -348,22 +404,20 @@ def parts_of(
     found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     end = start["time"]
     is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
-    if continued is None:
-        continued = start.get("checkpoint") or 0 if is_lost else sys.maxsize
-    known = [one for one in records if kind_of(one) != "start" and one["step"] <= continued]
-    first = _number(start.get("first_step_time")) or next((one["time"] for one in known), end)
-    known = [one for one in known if one["time"] > first]
+    kept_step = start["checkpoint"] or 0 if is_lost else sys.maxsize
+    kept_step = kept_step if continued is None else continued
+    known = [one for one in records if one.kind != "start" and one.step <= kept_step]
+    first = _number(start.get("first_step_time")) or next((one.time for one in known), end)
+    known = [one for one in known if one.time > first]
     last = first
     for record in known:
-        kind = kind_of(record)
-        if kind == "interval":
-            found["data"] += _number(record.get("data_share")) * (record["time"] - last)
-            last = record["time"]
-        elif kind in ("checkpoint", "evaluation"):
-            name = "saving" if kind == "checkpoint" else kind
-            found[name] += _number(record.get("seconds"))
-    kept_until = max([first, *(one["time"] for one in known)])
-    is_lost |= start.get("step", 0) > continued
+        if record.kind == "interval":
+            found["data"] += record.data_share * (record.time - last)
+            last = record.time
+        elif record.kind in PAUSES:
+            found[PAUSES[record.kind]] += record.seconds
+    kept_until = max([first, *(one.time for one in known)])
+    is_lost |= (start["step"] or 0) > kept_step
     found["startup"] = first - start["began"]
     found["lost" if is_lost else "ending"] = end - kept_until
     pauses = found["data"] + found["saving"] + found["evaluation"]
@@ -399,7 +453,7 @@ def gains(folder: Path) -> list[tuple[str, bool]]:
     for start in each_start(folder):
         if start.get("job"):
             first.setdefault(str(start.get("launch")), start)
-    before = [start.get("checkpoint_before") or 0 for start in first.values()]
+    before = [start["checkpoint_before"] or 0 for start in first.values()]
     after = [*before[1:], newest_checkpoint(folder) or 0]
     jobs = [str(start["job"]) for start in first.values()]
     return [(job, b > a) for job, a, b in zip(jobs, before, after[: len(jobs)], strict=True)]

@@ -180,7 +180,7 @@ class MetricsWriter:
         self.epoch = self.feed.epoch
         self.ended[step] = self._now(self.epoch, self.anatomy.step_ended())
         if self.run.first_step_time is None:
-            self.run.first_step_ended()
+            self.run.first_step_ended(step)
         if self.is_main:
             self.progress.step_ended(step + 1)
         self.profiler.step_ended(step + 1)

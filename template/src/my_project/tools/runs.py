@@ -1,7 +1,10 @@
-"""List the runs in a folder: state, step, best result, age, and settings that differ.
+"""List the runs in a folder: state, step, best result, goodput, age, settings that differ.
 
     python -m my_project runs
     python -m my_project runs /shared/runs | grep failed
+
+Goodput is the share of the time since the first launch that trained steps which were kept; it is
+not known of a run under way, nor of starts by accelerate launch or torchrun.
 
 Each run is compared with the first, by name, of those with the same recipe. A run under way is read
 without disturbing it.
@@ -27,6 +30,7 @@ class Summary:
     run: Run
     step: int  # of the newest record or, if that is later, of status.json
     best: float | None
+    goodput: float | None  # over the calendar, as status.json has it since the last launch ended
     age_seconds: float  # since the newest record or change of state
 
 
@@ -41,8 +45,16 @@ def summarize(folder: Path) -> Summary:
         run=run,
         step=max(step, run.status.get("step", 0)),
         best=choose(values, default=None),
+        goodput=kept_of(run),
         age_seconds=max(0, time.time() - max(changes, default=folder.stat().st_mtime)),
     )
+
+
+def kept_of(run: Run) -> float | None:
+    """Return the share of the time that trained kept steps, if status.json has it."""
+    calendar = run.status.get("goodput", {}).get("calendar")
+    kept = calendar.get("kept") if isinstance(calendar, dict) else None
+    return kept if type(kept) in (int, float) else None
 
 
 def best_metric(run: Run) -> str:
@@ -105,7 +117,7 @@ def print_runs(runs: list[Summary]) -> None:
     width = None if is_terminal else 10_000
     console = Console(soft_wrap=not is_terminal, width=width, markup=False, emoji=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "step", "best", "age", "differs"):
+    for name in ("run", "state", "step", "best", "goodput", "age", "differs"):
         table.add_column(name, overflow="fold", no_wrap=name in ("state", "step", "age"))
     for one, differing in zip(runs, differences(runs), strict=True):
         run, best = one.run, one.best
@@ -114,6 +126,7 @@ def print_runs(runs: list[Summary]) -> None:
             Text(printable(run.state), COLORS.get(run.state, "yellow")),
             f"{one.step}/{run.status.get('steps') or '?'}",
             "" if best is None else printable(f"{best_metric(run)}={format_number(best)}"),
+            "" if one.goodput is None else f"{one.goodput:.0%}",
             format_seconds(one.age_seconds),
             Text(printable(", ".join(differing)), "dim"),
         )

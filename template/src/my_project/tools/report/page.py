@@ -34,6 +34,8 @@ figure:first-child{grid-column:1/-1}
 figure:first-child .plot{height:270px}
 figcaption,summary{font-weight:600}
 .legend{display:flex;flex-wrap:wrap;gap:0 16px;margin:2px 0 8px}
+.bar{display:flex;height:22px}
+.bar span{background:var(--c)}
 .key{width:22px;height:8px;margin-right:5px}
 .plot{position:relative;height:200px;margin:0 10px 27px 46px;touch-action:pan-y}
 .plot svg{position:absolute;width:100%;height:100%;overflow:visible}

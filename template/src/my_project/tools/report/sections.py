@@ -12,6 +12,7 @@ import numpy as np
 
 from ...failures import first_failure, own_frame
 from ...files import format_seconds
+from ...starts import PARTS, WORDS, goodput
 from ..reader import NOT_COMPARED, PACKAGE, format_number
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis
@@ -26,6 +27,7 @@ REMARKS = {
     "interrupted": "Killed, or its machine is down. The same command as before continues it.",
     "preempted": "It saved and stopped. The same command as before continues it.",
 }
+NO_LAUNCHER = "started by accelerate launch or torchrun, or by an earlier version"
 SPEED = (  # title, column, factor
     ("Samples per second", "samples_per_second", 1),
     ("Tokens per second", "tokens_per_second", 1),
@@ -94,7 +96,7 @@ def facts(run: History) -> dict[str, str]:
         "Remarks": Html(remarks(run)),
         "Steps": f"{max(run.last['step'], status.get('step', 0)):,} of {status.get('steps', 0):,}",
         "Best result": f"{metric} {result} at step {best['step']:,}" if best else "",
-        "Duration": format_seconds(elapsed) if elapsed >= 0 else "",
+        "Duration": f"{format_seconds(elapsed)}, without work done again" if elapsed >= 0 else "",
         "Processes": f"{start['world_size']}, hosts: {len(start['hosts'])}" if start else "",
     }
     for title, name, factor in SPEED[:3]:
@@ -206,8 +208,34 @@ def speed(runs: list[History], x: Axis, groups: int) -> str:
         for run in runs
         for rank, count in run.slowest.most_common(1)
     ]
-    top = table(["Time of rank 0", *PHASES], rows) + paragraphs(*notes)
-    return f'{top}<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+    top = "".join(map(goodput_bar, runs))
+    top += table(["Time of rank 0", *PHASES], rows) + paragraphs(*notes)
+    return f'{top}<div class="charts">{"".join(charts)}</div>' if any(charts) else top
+
+
+def goodput_bar(run: History) -> str:
+    """Return a bar of what the time since the first launch was spent on."""
+    if not (shares := goodput(run.run.folder)):
+        return paragraphs(f"{run.short}: goodput is not known: {NO_LAUNCHER}.")
+    calendar, unknown = shares["calendar"], shares["unknown_starts"]
+    names = {name: f"c{i}" for i, name in enumerate((*PARTS, "down")) if calendar[name] >= 0.0005}
+    parts = "".join(
+        f'<span class="{color}" style="width:{calendar[name]:.2%}"></span>'
+        for name, color in names.items()
+    )
+    legend = "".join(
+        f"<span>{key(color)}{WORDS.get(name, name)} {calendar[name]:.1%}</span>"
+        for name, color in names.items()
+    )
+    launcher = shares["launcher"]
+    said = (
+        f"{run.short}: of {format_seconds(calendar['seconds'])} since the first launch"
+        f" {calendar['kept']:.1%} trained steps that were kept, of"
+        f" {format_seconds(launcher['seconds'])} with a launcher {launcher['kept']:.1%}."
+    )
+    left_out = f"Not known is the time of {unknown} starts: {NO_LAUNCHER}." * bool(unknown)
+    bar = f'<div class="bar">{parts}</div><div class="legend">{legend}</div>'
+    return paragraphs(said) + bar + paragraphs(left_out)
 
 
 def phases_of(run: History) -> list[str]:
