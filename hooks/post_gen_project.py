@@ -101,8 +101,6 @@ TEMPLATE_FILES = (
     "src/my_project/recipes/segmentation.py",
     "src/my_project/records/__init__.py",
     "src/my_project/records/anatomy.py",
-    "src/my_project/records/display.py",
-    "src/my_project/records/lines.py",
     "src/my_project/records/metrics.py",
     "src/my_project/records/outcome.py",
     "src/my_project/records/profiling.py",

@@ -54,8 +54,8 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
     from .checkpoint import resuming
     from .checkpoint.verification import on_main_with_hashes
     from .files import finite
-    from .records.display import print_table
     from .records.outcome import format_metric
+    from .records.screen import print_table
 
     output = sys.stdout
     if arguments.json:  # standard output is for the JSON alone

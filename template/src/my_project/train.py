@@ -22,7 +22,7 @@ from .loading.feed import train_batches
 from .loading.layout import batch_layout, lengths, total_steps
 from .loading.seeding import seed_forward
 from .process import garbage_collected_at_records, world
-from .records import display, outcome, samples
+from .records import outcome, samples, screen
 from .records.metrics import MetricsWriter
 from .run_folder import Run
 from .state import StepReport, TrainState, check_best_metric, is_due
@@ -80,7 +80,7 @@ def main(config: Config) -> int:
         if resume_from:
             state.restore(checkpoints.resume(resume_from))
         run.step = state.step
-        display.log_start(accelerator, run, layout, raw_model, resume_from)
+        screen.log_start(accelerator, run, layout, raw_model, resume_from)
         if rank == 0:
             run.write_status("running")
 

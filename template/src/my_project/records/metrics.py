@@ -28,10 +28,10 @@ from .anatomy import (
     exposed_communication,
     make_anatomy,
 )
-from .display import Progress
 from .profiling import Profiler
 from .ranks import Gather, RankReport, gpu_utilization, peak_memory_bytes, summarize
 from .record_file import RecordFile
+from .screen import Screen
 from .throughput import Throughput
 from .trackers import Trackers
 
@@ -77,7 +77,7 @@ class MetricsWriter:
         self.is_main = accelerator.is_main_process
         self.file = RecordFile(run)
         self.trackers = Trackers(accelerator, run)
-        self.progress = Progress(run)
+        self.screen = Screen(run)
         self.throughput = Throughput(accelerator, run.config, layout, model)
         self.compilations = Compilations(model, state.step)
         self.anatomy = make_anatomy(self.device)
@@ -108,7 +108,7 @@ class MetricsWriter:
                 "resumed_from": self.run.continued_from,
             }
             self.write(start)
-            self.progress.start(self.state.step)
+            self.screen.start(self.state.step)
             self.recorded = self._now(0, None)  # trackers may take seconds to start
         return self
 
@@ -118,7 +118,7 @@ class MetricsWriter:
             self.profiler.stop()
             self._write_gathered(wait=kind is None)  # another rank may be gone
         finally:
-            self.progress.stop()
+            self.screen.stop()
             self.trackers.finish()
 
     def write(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class MetricsWriter:
         step = record.get("step", self.state.step)
         written = self.file.append({"step": step, "epoch": self._epoch(step)} | record)
         self.trackers.log(written)
-        self.progress.show(written)
+        self.screen.show(written)
         return written
 
     def write_stop(self, reason: str) -> None:
@@ -182,7 +182,7 @@ class MetricsWriter:
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
         if self.is_main:
-            self.progress.step_ended(step + 1)
+            self.screen.step_ended(step + 1)
         self.profiler.step_ended(step + 1)
 
     def _now(self, epoch: int, phases: Any) -> Ended:
@@ -194,7 +194,7 @@ class MetricsWriter:
         """Leave the time of an evaluation or a save (one of PAUSES) out of the throughput."""
         self._write_gathered()
         if self.is_main:
-            self.progress.pause(what)
+            self.screen.pause(what)
         start = time.perf_counter()
         yield
         self.last_pause = time.perf_counter() - start
@@ -203,7 +203,7 @@ class MetricsWriter:
         if what == "saving":
             self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
         if self.is_main:
-            self.progress.pause("")
+            self.screen.pause("")
 
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:

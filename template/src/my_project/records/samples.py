@@ -10,8 +10,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,48 +77,40 @@ def show(
         return {}
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     gpus = [device] if device.type == "cuda" else []
-    answer: str | None = None
-    files: list[Path] = []
-    with ExitStack() as stack:
-        stack.enter_context(fork_rng())
-        stack.enter_context(torch.random.fork_rng(devices=gpus))
-        stack.enter_context(evaluation_mode(accelerator, model))  # a collective of all ranks
+    shown: dict[str, Any] = {}
+    with (
+        fork_rng(),
+        torch.random.fork_rng(devices=gpus),
+        evaluation_mode(accelerator, model),  # a collective of all ranks
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
         if not (is_sharded or accelerator.is_main_process):  # rank 0 has the whole model
             return {}
-
-        def prepare() -> tuple[Any, Path]:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            return choose(config, validation_sets, wanted, device), Path(folder)
-
-        prepared = attempt(run, "reading the samples", prepare)
+        data = None
+        with reported(run, "reading the samples"):
+            data = choose(config, validation_sets, wanted, device)
         seed_forward(config.seed, 0, 0, device)  # what is drawn at random stays the same
-        # of a sharded model an error on one rank must end the run: the others wait in a gather
-        attempt_model = attempt if not is_sharded else lambda run, what, function: function()
-        is_ready = on_every_rank(accelerator, bool(prepared)) if is_sharded else bool(prepared)
-        if is_ready:
-            data, folder = prepared
-            answer = attempt_model(
-                run,
-                "predict_samples",
-                lambda: text_of(model(predict_samples, data_info, data, folder)),
-            )
-            if answer is not None:
-                files = sorted(path for path in folder.iterdir() if path.is_file())
-        if accelerator.is_main_process:
-            return attempt(run, "writing", lambda: keep(run, answer or "", files)) or {}
-    return {}
+        if is_sharded and not on_every_rank(accelerator, data is not None):
+            data = None
+        if data is not None:
+            with nullcontext() if is_sharded else reported(run, "predict_samples"):
+                answer = model(predict_samples, data_info, data, Path(folder))
+                if accelerator.is_main_process:
+                    with reported(run, "writing"):
+                        shown = keep(run, text_of(answer), Path(folder))
+    return shown
 
 
-def attempt(run: Run, what: str, function: Callable[[], Any]) -> Any:
-    """Call a function; where it fails, report that in a line, once in a start; return None."""
+@contextmanager
+def reported(run: Run, what: str) -> Iterator[None]:
+    """Report an error in a line, once in a start; training goes on."""
     try:
-        return function()
+        yield
     except Exception as error:
         if (run.token, what) not in REPORTED:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             logger.warning("samples: %s failed, and the run goes on: %s", what, reason)
         REPORTED.add((run.token, what))
-        return None
 
 
 def on_every_rank(accelerator: Accelerator, is_true: bool) -> bool:
@@ -162,36 +154,25 @@ def text_of(answer: Any) -> str:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-def keep(run: Run, answer: str, files: list[Path]) -> dict[str, Any]:
+def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
     """Write the answer and copy files into the run folder, and remove older ones."""
+    files = sorted(path for path in answers.iterdir() if path.is_file())
     if not answer and not files:
         return {}
-    parent = run.folder / "samples"
-    folder = parent / f"step_{run.step:08d}"
-    partial = parent / f".{folder.name}"
+    folder = run.folder / "samples" / f"step_{run.step:08d}"
+    partial = folder.with_name(f".{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     (partial / "answers.txt").write_text(answer, encoding="utf-8")
     for path in files:
         shutil.copyfile(path, partial / path.name)
-    remove_old(parent, run.step)
+    # the newest before this step stay; later ones are of steps not done
+    others = sorted(folder.parent.glob("step_????????"))
+    before = [path for path in others if path.name < folder.name]
+    for path in {*others} - {*before[1 - KEPT :]}:
+        shutil.rmtree(path)
     os.replace(partial, folder)
-    shown: dict[str, Any] = {}
-    if answer:
-        shown["sample"] = answer[:MAX_CHARACTERS]
-    pictures = [path.name for path in files if path.suffix.lower() in IMAGES]
-    if pictures:
+    shown: dict[str, Any] = {"sample": answer[:MAX_CHARACTERS]} if answer else {}
+    if pictures := [path.name for path in files if path.suffix.lower() in IMAGES]:
         shown["pictures"] = [f"samples/{folder.name}/{name}" for name in pictures]
     return shown
-
-
-def remove_old(parent: Path, step: int) -> None:
-    """Remove all folders but the newest before this step; later ones are of steps not done."""
-    steps = {}
-    for path in parent.glob("step_*"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal() and path.is_dir() and not path.is_symlink():
-            steps[int(number)] = path
-    before = sorted(number for number in steps if number < step)
-    for number in steps.keys() - set(before[1 - KEPT :]):
-        shutil.rmtree(steps[number])

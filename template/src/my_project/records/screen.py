@@ -1,82 +1,198 @@
-"""What a terminal shows of a run, below all that is printed: a bar, and the newest numbers.
+"""What a run shows: one line per record, or on a terminal a bar below all that is printed.
 
-    step 196/330 ━━━━━━━━━━━━━━━━━━━╸               59% 0:01:23 0:00:52
-    loss 0.4312  lr 9.1e-03  3021 samples/s  data 2%
+    step 196/330 [###########         ] 59%, 52 s left  loss 0.4312  lr 9.1e-03  3,021 samples/s
 
-Imported only on a terminal: it imports rich.
+The bar is drawn by the steps themselves, so a debugger that stops one has the terminal.
 """
 
-from collections.abc import Iterable
+import logging
+import os
+import shutil
+import sys
+import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from rich import progress
-from rich.console import Console, RenderableType
-from rich.text import Text
+from accelerate import Accelerator
+from torch import nn
 
-from ..process import LAUNCHER
+from ..files import format_seconds, kind_of, printable
+from ..loading.layout import BatchLayout
+from ..process import LAUNCHER, CopiedStream
+from ..run_folder import Run
+from .outcome import format_metric
 
-REFRESHES_PER_SECOND = 4
-
-
-class Bar(progress.Progress):
-    """The bar; a thread of rich's draws it."""
-
-    def __init__(self, stream: Any, step: int, total_steps: int) -> None:
-        """Begin at a step.
-
-        Args:
-            stream: the terminal.
-            step: steps done.
-            total_steps: of the whole run.
-        """
-        self.step = step  # steps done: set after each step, which costs less than an update
-        self.numbers = ""
-        self.pause = ""  # what training waits for
-        super().__init__(
-            progress.TextColumn("step {task.completed}/{task.total}"),
-            progress.BarColumn(bar_width=None),
-            progress.TaskProgressColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            console=Console(file=OpenOrClosed(stream)),  # pyright: ignore[reportArgumentType]
-            refresh_per_second=REFRESHES_PER_SECOND,
-            speed_estimate_period=3600,  # seconds: a step may take long, and so may an evaluation
-            expand=True,
-        )
-        self.add_task("", completed=step, total=total_steps)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield what is drawn."""
-        for task in self.task_ids:  # none yet where rich's constructor asks
-            self.update(task, completed=self.step)
-        yield self.make_tasks_table(self.tasks)
-        # what the launcher says of the signal is soon drawn over
-        pause = self.pause if LAUNCHER.leave_at == float("inf") else "stopping after this step"
-        shown = "  ".join(filter(None, [self.numbers, pause]))
-        yield Text(shown, no_wrap=True, overflow="ellipsis")
-
-    def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        self.console.print(Text(line), soft_wrap=True)
+logger = logging.getLogger(__name__)
+SECONDS_PER_DRAWING = 0.25
+SAMPLE_CHARACTERS = 500  # of the text of the recipe, in a log
+# Of an evaluation; its other numbers are results.
+NOT_RESULTS = {"kind", "step", "epoch", "elapsed_seconds", "time", "seconds", "is_best"}
 
 
-class OpenOrClosed:
-    """A terminal that may have been closed: the run goes on, to save."""
+class Screen:
+    """The bar, which is sys.stdout while it is shown: what is printed erases it first."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+    def __init__(self, run: Run) -> None:
+        self.total_steps = run.total_steps
+        self.stream: Any = sys.stdout
+        self.log = self.stream if isinstance(self.stream, CopiedStream) else None
+        self.terminal: Any = self.log.stream if self.log else self.stream
+        self.is_terminal = False
+        self.is_at_start_of_line = True
+        self.first = self.step = 0  # steps done
+        self.began = self.drawn = 0.0  # time.monotonic()
+        self.numbers = ""  # of the last interval
+        self.waits_for = ""
+
+    def start(self, step: int) -> None:
+        """Begin after so many steps; draw the bar if this is a terminal."""
+        self.first = self.step = step
+        self.began = time.monotonic()
+        is_dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
+        self.is_terminal = self.stream.isatty() and not is_dumb
+        if self.is_terminal:
+            sys.stdout = self
+            self._draw()
+
+    def step_ended(self, step: int) -> None:
+        """Note the number of steps done."""
+        self.step = step
+        if self.is_terminal and time.monotonic() > self.drawn + SECONDS_PER_DRAWING:
+            self._draw()
+
+    def pause(self, what: str) -> None:
+        """Show what training waits for: evaluation, saving; "" when it goes on."""
+        self.waits_for = what
+        self._draw()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Show a record of metrics.jsonl; on a terminal, only evaluations stay above the bar."""
+        if kind_of(record) == "interval":
+            self.numbers = "  ".join(numbers(record))
+        line = line_of(record, self.total_steps)
+        if line and (not self.is_terminal or kind_of(record) == "evaluation"):
+            logger.info(line)
+        elif line and self.log:
+            self.log.write_to_file(f"{line}\n")
+
+    def stop(self) -> None:
+        """Leave the bar on the screen as it is."""
+        if self.is_terminal:
+            self._draw()
+            self._put("\n")
+            sys.stdout = self.stream
+            self.is_terminal = False
 
     def write(self, text: str) -> int:
-        """Write, if the terminal is open."""
+        """Print in place of the bar, which the next step draws again below."""
+        if self.is_at_start_of_line:
+            self._put("\r\x1b[K")
+        self.is_at_start_of_line = text.endswith("\n")
         with suppress(OSError):
             self.stream.write(text)
         return len(text)
 
-    def flush(self) -> None:
-        """Flush, if the terminal is open."""
-        with suppress(OSError):
-            self.stream.flush()
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+    def _draw(self) -> None:
+        if not self.is_terminal or not self.is_at_start_of_line:
+            return
+        self.drawn = time.monotonic()
+        done, total = self.step, self.total_steps
+        left = (self.drawn - self.began) / max(1, done - self.first) * (total - done)
+        share = done / max(1, total)
+        # what the launcher says of a signal is soon drawn over
+        is_told_to_stop = LAUNCHER.leave_at != float("inf")
+        now = "stopping after this step" if is_told_to_stop else self.waits_for
+        text = f"step {done}/{total} [{'#' * int(20 * share):20}] {share:.0%}"
+        text += f", {format_seconds(left)} left" if done > self.first else ""
+        text = "  ".join(filter(None, [text, now, self.numbers]))
+        self._put(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+
+    def _put(self, text: str) -> None:
+        with suppress(OSError):  # a terminal that was closed: the run goes on, to save
+            self.terminal.write(text)
+            self.terminal.flush()
+
+
+# ---- lines ---------------------------------------------------------------------------------------
+def line_of(record: dict[str, Any], total_steps: int) -> str:
+    """Return what a log says of a record; "" if that is said elsewhere."""
+    kind, step, says = kind_of(record), record["step"], ""
+    if kind == "interval":
+        left = (total_steps - step) * record["step_seconds"]
+        norm = record["gradient_norm"]
+        parts = [*numbers(record), f"gradient norm {norm:.4g}" if norm else ""]
+        times = f"{format_seconds(record['elapsed_seconds'])} elapsed, {format_seconds(left)} left"
+        says = ", ".join(filter(None, [*parts, f"epoch {round(record['epoch'], 2)}", times]))
+    elif kind == "evaluation":
+        parts = [
+            f"{printable(name)} {format_metric(value)}"
+            for name, value in record.items()
+            if name not in NOT_RESULTS and not isinstance(value, (str, list))
+        ]
+        parts += ["the best so far"] if record["is_best"] else []
+        says = ", ".join([*parts, f"in {record['seconds']:.3g} s"])
+        lines = record.get("sample", "")[:SAMPLE_CHARACTERS].splitlines()
+        says += "".join(f"\n  {printable(line)}" for line in lines)
+    elif kind == "checkpoint":
+        says = f"a save, for which training waited {record['seconds']:.2g} s"
+    return f"step {step} of {total_steps}: {says}" if says else ""
+
+
+def numbers(interval: dict[str, Any]) -> list[str]:
+    """Return what is said of an interval: loss, learning rate, speed, MFU, data wait, skipped."""
+    loss, skipped = interval["loss"], interval["skipped_steps"]
+    unit = "tokens" if "tokens_per_second" in interval else "samples"
+    parts = [
+        "loss not finite" if loss is None else f"loss {loss:#.4g}".removesuffix("."),
+        f"lr {interval['learning_rate']:.1e}",
+        f"{float(format(interval[f'{unit}_per_second'], '.4g')):,g} {unit}/s",
+    ]
+    for name, field in (("MFU", "mfu"), ("data", "data_share")):
+        parts += [f"{name} {interval[field]:.0%}"] if interval.get(field) is not None else []
+    return parts + ([f"{skipped} steps skipped"] if skipped else [])
+
+
+def log_start(
+    accelerator: Accelerator,
+    run: Run,
+    layout: BatchLayout,
+    model: nn.Module,
+    resume_from: Path | None,
+) -> None:
+    """Log the devices, the batch layout, the model's size and the checkpoint to resume from."""
+    if not accelerator.is_main_process:
+        return
+    logger.info(
+        "%s: %s on %d process(es), %s, precision %s",
+        run.folder,
+        accelerator.device,
+        layout.world_size,
+        accelerator.distributed_type.value,
+        accelerator.mixed_precision,
+    )
+    logger.info(
+        "global batch %d = micro-batch %d x processes %d x accumulation %d; %d steps;"
+        " %d parameters",
+        layout.global_batch_size,
+        layout.micro_batch_size,
+        layout.world_size,
+        layout.accumulation,
+        run.total_steps,
+        sum(p.numel() for p in model.parameters()),
+    )
+    logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
+
+
+def print_table(rows: dict[str, str], title: str | None = None) -> None:
+    """Print names and values in two columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, title=title, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)

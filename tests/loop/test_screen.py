@@ -1,6 +1,6 @@
 """The lines of a log; the bar of a terminal is in test_train_command.py."""
 
-from my_project.records.lines import line_of
+from my_project.records.screen import line_of
 
 
 def test_a_line_of_a_log_holds_no_control_characters():
