@@ -67,7 +67,7 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
         model = torch.nn.Linear(1, 1)
         found, step = [], 0
         metrics = MetricsWriter(accelerator, run, layout, state, model)
-        metrics.progress.show = lambda record: None  # the terminal has a cost of its own
+        metrics.screen.show = lambda record: None  # the terminal has a cost of its own
         with metrics, garbage_collected_at_records():
             batches = metrics.timed(Feed())
             for _ in range(ROUNDS):
