@@ -5,7 +5,6 @@ keys of exports and checkpoints stay those of the plain model. Which modules are
 sharding.blocks.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
@@ -18,8 +17,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-logger = logging.getLogger(__name__)
-FIRST_STEPS = 20  # of a process, in which compilations are expected
 # `step` in the frame that torch.compile sees: RecipeModule.forward, or what autocast wraps it in.
 STEP_SOURCES = ("L['arguments'][1]", "L['args'][3]")
 
@@ -110,46 +107,8 @@ def not_compiled(model: nn.Module) -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
-class Compilations:
-    """How often torch.compile has compiled in this process."""
+def compilations() -> int:
+    """Return how often torch.compile has compiled in this process."""
+    from torch._dynamo.utils import counters
 
-    def __init__(self, model: nn.Module, first_step: int) -> None:
-        self.is_compiled = is_compiled(model)
-        self.first_step = first_step
-        self.is_reported = False
-
-    def count(self) -> int:
-        """Return the number of compilations so far."""
-        if not self.is_compiled:
-            return 0
-        from torch._dynamo.utils import counters
-
-        return counters["frames"]["total"]
-
-    def field(self, first: int, last: int, found: int) -> dict[str, int]:
-        """Return the field of an interval's record; warn once where compilations go on.
-
-        Args:
-            first: the interval's first step, counted from 1.
-            last: its last step.
-            found: the compilations in it.
-        """
-        if not self.is_compiled:
-            return {}
-        if found and first > self.first_step + FIRST_STEPS and not self.is_reported:
-            self.is_reported = True
-            logger.warning(
-                "torch.compile has compiled again in step %d%s, and training waited for it: %s;"
-                " TORCH_LOGS=recompiles shows every reason",
-                first,
-                f" to {last}" if last > first else "",
-                _last_reason() or "reason unknown",
-            )
-        return {"compilations": found}
-
-
-def _last_reason() -> str:
-    from torch._dynamo.utils import get_compilation_metrics
-
-    reasons = [metrics.recompile_reason for metrics in get_compilation_metrics()]
-    return next((reason.splitlines()[0] for reason in reversed(reasons) if reason), "")
+    return counters["frames"]["total"]

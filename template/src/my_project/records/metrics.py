@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
-from ..blocks import Compilations
+from ..blocks import compilations, is_compiled
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
 from ..process import collect_garbage
@@ -79,7 +79,7 @@ class MetricsWriter:
         self.trackers = Trackers(accelerator, run)
         self.screen = Screen(run)
         self.throughput = Throughput(accelerator, run.config, layout, model)
-        self.compilations = Compilations(model, state.step)
+        self.is_compiled = is_compiled(model)
         self.anatomy = make_anatomy(self.device)
         self.profiler = Profiler(run, accelerator.process_index, accelerator.device)
         self.feed: Any = None
@@ -186,8 +186,8 @@ class MetricsWriter:
         self.profiler.step_ended(step + 1)
 
     def _now(self, epoch: int, phases: Any) -> Ended:
-        pauses, compilations = tuple(self.pauses.values()), self.compilations.count()
-        return Ended(time.perf_counter(), pauses, epoch, phases, compilations)
+        compiled = compilations() if self.is_compiled else 0
+        return Ended(time.perf_counter(), tuple(self.pauses.values()), epoch, phases, compiled)
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
@@ -255,10 +255,8 @@ class MetricsWriter:
             "gradient_norm": report.grad_norm,
             **rounded(rates | shares),
         }
-        if self.is_main:
-            compiled = ended.compilations - self.recorded.compilations
-            done = report.step + 1
-            record |= self.compilations.field(done - steps + 1, done, compiled)
+        if self.is_compiled:
+            record["compilations"] = ended.compilations - self.recorded.compilations
         mine = RankReport(
             rank_seconds=(phases[DATA] + phases[FORWARD]) / steps,
             data_seconds=phases[DATA] / steps,
