@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from histories import PNG, records_of, write_attack, write_history
+from histories import BEGAN, PNG, records_of, write_attack, write_history
+from my_project import starts
 from my_project.files import ConfigError
 from my_project.tools.report.page import SCRIPT
 from my_project.tools.report.report import write_report
@@ -146,6 +147,21 @@ def test_restarts_and_checkpoints_are_marked_and_how_each_start_ended_is_said(tm
 
 
 # ---- outcomes ------------------------------------------------------------------------------------
+def test_goodput_is_a_bar_and_starts_without_a_launcher_are_named(tmp_path):
+    folder = write_history(tmp_path / "run", steps=100, every=10, killed_at=(50,))
+    assert "run: goodput is not known: started by accelerate" in Page(write_report([folder])).text
+    (folder / "starts.jsonl").write_text(
+        json.dumps({"event": "start", "id": "a.0", "launch": "a", "time": BEGAN + 9}) + "\n"
+    )
+    page = Page(write_report([folder]))
+    shares = starts.goodput(folder)["calendar"]
+    assert f"{shares['kept']:.1%} trained steps that were kept" in page.text
+    assert "Not known is the time of 1 starts: started by accelerate" in page.text
+    (bar,) = re.findall(r'<div class="bar">(.*?)</div>', page.source)
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%", bar)]
+    assert sum(widths) == pytest.approx(100, abs=0.2)
+
+
 def test_a_failed_run_shows_the_first_failure_and_the_command_doctor(tmp_path):
     run = write_history(tmp_path / "a run", state="failed", steps=200, failure={})
     later = json.loads(next((run / "errors").iterdir()).read_text())

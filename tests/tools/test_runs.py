@@ -117,6 +117,15 @@ def test_a_pipe_gets_one_line_for_each_run(tmp_path):
     assert (refused.returncode, refused.stdout) == (2, ""), "it is itself a run"
 
 
+def test_goodput_is_listed_where_it_is_known(tmp_path):
+    path = write_run(tmp_path, "a", "finished").folder / "status.json"
+    assert summarize(path.parent).goodput is None
+    for value, wanted in ({"kept": 0.42}, 0.42), ({"kept": "x"}, None), ([1], None):
+        goodput = {"calendar": value}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"goodput": goodput}))
+        assert summarize(path.parent).goodput == wanted
+
+
 def test_records_are_read_as_a_table(tmp_path):
     config = make_config(tmp_path, steps=3, evaluation__every_steps=2)
     train(config)
