@@ -319,6 +319,19 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(p
     assert ours == theirs
 
 
+@pytest.mark.slow
+def test_goodput_stands_beside_the_failure_that_ended_a_run(project):
+    fault = ("--recipe.init_args.fault", "raise", "--recipe.init_args.fault_at", "3")
+    with start(project, "cpu_2_processes", *fault) as run:
+        shown, _ = run.communicate(timeout=600)
+    left = outcome(project)
+    assert (run.returncode, left["outcome"], left["failure"]["cause"]) == (1, "failed", "exception")
+    (one,) = starts.each_start(project / "runs/tiny")
+    assert (one["outcome"], one["cause"], one["checkpoint"]) == ("failed", "exception", None)
+    assert left["goodput"]["calendar"]["kept"] == 0, "nothing was saved"
+    assert "0% of" in shown
+
+
 def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     assert workers.start_method() == (

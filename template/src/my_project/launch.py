@@ -507,12 +507,12 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
             path.unlink()
     workers.ignore_signals()
     status = wait_for_status(folder, before, launch.nodes)
-    goodput = starts.finish()
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
     if token and found and status.get("outcome") == "failed" and not launch.node_rank:
         status = correct_status(folder, status, found)
+    goodput = starts.finish()  # which reads the status again
     # a refused start leaves no folder, unless it was there
     refused = next(filter(is_setting, found[:1]), None) if failed(codes) else None
     if refused and (status == before or _has_begun_here(launch, refused, token, made)):
