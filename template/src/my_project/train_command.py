@@ -24,7 +24,7 @@ from pathlib import Path
 
 from . import cli, launch
 from .command_line import did_you_mean, parse
-from .config import Config, ConfigError
+from .config import Config, ConfigError, to_yaml
 from .files import format_seconds, read_json, read_status, read_yaml, step_of, writing
 from .loading.layout import batch_layout
 from .records import outcome
@@ -115,6 +115,18 @@ def describe(started: launch.Launch, reason: str) -> str:
     return "\n".join([*outcome.rows(pairs), f"= {started.line}"])
 
 
+def is_finished(config: Config) -> bool:
+    """Return whether exactly this run has finished, so that its result is shown at once.
+
+    Where a setting differs that may, the train module decides.
+    """
+    saved = config.folder / "config.yaml"
+    if read_status(config.folder).get("outcome") != "finished" or not saved.is_file():
+        return False
+    is_exported = (config.folder / "export").is_dir()
+    return is_exported and saved.read_text(encoding="utf-8") == to_yaml(config)
+
+
 # ---- a dry run -----------------------------------------------------------------------------------
 def dry_run(config: Config, flags: list[str], settings: list[str], command: str) -> int:
     """Train two steps in a temporary folder, and say what the whole run will take."""
@@ -181,6 +193,9 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         return dry_run(config, flags, settings, command)
     refuse_other_settings(config)
+    if config.resume == "auto" and is_finished(config):
+        outcome.print_earlier(config.folder, read_status(config.folder))
+        return 0
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
     return launch.start(started, shown=describe(started, reason), command=command)
 
