@@ -68,7 +68,7 @@ def test_the_variables_are_those_of_accelerate_launch(path, tmp_path, monkeypatc
     words = ["--config_file", str(path), "--main_process_port", str(free_port()), *TRAIN]
     monkeypatch.setattr(sys, "argv", ["accelerate launch", *words])
     accelerate_launch.main()
-    _, ours = launch.parse(words)
+    ours = launch.parse(words)
     (environment, *others) = ours.environments(attempt=2)
     names = re.compile("(ACCELERATE|FSDP|PARALLELISM|OMP|KMP)_.*|CUDA_VISIBLE_DEVICES")
     for name in filter(names.fullmatch, theirs.keys() | environment.keys()):

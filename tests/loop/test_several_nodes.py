@@ -24,7 +24,7 @@ telemetry: {every_steps: 2}
 
 
 def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
-    return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])[1]
+    return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])
 
 
 def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, monkeypatch):

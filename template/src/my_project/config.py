@@ -1,7 +1,7 @@
 """The settings of a run, each with its unit and its default.
 
 One YAML file per experiment (`configs/`), typed dotted overrides on the command line, unknown keys
-fail. This module imports no torch, so a typo in the name of a setting is told at once.
+fail. This module imports no torch.
 
 A field declared with `may_change` can change between two starts of one run. Every other field
 changes the training curve, so an existing run continues only with the same value (run_folder.py).

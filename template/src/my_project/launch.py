@@ -83,9 +83,7 @@ class Launch:
     port: int
     precision: str
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
-    max_restarts: int  # of the processes, in place
-    preflight: bool
-    join_timeout_seconds: float
+    own: argparse.Namespace  # the options of this module
     config: Config | None  # of train and preflight
 
     @property
@@ -126,15 +124,10 @@ class Launch:
                 "RANK": first + local_rank,
                 "LOCAL_RANK": local_rank,
                 "GROUP_RANK": self.node_rank,
-                "ROLE_RANK": first + local_rank,
                 "WORLD_SIZE": self.world_size,
                 "LOCAL_WORLD_SIZE": self.processes_per_node,
-                "GROUP_WORLD_SIZE": self.nodes,
-                "ROLE_WORLD_SIZE": self.world_size,
-                "ROLE_NAME": "default",
                 "TORCHELASTIC_RESTART_COUNT": attempt,
                 "TORCHELASTIC_RUN_ID": "none",
-                "TORCHELASTIC_USE_AGENT_STORE": False,
             }
             found.append(common | {name: str(size) for name, size in sizes.items()})
         return found
@@ -147,7 +140,7 @@ class Launch:
 
 
 # ---- the command line ----------------------------------------------------------------------------
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
+def parse(arguments: list[str]) -> Launch:
     """Read the command line: this module's options and accelerate's, then -m and the module's.
 
     Raises:
@@ -160,7 +153,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
             f"there is no -m with a module after the options; add one such as -m {TRAIN}"
         )
     _, module, *module_arguments = arguments[at:]
-    if preflight := "--preflight" in module_arguments:  # where the scripts in launch/ put it
+    if "--preflight" in module_arguments:  # where the scripts in launch/ put it
+        own.preflight = True
         module_arguments.remove("--preflight")
     options = accelerate_options(flags, module)
     nodes, world_size, node_rank = (
@@ -170,8 +164,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
     )
     if world_size > 1 and not (options.multi_gpu or options.use_fsdp):
         raise ConfigError(
-            f"--num_processes is {world_size}, but {options.config_file} starts one process"
-            " (distributed_type NO); use cpu_2_processes.yaml or multi_gpu.yaml."
+            f"--num_processes is {world_size}, but the distributed_type of {options.config_file}"
+            " starts one process, or is not supported: use cpu_2_processes.yaml or multi_gpu.yaml."
         )
     if nodes < 1 or world_size % nodes or world_size < nodes:
         raise ConfigError(
@@ -180,7 +174,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         )
     if not 0 <= node_rank < nodes:
         raise ConfigError(f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}.")
-    return own, Launch(
+    return Launch(
         flags=(*flags, *fit_mesh(options, flags)),
         options=options,
         module=module,
@@ -192,9 +186,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Launch]:
         port=options.main_process_port or 29500,
         precision=str(options.mixed_precision),
         gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
-        max_restarts=own.max_restarts,
-        preflight=own.preflight or preflight,
-        join_timeout_seconds=own.join_timeout_seconds,
+        own=own,
         config=parse_settings(module_arguments) if module in (TRAIN, PREFLIGHT) else None,
     )
 
@@ -225,11 +217,6 @@ def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
         options = _validate_launch_command(typed)[0]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if options.use_deepspeed or options.use_megatron_lm or options.tpu:
-        raise ConfigError(
-            "DeepSpeed, Megatron-LM and TPUs are not supported: use DDP or FSDP2"
-            " (accelerate_configs/README.md)."
-        )
     return options
 
 
@@ -418,19 +405,13 @@ def _run_as_main(module: str, arguments: tuple[str, ...]) -> None:
 def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
     prepare_environment()
-    own, launch = parse(arguments)
-    if own.stop_at_end_of_input:
+    launch = parse(arguments)
+    if launch.own.stop_at_end_of_input:
         stop_at_end_of_input()
     return start(launch)
 
 
-def start(
-    launch: Launch,
-    *,
-    shown: str = "",
-    command: str = "",
-    is_dry_run: bool = False,
-) -> int:
+def start(launch: Launch, *, shown: str = "", command: str = "", is_dry_run: bool = False) -> int:
     """Run this node's part of the run; return the exit code.
 
     The outcome is printed last, below all output of the processes.
@@ -447,13 +428,13 @@ def start(
         check_gpus(launch.gpus)
     workers = Workers()
     if launch.nodes > 1:
-        wait_for_other_nodes(launch, launch.join_timeout_seconds)
+        wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
     else:
         print(shown or summary(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
         logs = log_folder(launch, PREFLIGHT)
-        if launch.preflight and any(
+        if launch.own.preflight and any(
             run_module(launch, workers, PREFLIGHT, logs, NO_RESTARTS).values()
         ):
             if workers.stop_signal_at:
@@ -487,7 +468,7 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     made = [path for path in (logs, *logs.parents) if not path.exists()]
     starts = Starts(
         folder=folder,
-        limit=launch.max_restarts,
+        limit=launch.own.max_restarts,
         is_written=launch.node_rank == 0,
         nodes=launch.nodes,
         world_size=launch.world_size,
@@ -560,7 +541,7 @@ def starts_again(
     own = by_themselves(workers, codes)
     refusal = starts.refusal(failed(own), found)
     ended = read_status(launch.run_folder).get("outcome") in ("finished", "preempted")
-    if launch.nodes > 1 and launch.max_restarts and not ended:
+    if launch.nodes > 1 and launch.own.max_restarts and not ended:
         try:
             wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
         except ConfigError as error:

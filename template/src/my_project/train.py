@@ -54,7 +54,7 @@ def main(config: Config) -> int:
     config.profile.check(world_size, run.total_steps)
     if run.finished:
         if rank == 0:
-            outcome.print_finished(run.folder, run.status())
+            outcome.print_earlier(run.folder, run.status())
         return 0
     resuming.check_path(config)
 

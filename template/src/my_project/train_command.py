@@ -14,24 +14,21 @@ The settings are those of the config (--help lists them, and with a config the r
 """
 
 import argparse
-import inspect
 import json
 import os
 import re
 import shlex
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from . import cli, launch
 from .command_line import did_you_mean, parse
 from .config import Config, ConfigError, to_yaml
-from .failures import short_path
 from .files import format_seconds, read_json, read_status, read_yaml, step_of, writing
 from .loading.layout import batch_layout
 from .records import outcome
-from .run_folder import refuse_other_settings, source_hash
+from .run_folder import refuse_other_settings
 from .safety.redaction import mask_command
 
 FOLDER = Path("accelerate_configs")
@@ -82,13 +79,11 @@ def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, i
     """
     gpus = count_gpus()
     fitting = options.num_processes or most_that_divide(gpus, global_batch_size)
+    shown = f"{gpus} GPU{'s' * (gpus != 1)}"
     if not options.where:
-        if not gpus:
-            path = find_where("cpu" if fitting == 1 else "cpu_2_processes")
-            return path, fitting, "torch sees no GPU; --where chooses another"
-        left = f", of which {fitting} divide the global batch" if fitting < gpus else ""
-        reason = f"{gpus} GPU{'s' * (gpus > 1)}{left}; --where chooses another"
-        return find_where("gpu" if fitting == 1 else "multi_gpu"), fitting, reason
+        kinds = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
+        reason = f"torch sees {shown}; --where chooses another"
+        return find_where(kinds[fitting > 1]), fitting, reason
     path = find_where(options.where)
     where = read_yaml(path)
     if (where.get("num_machines") or 1) > 1:
@@ -99,7 +94,7 @@ def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, i
     in_file = where.get("num_processes") or 1
     if options.num_processes or launch.uses_cpu(where) or in_file == 1 or not gpus:
         return path, options.num_processes or in_file, ""
-    return path, fitting, f"{gpus} GPU{'s' * (gpus > 1)}"
+    return path, fitting, shown
 
 
 # ---- what starts ---------------------------------------------------------------------------------
@@ -107,25 +102,17 @@ def describe(started: launch.Launch, reason: str) -> str:
     """Return what starts, as lines."""
     config = started.config
     assert config is not None
+    found = outcome.checkpoints(config.folder) if config.resume != "never" else []
+    state = f"continues from step {step_of(found[-1])}" if found else f"new, resume {config.resume}"
     processes = f"{started.world_size} process{'es' * (started.world_size > 1)}"
     device = f"{started.gpus} GPU{'s' * (started.gpus > 1)}" if started.gpus else "the CPU"
     precision = config.precision or started.precision
     pairs = [
-        ("run", f"{config.folder}, {continues(config)}"),
+        ("run", f"{config.folder}, {state}"),
         ("on", f"{device}, {processes}, precision {precision}"),
         ("where", started.options.config_file + (f": {reason}" if reason else "")),
     ]
     return "\n".join([*outcome.rows(pairs), f"= {started.line}"])
-
-
-def continues(config: Config) -> str:
-    """Return whether the run is new, or from which step it continues."""
-    if config.resume == "never":
-        return "new (--resume never)"
-    found = outcome.checkpoints(config.folder)
-    if found:
-        return f"continues from step {step_of(found[-1])}"
-    return "new" if config.resume == "auto" else f"new, from {config.resume}"
 
 
 def is_finished(config: Config) -> bool:
@@ -133,38 +120,22 @@ def is_finished(config: Config) -> bool:
 
     Where a setting differs that may, the train module decides.
     """
-    if read_status(config.folder).get("outcome") != "finished":
-        return False
     saved = config.folder / "config.yaml"
-    is_same = saved.is_file() and saved.read_text(encoding="utf-8") == to_yaml(config)
-    return is_same and (config.folder / "export").is_dir()
-
-
-def print_earlier(config: Config) -> None:
-    """Show the result of a run that has finished before."""
-    print("already finished, so nothing is trained", flush=True)
-    source = inspect.getsourcefile(type(config.recipe))
-    then = read_json(config.folder / "run.json").get("recipe_sha256")
-    if then and source and source_hash(source) != then:
-        print(
-            f"{short_path(source)} has changed since: --resume never trains it again and keeps this"
-            " run aside, --run_name trains another run",
-            flush=True,
-        )
-    outcome.print_finished(config.folder, read_status(config.folder))
+    if read_status(config.folder).get("outcome") != "finished" or not saved.is_file():
+        return False
+    is_exported = (config.folder / "export").is_dir()
+    return is_exported and saved.read_text(encoding="utf-8") == to_yaml(config)
 
 
 # ---- a dry run -----------------------------------------------------------------------------------
 def dry_run(config: Config, flags: list[str], settings: list[str], command: str) -> int:
     """Train two steps in a temporary folder, and say what the whole run will take."""
     runs = Path(config.runs_folder)
-    is_there = runs.exists()
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".dry_run_", dir=runs)
-    name = folder.name
-    try:
-        _, started = launch.parse(
+    with folder as name:
+        started = launch.parse(
             [
                 *(*flags, "-m", launch.TRAIN, *settings),
                 *(f"--steps={DRY_RUN_STEPS}", "--epochs=null", "--resume=never"),
@@ -176,13 +147,7 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
         shown = describe(started, "a dry run")
         code = launch.start(started, shown=shown, command=command, is_dry_run=True)
         if code == 0:
-            assert started.config is not None
-            print_estimate(config, started.config.folder)
-    finally:
-        folder.cleanup()
-        if not is_there:
-            with suppress(OSError):
-                runs.rmdir()
+            print_estimate(config, started.run_folder)
     return code
 
 
@@ -229,9 +194,9 @@ def main(arguments: list[str]) -> int:
         return dry_run(config, flags, settings, command)
     refuse_other_settings(config)
     if config.resume == "auto" and is_finished(config):
-        print_earlier(config)
+        outcome.print_earlier(config.folder, read_status(config.folder))
         return 0
-    _, started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
+    started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
     return launch.start(started, shown=describe(started, reason), command=command)
 
 

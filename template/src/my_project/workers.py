@@ -53,7 +53,7 @@ class Workers:
         self.stop_signal_at = self.stop_signal_at or now
         if is_first:
             self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
-        if not self.running:
+        if is_first and not self.running:
             raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
         if is_first:
             with suppress(OSError):  # a closed terminal; print may be what was interrupted

@@ -74,6 +74,16 @@ def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
     print("\n".join(text), file=to or sys.stdout, flush=True)
 
 
+def print_earlier(folder: Path, status: dict[str, Any]) -> None:
+    """Show the result of a run that has finished before."""
+    print(
+        "already finished, so nothing is trained; --resume never trains it again and keeps this"
+        " run aside, --run_name trains another run",
+        flush=True,
+    )
+    print_finished(folder, status)
+
+
 def print_finished(folder: Path, status: dict[str, Any]) -> None:
     """Show how a finished run ended, unless launch.py does."""
     if LOGS not in os.environ:

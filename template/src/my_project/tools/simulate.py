@@ -175,7 +175,7 @@ class Simulator:
         world_size = nodes * gpus_per_node
         words = ["--config_file", str(find_where(where)), "--num_machines", str(nodes)]
         words += ["--num_processes", str(world_size), "--main_process_port", "0"]
-        _, launched = launch.parse([*words, "-m", launch.TRAIN, *self.arguments])
+        launched = launch.parse([*words, "-m", launch.TRAIN, *self.arguments])
         if not micro_batch:
             layout = batch_layout(config.batches, world_size)
             micro_batch, accumulation = layout.micro_batch_size, layout.accumulation
