@@ -30,7 +30,7 @@ from rich.text import Text
 
 FOLDER = Path(__file__).parent
 TEMPLATE = FOLDER.parents[1] / "template"
-sys.path.insert(0, str(TEMPLATE / "tests"))
+sys.path.insert(0, str(FOLDER.parents[1] / "tests/loop"))
 
 from terminal import Terminal, standing  # noqa: E402
 

@@ -23,6 +23,7 @@ from my_project import commands
 from my_project.checkpoint import exporting
 from my_project.checkpoint.shards import model_tensors
 from my_project.config import Config, ConfigError
+from my_project.run_folder import Run
 
 
 def train_compiled(config: Config) -> int:
@@ -312,3 +313,19 @@ def test_best_is_exported_and_training_stops_when_it_gets_no_better(tmp_path):
     status = json.loads((config.folder / "status.json").read_text())
     assert (status["outcome"], status["step"]) == ("finished", 8)
     assert (config.folder / "best" / "model.safetensors").is_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen(Ragged):
+    def export_tensors(self, model: Any, tensors: Any) -> Any:
+        return "mine", {f"my.{name}": tensor for name, tensor in tensors.items()}
+
+
+def test_a_recipe_names_the_file_and_the_tensors_of_a_sharded_model(tmp_path, monkeypatch):
+    config = make_config(tmp_path, Chosen())
+    monkeypatch.setattr(exporting, "is_sharded", lambda _: True)
+    run = Run(config, 0)
+    run.folder.mkdir(parents=True)
+    exporting.export(run, {"features": 6}, torch.nn.Linear(2, 2))
+    found = load_file(run.folder / "export/mine.safetensors")
+    assert found.keys() == {"my.weight", "my.bias"}

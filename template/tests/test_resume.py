@@ -211,3 +211,15 @@ def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_
     assert log.read_text() == "of this launch"
     assert (tmp_path / f"{config.run_name}.old-1/export").is_dir()
     assert not (tmp_path / f"{config.run_name}.old-1/logs").exists()
+
+
+def test_old_checkpoints_are_removed_while_the_run_goes_on(tmp_path):
+    """Without an evaluation, and before the end, where they would be removed in any case."""
+    config = make_config(
+        tmp_path, Ragged(validation_samples=0, fault="raise", fault_at=4, fault_on_rank=0),
+        steps=6, checkpoints__every_steps=1, checkpoints__keep=2, checkpoints__background=False,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError):
+        run_world(1, train, config)
+    left = sorted(path.name for path in (config.folder / "checkpoints").iterdir())
+    assert left == ["step_00000003", "step_00000004"]

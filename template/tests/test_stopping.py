@@ -391,3 +391,10 @@ def test_durations():
     for wrong in ("", "90", "3.5h", "5m3h", "-3h"):
         with pytest.raises(ConfigError, match="such as 3h55m"):
             seconds_of(wrong)
+
+
+def test_after_the_loop_a_launcher_that_is_gone_ends_the_process_again(tmp_path):
+    with stopping.StopRequest(make_config(tmp_path)) as stop:
+        stop.loop_begins()
+        assert not stopping.LAUNCHER.ends_process, "the loop saves first"
+    assert stopping.LAUNCHER.ends_process

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from documents import PROJECT
 from my_project import contract, devices, optim, sharding
@@ -420,3 +421,28 @@ def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
             tokens = torch.arange(6)[None]
             loss = plain.eval()(input_ids=tokens, labels=tokens).loss.item()
             assert by_rank[0][i]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+class Part(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Part(8) for _ in range(layers))
+
+
+def test_blocks_of_a_model_without_a_list_of_layers_and_of_one_in_stages():
+    with torch.device("meta"):
+        alone = nn.Sequential(Part(1000), nn.Linear(1000, 1000))
+        uneven = nn.Sequential(Stage(2), Stage(4))
+    accelerator = Accelerator(cpu=True)
+    assert sharding.blocks(accelerator, alone) == [alone[0]], "large, with its weights whole"
+    inner = [layer for stage in (uneven[0], uneven[1]) for layer in stage.layers]
+    assert sharding.blocks(accelerator, uneven) == inner, "one stage is most of the model"
