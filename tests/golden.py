@@ -48,7 +48,7 @@ REMOVED: tuple[str, ...] = (
     *("*/status.json note", "*/status.json failure *", "*/status.json silent*"),
     *("*/errors/* errno", "*/errors/* signal", "*/errors/* progress_time", "*/errors/* num_items"),
     *("*/errors/* loss_is_finite", "*/errors/* skipped_*", "*/errors/* at", "*/errors/* at *"),
-    *("*/errors/.looking", "*/errors/.first_*"),
+    *("*/errors/.looking", "*/errors/.first_*", "*/run.json hosts*"),
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -233,7 +233,7 @@ def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, c
     damage(newest)
     given = change(copied, resume=str(newest))
     with pytest.raises(ConfigError, match=sentence):
-        resuming.check_path(given)
+        resuming.choose(Run(given, rank=0))
     assert resuming.choose(Run(copied, rank=0)) == newest.with_name("step_00000004")
     assert f"{newest} is skipped: {sentence}." in caplog.text
     assert newest.with_name("step_00000006.old-1").is_dir(), "moved aside"

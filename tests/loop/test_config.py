@@ -77,7 +77,6 @@ def test_a_rank_takes_at_most_its_part_of_the_global_batch(given, processes, mic
     [
         ({"recipe__samples": 15}, "fewer than one global batch of 16"),
         ({"optim__init_args": {"momentun": 0.9}}, "momentun"),
-        ({"distributed__ddp": {"find_unused": True}}, "no option find_unused"),
     ],
 )
 def test_an_impossible_run_is_refused(tmp_path, settings, sentence):

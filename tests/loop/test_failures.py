@@ -64,7 +64,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ca
     assert found["exit_code"] == (2 if cause == "setting" else 1)
     noted = run.status()
     assert (noted["outcome"], noted["step"]) == ("failed", 7)
-    assert noted["failure"] == failures.without_traceback(found)
+    assert noted["failure"] == failures.as_status(found)["failure"]
     assert failures.checked(noted["failure"]), "it can be read as an error file is"
 
 

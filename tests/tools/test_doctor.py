@@ -148,6 +148,7 @@ def test_a_rank_that_was_stopped_for_a_time_is_named_also_when_it_goes_on(tmp_pa
     path = config.folder / "status.json"
     assert wait_until(lambda: bool(path.is_file() and status(config).get("failure")), 90)
     assert diagnose(config.folder)["cause"] == "no report"
+    world.workers[0].join(30)  # until then its main thread would go on
     os.kill(world.workers[1].pid, signal.SIGCONT)
     with pytest.raises(RuntimeError):
         world.results(60)

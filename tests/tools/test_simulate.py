@@ -245,7 +245,6 @@ def test_the_simulated_step_is_that_of_real_processes(tmp_path):
     [
         ("multi_node", 3, 8, [], "4096 does not split over 24 processes"),
         ("cpu", 1, 2, [], "starts one process"),
-        ("multi_node", 2, 8, ["--distributed.ddp", "{static_graph: true}"], "static_graph"),
         ("multi_node_hsdp", 2, 8, ["--recipe.reads_value", "true"], "scalar"),
     ],
 )

@@ -195,27 +195,6 @@ class ProfileConfig:
             raise ConfigError(f"profile.ranks is {self.ranks!r}, but must be ranks such as 0,1.")
         return sorted({int(text) for text in texts})
 
-    def check(self, world_size: int | None = None, total_steps: int | None = None) -> None:
-        """Refuse steps and ranks that are not such, or that the run does not have.
-
-        Args:
-            world_size: None until it is known.
-            total_steps: of the whole run; None until it is known.
-        """
-        window, ranks = self.window, self.chosen_ranks
-        if not window:
-            return
-        if world_size is not None and ranks[-1] >= world_size:
-            raise ConfigError(
-                f"profile.ranks is {self.ranks!r}, but the run has {world_size} process(es), so"
-                f" its last rank is {world_size - 1}."
-            )
-        if total_steps is not None and window[1] > total_steps:
-            raise ConfigError(
-                f"profile.steps is {self.steps}, but the run has {total_steps} steps; choose"
-                " earlier ones."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -307,7 +286,7 @@ class Config:
                 raise ConfigError(f"{name} is {value}, but must be between 0 and 1.")
         if self.stop_after is not None:
             seconds_of(self.stop_after)
-        self.profile.check()
+        _ = self.profile.window, self.profile.chosen_ranks  # refuse what is neither
         if not self.evaluation.best_metric:
             for name, value in {
                 "checkpoints.keep_best": self.checkpoints.keep_best,

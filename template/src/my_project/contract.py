@@ -25,7 +25,6 @@ from .loading.prepare_once import in_turn, until_all_are_done
 from .loading.sampler import first_batches
 from .process import process_name
 from .recipe import Recipe, optional, problems, source_location
-from .stack_traces import progress_reported
 
 
 def check_recipe(config: Config) -> None:
@@ -40,7 +39,7 @@ def check_recipe(config: Config) -> None:
 def prepare_data(config: Config) -> dict[str, Any]:
     """Call the recipe's prepare_data in one process first; the others find the work done.
 
-    There is no timeout, since tokenizing can take hours; the working process logs its progress.
+    There is no timeout, since tokenizing can take hours.
 
     Returns:
         data_info.
@@ -53,7 +52,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with until_all_are_done(folder, config.run_name), one_line_errors(recipe):
-        with in_turn(folder, process_name()), progress_reported("prepare_data"):
+        with in_turn(folder, process_name()):
             data_info = recipe.prepare_data()
         try:
             return dict(json.loads(json.dumps(data_info)))

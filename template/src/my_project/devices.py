@@ -1,12 +1,10 @@
 """The Accelerator: refuse a wrong launch, start it, agree between ranks, set numerics."""
 
 import atexit
-import inspect
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,7 +24,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from torch.utils.data import DataLoader
 
 from .collectives import gather_on_main, on_main_then_broadcast
 from .config import Config, ConfigError
@@ -46,9 +43,9 @@ LAUNCHERS = {
 USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
-def check_launch(config: Config, accumulation: int = 1) -> None:
+def check_launch(config: Config) -> None:
     """Refuse a launch that would become silent copies of one run, or run on the wrong device."""
-    check_options(config, accumulation)
+    check_options(config)
     for launcher, (size, rank) in LAUNCHERS.items():
         if "WORLD_SIZE" not in os.environ and int(os.environ.get(size, "1")) > 1:
             raise ConfigError(
@@ -64,11 +61,6 @@ def check_launch(config: Config, accumulation: int = 1) -> None:
         )
     if not asked_for_cpu() and launched():
         check_gpus(1)
-    precision = config.precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if use_cpu() and precision not in ("no", "bf16"):
-        raise ConfigError(f"precision {precision} needs a GPU; on a CPU choose no or bf16.")
-    if use_cpu() and config.distributed.sync_batchnorm:
-        raise ConfigError("distributed.sync_batchnorm needs GPUs; set it to false on a CPU.")
     if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
             "the accelerate config asks for FSDP 1, which this loop does not support (its flat"
@@ -126,37 +118,17 @@ def check_mesh() -> None:
             f" there are {world_size} processes; set parallelism_config_dp_replicate_size (nodes)"
             " and parallelism_config_dp_shard_size (GPUs per node)."
         )
-    if wants_sharding() and shard == 1:
-        raise ConfigError(
-            "parallelism_config_dp_shard_size is 1, so nothing would be sharded: set it to at least"
-            " 2, or use an accelerate config without FSDP, such as multi_gpu.yaml."
-        )
 
 
-def check_options(config: Config, accumulation: int) -> None:
+def check_options(config: Config) -> None:
     """Check for options that accelerate or torch would reject or crash on."""
     options = config.distributed.ddp
-    known = {f.name for f in fields(DistributedDataParallelKwargs)}
-    if unknown := set(options) - known:
-        raise ConfigError(
-            f"distributed.ddp has no option {', '.join(sorted(unknown))}; it has {sorted(known)}."
-        )
     if (hook := options.get("comm_hook", "no")) not in ("no", "fp16", "bf16"):
         raise ConfigError(
             f"distributed.ddp.comm_hook is {hook!r}, but must be no, fp16 or bf16: PowerSGD has a"
             " state that no checkpoint holds."
         )
-    if options.get("static_graph") and accumulation > 1:
-        raise ConfigError(
-            f"distributed.ddp.static_graph crashes with accumulation {accumulation}: set it"
-            " to false, or raise batches.micro_batch_size until accumulation is 1."
-        )
     optimizer_class(config.optim)
-    accepted = inspect.signature(DataLoader).parameters
-    if unknown := set(config.batches.loader) - set(accepted):
-        raise ConfigError(
-            f"batches.loader has no option {', '.join(sorted(unknown))}; it has {list(accepted)}."
-        )
     trackers = [str(tracker) for tracker in get_available_trackers()]
     if unknown := set(config.telemetry.trackers) - set(trackers):
         raise ConfigError(

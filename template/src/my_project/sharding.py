@@ -136,11 +136,6 @@ def checkpoint_activations(accelerator: Accelerator, config: Config, model: nn.M
     """Recompute the activations of the blocks, if the config or accelerate's wants it."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     wanted = config.distributed.activation_checkpointing
-    if getattr(plugin, "activation_checkpointing_offload", False):
-        raise ConfigError(
-            "fsdp_activation_checkpointing_offload of the accelerate config is not supported: set"
-            " it to false."
-        )
     if plugin and plugin.activation_checkpointing:
         wanted = True
         # accelerate would wrap modules, and draw other dropout masks in the second forward pass

@@ -1,19 +1,12 @@
-"""Report where threads are in the code: for hangs, and for work that has no time limit."""
+"""Report where threads are in the code: for hangs."""
 
-import logging
 import os
 import re
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
-from .process import process_name
-
-logger = logging.getLogger(__name__)
 # A process whose innermost frame is in one of these files waits for other ranks.
 WAITING_FILES = (
     "/torch/distributed/",
@@ -62,28 +55,6 @@ def is_in_debugger() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@contextmanager
-def progress_reported(what: str, every_seconds: float = 60) -> Iterator[None]:
-    """Log every minute which line this thread executes, for work that has no time limit."""
-    ended = threading.Event()
-    started = time.monotonic()
-    worker = threading.get_ident()
-
-    def report() -> None:
-        while not ended.wait(every_seconds):
-            place, _ = current_line(sys._current_frames().get(worker))
-            minutes = (time.monotonic() - started) / 60
-            logger.warning("%s: %s for %.0f min, now at %s", process_name(), what, minutes, place)
-
-    thread = threading.Thread(target=report, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def stacks() -> str:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 
 from . import cli, contract, devices, optim, sharding, stopping
-from .checkpoint import exporting, resuming, verification
+from .checkpoint import exporting, verification
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate, sanity_check
 from .loading.feed import train_batches
@@ -43,7 +43,7 @@ def main(config: Config) -> int:
     recipe = config.recipe
     world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
-    devices.check_launch(config, layout.accumulation)
+    devices.check_launch(config)
     contract.check_recipe(config)
     run = Run(config, rank)
     data_info = contract.prepare_data(config)
@@ -51,12 +51,10 @@ def main(config: Config) -> int:
         train_set, validation_sets = contract.build_datasets(recipe, data_info, config)
     check_best_metric(config, validation_sets)
     run.total_steps = total_steps(config, train_set, layout)
-    config.profile.check(world_size, run.total_steps)
     if run.finished:
         if rank == 0:
             outcome.print_earlier(run.folder, run.status())
         return 0
-    resuming.check_path(config)
 
     with (
         stopping.StopRequest(config) as stop,

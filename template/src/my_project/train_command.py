@@ -181,7 +181,6 @@ def main(arguments: list[str]) -> int:
     config = parse(settings, __doc__ or "", f"python -m {__package__} train")
     path, processes, reason = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
-    config.profile.check(processes)
     flags = ["--config_file", str(path)]
     if processes != (read_yaml(path).get("num_processes") or 1):
         flags += ["--num_processes", str(processes)]

@@ -5,7 +5,6 @@ import math
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from ..config import Config, ConfigError
@@ -62,21 +61,6 @@ def clean_up(run_folder: Path) -> None:
     for path in (*run_folder.glob(".best_*"), *(run_folder / "checkpoints").glob(".step_*")):
         if re.fullmatch(r"\.(best|step)_\d+\.(partial|removed)", path.name):
             discard(path)
-
-
-def check_path(config: Config) -> None:
-    """Check the path given by --resume, before any process group starts."""
-    if config.resume in ("auto", "never"):
-        return
-    folder, own = Path(config.resume), checkpoints(config.folder)
-    with suppress(ValueError):
-        if own and read_manifest(own[-1]).get("resumed_from") == config.resume:
-            return  # the run has saved since, and continues from its own checkpoint
-    if problem := find_damage(folder, hashes=False):
-        raise ConfigError(
-            f"resume {folder} cannot be used: {problem}; give a folder such as"
-            " runs/<run_name>/checkpoints/step_00000100, or auto."
-        )
 
 
 def choose(run: Run, find: Callable[[Path], str] = find_damage) -> Path | None:

@@ -274,15 +274,12 @@ class Checkpoints:
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
         self.run.continued_from = str(folder)
-        try:
-            state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            manifest = read_manifest(folder)
-            self._listed = manifest["files"].keys()
-            state |= manifest.get("evaluation", {})
-            saved, scale = state.pop("optimizer"), state.pop("scaler")
-            self.run.compare_numerics(folder, state.pop("numerics", None))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{folder}/state.json is damaged: {error!r}.") from error
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        manifest = read_manifest(folder)
+        self._listed = manifest["files"].keys()
+        state |= manifest.get("evaluation", {})
+        saved, scale = state.pop("optimizer"), state.pop("scaler")
+        self.run.compare_numerics(folder, state.pop("numerics", None))
         self._fill(folder, "model", model_tensors(self.model))
         self._load_optimizer(folder, saved)
         if self.ema:

@@ -180,7 +180,7 @@ def indexed_files(folder: Path, kind: str) -> dict[str, str]:
     """Return the file of each tensor, from the index of a large export; {} if it has no index.
 
     Raises:
-        ConfigError: the index is damaged, or a file that it lists is missing or not in the folder.
+        ConfigError: the index is damaged, or lists a file that is not in the folder.
     """
     path = folder / f"{kind}.safetensors.index.json"
     if not path.is_file():
@@ -192,9 +192,6 @@ def indexed_files(folder: Path, kind: str) -> dict[str, str]:
         raise ConfigError(f"{path} is damaged: {error!r}.") from error
     if wrong:
         raise ConfigError(f"{path} lists {wrong[0]!r}, which is not a safetensors file beside it.")
-    for file in sorted(set(files.values())):
-        if not (folder / file).is_file():
-            raise ConfigError(f"{folder} lacks {file}, which {path.name} lists.")
     return files
 
 
@@ -243,8 +240,8 @@ class TensorReader:
                 offset, whole = offsets.get(name, [[0] * len(shape), shape])
                 self.shards.setdefault(name, []).append((file, offset, shape))
                 self.shapes[name] = tuple(whole)
-        except (SafetensorError, ValueError) as error:
-            raise ConfigError(f"{path} is damaged: {error}.") from error
+        except (OSError, SafetensorError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged or missing: {error}.") from error
 
     def meta(self, name: str) -> Tensor:
         """Return a tensor without values, on the meta device: its shape and dtype."""

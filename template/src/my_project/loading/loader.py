@@ -3,11 +3,8 @@
 import io
 import math
 import os
-import pickle
 import signal
 import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -89,7 +86,7 @@ class Fetch:
             if not missed and torch.equal(torch.default_generator.get_state(), before):
                 return batch
             self.at_once = False
-        while True:  # three times at most, once for each generator that was missed
+        while True:  # once more where Python's or NumPy's generator was missed
             self.seeds.begin()
             samples = []
             for index in self.seeds.each(keys):  # a comprehension would be a frame in tracebacks
@@ -153,26 +150,10 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 
-def start_iterating(batches: Iterable[Any]) -> Iterator[Any]:
-    """Return an iterator; here a DataLoader starts its workers and may have to pickle the data."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Got pickle error")  # raised below
-            return iter(batches)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if not any(frame.filename.endswith("reduction.py") for frame in frames):
-            raise  # not from multiprocessing's pickling, whose messages differ between Pythons
-        raise ConfigError(
-            f"the dataset or collate cannot be sent to a loader worker: {error}; define its"
-            " functions and classes at the top level of a module, or set batches.workers to 0."
-        ) from error
-
-
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Move each micro-batch to the device, without waiting for the copy."""
     try:
-        for batch in start_iterating(batches):
+        for batch in batches:
             is_there = device.type == "cpu"
             yield batch if is_there else send_to_device(batch, device, non_blocking=True)
     except ConfigError as error:  # from a loader worker, which puts its traceback first

@@ -51,7 +51,7 @@ class SampleSeeds:
 
     With "auto" these two are set to a known state before a micro-batch. If the next number that one
     gives afterwards is not the one that follows from that state, something has been drawn from it:
-    the micro-batch has to be read again, and from then on that generator is seeded for each sample.
+    the micro-batch has to be read again, and from then on both are seeded for each sample.
     torch's is always seeded, so torch.initial_seed() is the seed of the sample.
     """
 
@@ -59,16 +59,14 @@ class SampleSeeds:
         """Seed nothing yet; a mode of False never does."""
         self.seed = seed
         self.is_on = bool(mode)
-        # the generators that are seeded for each sample
-        self.python = self.numpy = mode is True
+        self.seeds_all = mode is True  # also Python's and NumPy's generators for each sample
         self.epoch: Any = None
         self.of_epoch: Any = None  # the hash of what its seeds have in common
 
     def begin(self) -> None:
         """Begin a micro-batch."""
-        if not self.python:
+        if not self.seeds_all:
             random.seed(KNOWN_SEED)
-        if not self.numpy:
             np.random.seed(KNOWN_SEED)
 
     def each(self, keys: Iterable[tuple[Any, int]]) -> Iterator[int]:
@@ -80,7 +78,7 @@ class SampleSeeds:
         Yields:
             The index, while the generators are those of this sample.
         """
-        seed_torch, python, numpy = torch.default_generator.manual_seed, self.python, self.numpy
+        seed_torch, seeds_all = torch.default_generator.manual_seed, self.seeds_all
         for epoch, index in keys:
             if epoch != self.epoch:
                 self.epoch, self.of_epoch = epoch, _hash(f"{self.seed}/sample/{epoch}/")
@@ -88,19 +86,18 @@ class SampleSeeds:
             hashed.update(b"%d" % index)
             derived = int.from_bytes(hashed.digest(), "little")
             seed_torch(derived)
-            if python:
+            if seeds_all:
                 random.seed(derived)
-            if numpy:
                 np.random.seed(derived % 2**32)
             yield index
 
     def missed_a_draw(self) -> bool:
         """Return whether a generator was used that is not seeded for each sample yet."""
-        missed_python = not self.python and random.random() != FROM_KNOWN_SEED
-        missed_numpy = not self.numpy and np.random.random_sample() != NUMPY_FROM_KNOWN_SEED
-        self.python |= missed_python
-        self.numpy |= missed_numpy
-        return missed_python or missed_numpy
+        drawn = random.random() != FROM_KNOWN_SEED
+        drawn |= np.random.random_sample() != NUMPY_FROM_KNOWN_SEED
+        missed = drawn and not self.seeds_all
+        self.seeds_all |= missed
+        return missed
 
 
 def seed_forward(seed: int, step: int, micro_batch: int, device: torch.device) -> None:

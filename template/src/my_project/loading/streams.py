@@ -20,7 +20,7 @@ from ..collectives import gather_on_main
 from ..config import Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout, lanes_of
-from .loader import check_sendable, make_loader, on_device, start_iterating
+from .loader import check_sendable, make_loader, on_device
 from .seeding import SampleSeeds, SeedSamples, derive_seed, seed_rng
 
 # Of a stream: its epoch, the step at which that began, and the state of each lane (None for a lane
@@ -242,7 +242,7 @@ class StreamBatches:
             persistent_workers=False,
         )
         self.readers = max(1, loader.num_workers)
-        self.parts = start_iterating(loader)
+        self.parts = iter(loader)
         self.ahead.clear()
         self.opened_at = step
         self.has_more = True

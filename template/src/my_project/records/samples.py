@@ -23,7 +23,7 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
-from ..loading.loader import Fetch, identity, make_loader, start_iterating
+from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import fork_rng, seed_forward
 from ..recipe import optional
 from ..run_folder import Run
@@ -138,7 +138,7 @@ def load(config: Config, data: Any, indices: list[int]) -> list[Any]:
     keys = [[("evaluation", i) for i in indices]]
     brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
     loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **brief)
-    (loaded,) = start_iterating(loader)
+    (loaded,) = loader
     return loaded
 
 

@@ -184,7 +184,7 @@ class Simulator:
         data_info, train_set = self.data
         with _as_rank_0(launched):
             with patch.multiple(torch.accelerator, **gpus):
-                devices.check_launch(config, accumulation)
+                devices.check_launch(config)
             with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 step = _Step(config, world_size, precision, data_info)
                 batch = _batch(config, train_set, micro_batch, fake)
