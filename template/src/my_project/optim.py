@@ -51,12 +51,6 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     groups_of = optional(recipe, "parameter_groups")
     if groups_of:
         groups = _as_groups(groups_of(model))
-        wrong = {"lr", *get_close_matches("lr_scale", {k for g in groups for k in g}, 9, 0.75)}
-        if wrong := (wrong - {"lr_scale"}) & {key for group in groups for key in group}:
-            raise ConfigError(
-                f"parameter_groups ({source_location(groups_of)}) states {', '.join(wrong)}: a"
-                " group's learning rate is optim.lr times its lr_scale."
-            )
     else:
         groups = parameter_groups(model, config.weight_decay)
     check_parameters(groups, model)
@@ -71,7 +65,15 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
             for group in groups
             for p in group["params"]
         )
+    stated = {key for group in groups for key in group}  # torch adds its own
     optimizer: torch.optim.Optimizer = kind(groups, **arguments)
+    known = {"params", "lr_scale", *optimizer.defaults} - {"lr"}
+    for key in stated - known if groups_of else ():  # torch takes any key, and reads it nowhere
+        if meant := ["lr_scale"] if key == "lr" else get_close_matches(key, known, 1, 0.75):
+            raise ConfigError(
+                f"parameter_groups ({source_location(groups_of)}) states {key}; is {meant[0]}"
+                " meant? A group's learning rate is optim.lr times its lr_scale."
+            )
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
     return optimizer
