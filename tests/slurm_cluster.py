@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from two_hosts import TwoHosts
+from two_hosts import PATIENCE, TwoHosts
 
 CONF = """
 ClusterName=test
@@ -104,7 +104,7 @@ class SlurmCluster:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def _until(self, condition, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * PATIENCE
         while not condition():
             logs = "\n".join(p.read_text(errors="replace") for p in Path(self.folder).glob("*.log"))
             assert time.monotonic() < deadline, logs + self.hosts.output(0)

@@ -53,7 +53,6 @@ def test_the_manifests_agree_with_themselves():
     given = values(container)
     assert int(given["NODES"]) == job["completions"] == job["parallelism"]
     assert given["GPUS"] == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert job["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [75]
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in pod["volumes"]
     }
@@ -70,10 +69,21 @@ def test_the_manifests_agree_with_themselves():
     assert flow["TrainJob"]["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     for spec, name in ((job, "train"), (node["template"]["spec"], "node")):
-        final = spec["podFailurePolicy"]["rules"][-1]
-        codes = {"containerName": name, "operator": "In", "values": [2]}
-        assert final == {"action": "FailJob", "onExitCodes": codes}
-        assert spec["template"]["spec"]["containers"][0]["name"] == name
+        lost, *rules = spec["podFailurePolicy"]["rules"]
+        assert lost["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+        assert lost["action"] == "Ignore"
+        codes = {"containerName": name, "operator": "In"}
+        assert rules == [
+            {"action": "Ignore", "onExitCodes": codes | {"values": [75]}},
+            {"action": "FailJob", "onExitCodes": codes | {"values": [2]}},
+        ], "what --requeue takes for worth another start does not count"
+        assert spec["podReplacementPolicy"] == "Failed"
+        pod_spec = spec["template"]["spec"]
+        assert pod_spec["containers"][0]["name"] == name
+        assert given["GRACE"] == str(pod_spec["terminationGracePeriodSeconds"])
+        assert pod_spec["securityContext"]["fsGroup"] == 1000
+    assert "USER 1000\n" in (PROJECT / "Dockerfile").read_text()
+    assert '.launch --requeue --grace_seconds "$GRACE" ' in container["args"][0]
     ours, theirs = container["args"][0], trainer["args"][0]
     theirs = theirs.replace("$PET_NODE_RANK", "$JOB_COMPLETION_INDEX")
     assert theirs.replace("$PET_MASTER_ADDR", "$RUN-0.training") == ours, "one command"

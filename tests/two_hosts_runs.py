@@ -6,18 +6,18 @@ import sys
 import time
 from pathlib import Path
 
-from two_hosts import TwoHosts
+from two_hosts import PATIENCE, TwoHosts
 
 PROJECT = Path(__file__).parents[1] / "template"
-CONFIG = """
+CONFIG = f"""
 run_name: tiny
-recipe: {class_path: ragged.Ragged, init_args: {dtype: float64, dropout: 0.2, seconds: 0.05}}
-batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
+recipe: {{class_path: ragged.Ragged, init_args: {{dtype: float64, dropout: 0.2, seconds: 0.05}}}}
+batches: {{global_batch_size: 16, micro_batch_size: 4, workers: 0}}
 steps: 400
-optim: {lr: 0.01, ema_decay: 0.9}
-checkpoints: {every_steps: 20}
-telemetry: {every_steps: 1, trackers: []}
-distributed: {timeout_seconds: 5, startup_timeout_seconds: 60}
+optim: {{lr: 0.01, ema_decay: 0.9}}
+checkpoints: {{every_steps: 20}}
+telemetry: {{every_steps: 1, trackers: []}}
+distributed: {{timeout_seconds: {5 * PATIENCE:g}, startup_timeout_seconds: {60 * PATIENCE:g}}}
 """
 STOPS_AT = ("--steps", "100000")
 
@@ -36,7 +36,7 @@ def steps(hosts: TwoHosts) -> int:
 
 
 def wait_for(hosts: TwoHosts, condition, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while not condition():
         assert time.monotonic() < deadline, hosts.output(0) + hosts.output(1)
         assert any(c.poll() is None for c in hosts.commands), hosts.output(0) + hosts.output(1)

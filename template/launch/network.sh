@@ -12,6 +12,11 @@
 # | AWS EFA    | the plugin aws-ofi-nccl, 1.7 or newer [3], else TCP     | NET/OFI              |
 # | TCP        | of several interfaces, the one between the nodes [2]    | Using network Socket |
 #
+# Not covered: Google Cloud (gVNIC with GPUDirect-TCPX, TCPXO or RDMA: a plugin, libraries and
+# variables of its own for each kind of machine, from Google's installer), Azure (topology files for
+# its InfiniBand machines), and rails (several networks beside each other: NCCL_CROSS_NIC, and
+# adapters by the cluster's plan). There take what the provider's documentation or image sets.
+#
 # Not run by us: InfiniBand, RoCE, EFA, and NCCL over TCP; no GPU has run this yet. We ran gloo over
 # TCP. The number in brackets says where a value comes from; read in November 2026:
 # [1] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html

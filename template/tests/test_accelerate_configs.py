@@ -39,9 +39,12 @@ def card(path: Path) -> str:
 
 def command_of(path: Path) -> str:
     """Read the command of a card."""
-    found = re.search(r"(?m)^  +((?:\w+=\S+ )?accelerate launch (?:.*\\\n)*.*)$", card(path))
+    launcher = "accelerate launch"
+    if path.stem.startswith("multi_node"):
+        launcher = "python -m my_project.launch"  # which says what node is missing
+    found = re.search(rf"(?m)^  +{launcher} ((?:.*\\\n)*.*)$", card(path))
     assert found
-    return " ".join(found[1].replace("\\\n", " ").split())
+    return "accelerate launch " + " ".join(found[1].replace("\\\n", " ").split())
 
 
 def test_there_is_one_for_each_kind_of_machine_and_the_table_lists_it():

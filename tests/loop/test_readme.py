@@ -54,7 +54,7 @@ def test_every_command_of_the_readme_does_what_it_says(project):
             result = run(f'make train ARGS="{SHORT}"', project)
         elif "launch/" in command and "_configs" not in command:
             result = run(command + SHORT, project, **on_this_machine(project))
-        elif "accelerate launch" in command and "multi_node" in command:
+        elif "--num_machines" in command:
             result = run(two_nodes(command), project, CUDA_VISIBLE_DEVICES="-1")
         elif "gpu.yaml" in command:
             result = run(command, project, CUDA_VISIBLE_DEVICES="")

@@ -1,15 +1,12 @@
 """starts.jsonl, and what it says of the time of a run: from folders made without training."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from my_project import starts
 from my_project.starts import Starts, goodput, lines
-from test_structure import PACKAGE
 
 BEGAN = 1_790_000_000.0
 
@@ -188,33 +185,3 @@ def test_a_start_that_fails_before_the_run_begins_is_written_at_the_end(tmp_path
     one.finish()
     assert [found["event"] for found in lines(tmp_path)] == ["start", "end"]
     assert lines(tmp_path)[1]["cause"] == "exception"
-
-
-# ---- for schedulers ------------------------------------------------------------------------------
-def ask(*words: object) -> int:
-    """Ask in a process that has no torch."""
-    block = "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['starts', *sys.argv[1:]];"
-    code = f"{block} runpy.run_module('my_project.starts', run_name='__main__')"
-    path = {"PYTHONPATH": str(PACKAGE.parent)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)], env=path, check=False
-    ).returncode
-
-
-def test_gained_and_stuck(tmp_path):
-    """A job that is requeued keeps its id: each of its launches counts."""
-    path = tmp_path / "starts.jsonl"
-    append(path, line("start", "a.0", 0, job="7", checkpoint=None))
-    save(tmp_path, 5)
-    assert ask("gained", tmp_path, "7") == 0
-    assert ask("gained", tmp_path, "8") == 1
-    append(path, line("start", "a.1", 1, job="7", checkpoint=5))  # in place: of the same launch
-    assert ask("gained", tmp_path, "7") == 0
-    for i in range(3):
-        assert ask("stuck", tmp_path) == 1
-        append(path, line("start", f"b{i}.0", 2 + i, job="7", checkpoint=5))
-        assert ask("gained", tmp_path, "7") == 1
-    assert ask("stuck", tmp_path) == 0
-    save(tmp_path, 6)
-    assert ask("stuck", tmp_path) == 1
-    assert ask("gained", tmp_path, "7") == 0

@@ -42,7 +42,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import cli, failures
+from . import cli, failures, starts
 from .command_line import as_restarted
 from .command_line import parse as parse_settings
 from .config import Config, ConfigError
@@ -250,6 +250,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     parser.add_argument("--join_timeout_seconds", type=float, default=600, help="for other nodes")
     parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
+    help_text = "75 also after an error that a newer checkpoint precedes, not after three in vain"
+    parser.add_argument("--requeue", action="store_true", help=help_text)
+    parser.add_argument("--grace_seconds", type=float, default=0, help="of a stop signal")
     help_text = "stop when standard input ends, as when an ssh connection closes"
     parser.add_argument("--stop_at_end_of_input", action="store_true", help=help_text)
     return parser
@@ -408,7 +411,25 @@ def main(arguments: list[str]) -> int:
     launch = parse(arguments)
     if launch.own.stop_at_end_of_input:
         stop_at_end_of_input()
-    return start(launch)
+    if not launch.config or launch.module != TRAIN:
+        return start(launch)
+    folder = launch.run_folder
+    takes = starts.stop_seconds(folder) if own.grace_seconds and not launch.node_rank else 0.0
+    if takes > own.grace_seconds:
+        print(
+            f"warning: a step, an evaluation and a save of this run took {takes:.0f} s together,"
+            f" but a stop signal leaves {own.grace_seconds:g} s: have it sent earlier.",
+            flush=True,
+        )
+    begins_anew = as_restarted(launch.config).resume == "never"
+    marks = [-1] if begins_anew else starts.marks(folder)
+    code = start(launch)
+    if not own.requeue:
+        return code
+    code, why = starts.requeue(folder, marks, code)
+    if why and not launch.node_rank:
+        print(why, flush=True)
+    return code
 
 
 def start(launch: Launch, *, shown: str = "", command: str = "", is_dry_run: bool = False) -> int:

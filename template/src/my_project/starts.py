@@ -1,11 +1,5 @@
 """The starts of a run: which failures are followed by another one, starts.jsonl, and goodput.
 
-    python -m my_project.starts gained RUN_FOLDER JOB_ID
-    python -m my_project.starts stuck RUN_FOLDER
-
-exits with 0 if the newest launch by a Slurm job has brought a new checkpoint (gained), or if none
-of the last three launches by jobs has (stuck); with 1 otherwise.
-
 Processes are started again in place after a death by signal, lost contact with another process, or
 an error of a device. Not after any other error, which would repeat, a lack of memory, or a stop
 signal. The launcher of node 0 appends a line to starts.jsonl once a start has begun the run, and
@@ -46,7 +40,7 @@ REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended b
 EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
 ENDED = ("finished", "preempted")  # with nothing to do again
-STUCK_LAUNCHES = 3
+STUCK_LAUNCHES = 3  # without a newer checkpoint, after which a scheduler starts no other
 TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last record stands
 STEPS = ("from_step", "step", "checkpoint")  # of a line
 
@@ -444,29 +438,54 @@ WORDS = {
 
 
 # ---- for schedulers ------------------------------------------------------------------------------
-def gains(folder: Path) -> list[tuple[str, bool]]:
-    """Return the job of each launch by Slurm, and whether it has brought a new checkpoint.
+def marks(folder: Path) -> list[int]:
+    """Return the step of the newest checkpoint when each launch so far began, and of now.
 
-    A job that is requeued keeps its id, so that its launches count one by one.
+    -1 without a checkpoint. Read when a launch begins, so that all its nodes read the same.
     """
-    first: dict[str, dict[str, Any]] = {}
+    found: dict[str, int | None] = {}
     for start in each_start(folder):
-        if start.get("job"):
-            first.setdefault(str(start.get("launch")), start)
-    before = [start["checkpoint_before"] or 0 for start in first.values()]
-    after = [*before[1:], newest_checkpoint(folder) or 0]
-    jobs = [str(start["job"]) for start in first.values()]
-    return [(job, b > a) for job, a, b in zip(jobs, before, after[: len(jobs)], strict=True)]
+        found.setdefault(str(start.get("launch")), start["checkpoint_before"])
+    return [-1 if step is None else step for step in (*found.values(), newest_checkpoint(folder))]
 
 
-def main(command: str, folder: str, job: str = "") -> int:
-    """Return 0 for yes, 1 for no."""
-    found = gains(Path(folder))
-    if command == "gained":
-        return 0 if [gained for one, gained in found if one == job][-1:] == [True] else 1
-    last = [gained for _, gained in found[-STUCK_LAUNCHES:]]
-    return 0 if len(last) == STUCK_LAUNCHES and not any(last) else 1
+def requeue(folder: Path, marks: list[int], code: int) -> tuple[int, str]:
+    """Return the exit code for a scheduler that starts a run again after 75 alone, and why.
+
+    Args:
+        folder: the run folder.
+        marks: when this launch began.
+        code: exit code of this launch.
+    """
+    newest, began = newest_checkpoint(folder), marks[-1]
+    newest = -1 if newest is None else newest
+    at = f"the newest checkpoint is of step {newest}" if newest >= 0 else "there is no checkpoint"
+    if code == 1 and newest > began:
+        before = f"step {began}" if began >= 0 else "none"
+        return PREEMPTED, f"to be started again after an error: {at}, and was {before} before"
+    if code == 1:
+        return 1, f"not to be started again after an error: {at}, as when this job began"
+    mark = marks[-STUCK_LAUNCHES:]
+    if code == PREEMPTED and len(mark) == STUCK_LAUNCHES and newest <= mark[0]:
+        count = STUCK_LAUNCHES
+        return 1, f"not to be started again: {at}, and the last {count} jobs wrote no newer one"
+    if code == PREEMPTED:
+        return code, f"to be started again: {at}"
+    return code, ""
 
 
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+def stop_seconds(folder: Path) -> float:
+    """Return the seconds of the longest step, evaluation and save of a run, summed."""
+    path = folder / "metrics.jsonl"
+    longest = {"interval": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+    written = {
+        step_of(path): (path / "manifest.json").stat().st_mtime for path in checkpoints(folder)
+    }
+    for record in each_record(path) if path.exists() else ():
+        kind = kind_of(record)
+        seconds = record.get("step_seconds" if kind == "interval" else "seconds") or 0.0
+        if kind == "checkpoint":  # training waits for a part of a save only
+            seconds = max(seconds, written.get(record["step"], 0.0) - record["time"])
+        if kind in longest:
+            longest[kind] = max(longest[kind], seconds)
+    return sum(longest.values())

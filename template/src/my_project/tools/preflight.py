@@ -20,6 +20,7 @@ import hashlib
 import inspect
 import json
 import os
+import resource
 import socket
 import statistics
 import sys
@@ -41,7 +42,7 @@ from ..collectives import gather_on_main, on_main_then_broadcast
 from ..config import to_yaml
 from ..files import wait_until, write_atomically
 from ..loading import layout
-from ..process import world
+from ..process import process_name, world
 from ..run_folder import installed, not_shared
 from .reader import prefixed, print_table
 
@@ -73,12 +74,10 @@ def checking(name: str) -> Iterator[None]:
     seconds = limit_seconds()
 
     def give_up() -> None:
-        world_size, rank = world()
         print(
-            f"error: preflight stalled for {seconds:.0f} s at '{name}', on rank {rank} of"
-            f" {world_size} on {socket.gethostname()}: another rank exited, or a firewall or the"
-            " wrong interface keeps the ranks apart. Open all ports between the nodes, or set"
-            " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (launch/network.sh).",
+            f"error: preflight stalled for {seconds:.0f} s at '{name}' on {process_name()}: another"
+            " rank exited, or the ranks do not reach each other. Open all ports between the nodes,"
+            " or see launch/network.sh.",
             file=sys.stderr,
             flush=True,
         )
@@ -103,12 +102,9 @@ def must_agree(config: Config, device: torch.device) -> dict[str, str]:
         "config": hashlib.sha256(to_yaml(config).encode()).hexdigest()[:8],
     }
     if device.type == "cuda":
-        driver = Path("/proc/driver/nvidia/version")
         found |= {
             "nccl": ".".join(map(str, nccl.version())),
-            "driver": driver.read_text().splitlines()[0] if driver.exists() else "",
             "gpu": torch.cuda.get_device_name(device),
-            "gpus": str(torch.cuda.device_count()),
         }
     return found
 
@@ -278,6 +274,10 @@ def judge(by_rank: list[dict[str, Any]]) -> list[str]:
             f"the clock of {clocks[min(clocks)]} is {late:.1f} s behind; the limit is"
             f" {MAX_CLOCK_SKEW_SECONDS:g} s: start a time service (chrony) on every node."
         )
+    problems += [
+        f"{host} limits pinned memory, which InfiniBand needs: see ulimit in the Dockerfile."
+        for host in dict.fromkeys(o["host"] for o in by_rank if o.get("pinned_bytes", -1) >= 0)
+    ]
     if "gpu" in by_rank[0]["agree"]:  # a CPU may be shared with other programs
         speeds = {f"rank {r} ({one['host']})": one["flops"] for r, one in enumerate(by_rank)}
         problems += slow(speeds, SLOW_GPU)
@@ -302,6 +302,9 @@ def check(accelerator: Accelerator, config: Config) -> int:
     device = accelerator.device
     size = 256 * MB if device.type == "cuda" else 16 * MB
     own: dict[str, Any] = {"host": socket.gethostname(), "in_node": 0.0, "over_nodes": 0.0}
+    own["cpus"] = len(os.sched_getaffinity(0))
+    if Path("/dev/infiniband").exists():
+        own["pinned_bytes"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]  # -1: no limit
     with checking("versions and products"):
         own["agree"] = must_agree(config, device)
         own |= compute(device)
@@ -331,22 +334,21 @@ def report(by_rank: list[dict[str, Any]], size: int, config: Config) -> int:
     speeds = link_speeds([one["seconds"] for one in firsts], size)
     links = {f"{hosts[a]} and {hosts[b]}": speed for (a, b), speed in speeds.items()}
     problems += slow(links, SLOW_LINK)
-    table = [["node", "ranks", "GPU", "clock", "product", "verdict"]]
+    table = [["node", "ranks", "GPU", "CPUs", "clock", "product", "verdict"]]
     for one, ranks in zip(firsts, nodes(), strict=True):
         flops = min(by_rank[rank]["flops"] for rank in ranks)
         row = [one["host"], f"{ranks[0]} to {ranks[-1]}", one["agree"].get("gpu", "none")]
-        row += [f"{one['clock'] - firsts[0]['clock']:+.2f} s"]
+        row += [str(one["cpus"]), f"{one['clock'] - firsts[0]['clock']:+.2f} s"]
         failed = any(one["host"] in problem for problem in problems)
         row += [f"{flops / 1e12:.3g} TFLOP/s", "failed" if failed else "passed"]
         table.append(row)
-    print_table("Nodes; products in bf16 of the slowest process of each", table)
+    print_table("Nodes; CPUs for their first process; products in bf16 of the slowest", table)
     found = {key: min(one[key] for one in by_rank) for key in ("in_node", "over_nodes")}
     for name, key in {"in each node": "in_node", "over all nodes": "over_nodes"}.items():
         if found[key]:
             print(f"all-reduce of {size / MB:g} MB {name}: {found[key] / 1e9:.3g} GB/s")
     if links:
-        median, least = (f(links.values()) / 1e9 for f in (statistics.median, min))
-        print(f"{len(links)} pair(s) of nodes: median {median:.3g} GB/s, slowest {least:.3g} GB/s")
+        print(f"{len(links)} pair(s) of nodes, the slowest: {min(links.values()) / 1e9:.3g} GB/s")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     print(f"preflight {'failed' if problems else 'passed'}", flush=True)
