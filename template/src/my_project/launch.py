@@ -409,7 +409,8 @@ def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
     prepare_environment()
     launch = parse(arguments)
-    if launch.own.stop_at_end_of_input:
+    own = launch.own
+    if own.stop_at_end_of_input:
         stop_at_end_of_input()
     if not launch.config or launch.module != TRAIN:
         return start(launch)
@@ -421,8 +422,8 @@ def main(arguments: list[str]) -> int:
             f" but a stop signal leaves {own.grace_seconds:g} s: have it sent earlier.",
             flush=True,
         )
-    begins_anew = as_restarted(launch.config).resume == "never"
-    marks = [-1] if begins_anew else starts.marks(folder)
+    is_new_run = as_restarted(launch.config).resume == "never"
+    marks = [-1] if is_new_run else starts.marks(folder)
     code = start(launch)
     if not own.requeue:
         return code
