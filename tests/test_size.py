@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_902,
-    "files of train.py and all that it imports": 47,
-    "lines of the package without tools/": 8_790,
-    "lines of tools/": 2_210,
-    "lines of template/tests": 4_154,
-    "lines of template/tests and tests": 14_200,
+    "lines of train.py and all that it imports": 6_282,
+    "files of train.py and all that it imports": 45,
+    "lines of the package without tools/": 8_285,
+    "lines of tools/": 2_244,
+    "lines of template/tests": 4_190,
+    "lines of template/tests and tests": 14_502,
     "settings": 53,
     "methods of a recipe": 15,
     "lines of train.py": 182,

@@ -87,7 +87,7 @@ def _checked_datasets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any
         train, validation_sets = returned
         validation_sets = dict(validation_sets)
     except (TypeError, ValueError):
-        problem = f"returned {_kind(returned)}; it must return (train, {{name: validation}})."
+        problem = f"returned {_kind(returned)}; it must return " + "(train, {name: validation})."
         _refuse(recipe, "build_datasets", problem)
     sets = {} if is_stream(train) else {"the training set": train}
     for name, data in (sets | validation_sets).items():
