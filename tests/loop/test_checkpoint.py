@@ -21,6 +21,7 @@ from my_project import commands, files, optim
 from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
+from my_project.state import TrainState
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from safetensors import safe_open
@@ -226,6 +227,105 @@ def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
     assert {files.step_of(f) for f in resuming.checkpoints(config.folder)} == wanted
     assert best not in {4, 8, 11, 12}, "else the best one's staying shows nothing"
     assert (foreign.with_name("step_00000003.old-1") / "mine.txt").exists()
+
+
+def save_at(saver: saving.Checkpoints, step: int, *, by_time: bool = False) -> None:
+    saver.save(TrainState(items_per_micro_batch=4.0, step=step), by_time=by_time)
+    saver.wait()
+    assert not saver.failure
+
+
+def kept_steps(config: Config) -> list[int]:
+    return [files.step_of(folder) for folder in resuming.checkpoints(config.folder)]
+
+
+def test_a_save_by_time_replaces_only_one_by_time(tmp_path):
+    saver = make_checkpoints(make_config(tmp_path, checkpoints__keep=2))
+    for step, by_time, wanted in [
+        (1, True, [1]),
+        (2, True, [1, 2]),  # until there are two others to go back to
+        (3, False, [2, 3]),
+        (4, False, [2, 3, 4]),
+        (5, True, [3, 4, 5]),
+        (6, True, [3, 4, 6]),
+        (7, False, [4, 6, 7]),
+    ]:
+        save_at(saver, step, by_time=by_time)
+        assert kept_steps(saver.config) == wanted
+    assert resuming.choose(saver.run) == folder_of(saver.config, 7)
+    marks = [path.name for path in saver.folder.glob(".*")]
+    assert marks == [".step_00000006.by_time"]
+    flip_one_bit(folder_of(saver.config, 7) / "model.safetensors", 300)
+    chosen = resuming.choose(saver.run)
+    assert chosen == folder_of(saver.config, 6), "the one before, of either kind"
+
+
+def test_a_killed_save_by_time_leaves_no_mark_that_removes_another(tmp_path, monkeypatch):
+    config = make_config(tmp_path, checkpoints__keep=9, checkpoints__background=False)
+    saver = make_checkpoints(config)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "complete", killed)
+        patch.setattr(threading, "excepthook", lambda _: None)
+        saver.save(TrainState(items_per_micro_batch=4.0, step=5), by_time=True)
+    mark = resuming.mark_of(folder_of(config, 5))
+    assert mark.exists(), "written before the checkpoint, which else might be without"
+    save_at(saver, 5)
+    for step in (6, 7):
+        save_at(saver, step, by_time=True)
+    assert 5 in kept_steps(config), "not saved by time"
+    mark.touch()
+    shutil.rmtree(folder_of(config, 5))
+    resuming.clean_up(config.folder)
+    assert not mark.exists()
+
+
+def test_the_setting_says_when_a_save_is_due_by_time(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: clock[0])
+
+    def is_due(minutes: object, every_steps: int | None, rank: int = 0) -> bool:
+        settings = {"every_minutes": minutes, "every_steps": every_steps}
+        config = make_config(tmp_path, **{f"checkpoints__{k}": v for k, v in settings.items()})
+        clock[0] = 100.0
+        saver = make_checkpoints(config)
+        saver.rank = rank
+        clock[0] += 601.0
+        return saver.is_due_by_time
+
+    assert is_due("auto", None)
+    assert not is_due("auto", 100)
+    assert is_due(10.0, 100)
+    assert not is_due(10.0, 100, rank=1), "the clock of rank 0 decides"
+    assert not is_due(11.0, None)
+    assert not is_due(0.0, None)
+    assert not is_due(None, None)
+    with pytest.raises(ConfigError, match=r"checkpoints\.every_minutes is -1"):
+        make_config(tmp_path, checkpoints__every_minutes=-1.0)
+
+
+def test_a_run_saves_by_time_on_all_ranks_and_not_at_skipped_steps(tmp_path, trained):
+    """The settings of the other run, which saves at other steps, give the same weights."""
+    config = change(
+        trained, runs_folder=str(tmp_path), checkpoints__every_minutes=1e-5,
+        checkpoints__every_steps=5, checkpoints__keep=2,
+    )  # fmt: skip
+    run_world(2, train, config)
+    assert_same_weights(config, trained)
+    saved = [r["step"] for r in records(config, "kind") if r["kind"] == "checkpoint"]
+    assert saved[:2] == [2, 4], "the vote of a step is read after the next"
+    assert {5, 10} < {*saved}
+    kept = kept_steps(config)
+    assert [s for s in kept if resuming.mark_of(folder_of(config, s)).exists()] == [9]
+    assert kept == [5, 9, 10]
+    skipping = change(config, runs_folder=str(tmp_path / "skipping"), recipe__explode_at=(3, 4, 5))
+    run_world(2, train, change(skipping, checkpoints__every_steps=None))
+    saved = [r["step"] for r in records(skipping, "kind") if r["kind"] == "checkpoint"]
+    assert not {4, 5, 6} & {*saved}
+    assert 7 in saved
 
 
 def test_rotation_leaves_what_is_not_its_own(copied):

@@ -109,6 +109,10 @@ class CheckpointsConfig:
 
     every_steps: int | None = may_change(None)
     """Steps between checkpoints; null: only at the end."""
+    every_minutes: float | Literal["auto"] | None = may_change("auto")
+    """Minutes without a save after which one is made by time; auto: 10 where every_steps is null,
+    else none; null or 0: none. It is not counted in keep, replaces only earlier saves by time, and
+    waits while steps are skipped."""
     keep: int = may_change(2)
     """Number of newest checkpoints to keep."""
     keep_best: bool = may_change(False)
@@ -121,6 +125,13 @@ class CheckpointsConfig:
     on_failure: Literal["continue", "end"] = may_change("continue")
     """After a failed save (a full disk): continue, and try again at the next save; or end the
     run."""
+
+    @property
+    def minutes(self) -> float:
+        """Return every_minutes as a number; 0 for none."""
+        if self.every_minutes == "auto":
+            return 10.0 if self.every_steps is None else 0.0
+        return self.every_minutes or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +279,7 @@ class Config:
             "evaluation.samples": (self.evaluation.samples, 0),
             "evaluation.patience": (self.evaluation.patience, 1),
             "checkpoints.every_steps": (self.checkpoints.every_steps, 1),
+            "checkpoints.every_minutes": (self.checkpoints.minutes, 0),
             "checkpoints.keep": (self.checkpoints.keep, 1),
             "checkpoints.keep_every_steps": (self.checkpoints.keep_every_steps, 1),
             "telemetry.every_steps": (self.telemetry.every_steps, 1),

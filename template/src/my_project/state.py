@@ -49,6 +49,7 @@ class StepReport:
     num_items: float  # examples or tokens, as the recipe counts them
     stop_votes: float  # ranks that have been asked to stop
     short_votes: float  # ranks whose lanes cannot feed the step after the next
+    save_votes: float  # 1 if a save is due by the clock of rank 0
     grad_norm: float  # before clipping
     own_loss_sum: float  # of this rank alone
 

@@ -21,16 +21,17 @@ class StepSums:
         """Allocate the memory."""
         # MPS has no float64
         dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-        self.tensor = torch.zeros(6, dtype=dtype, device=accelerator.device)
+        self.tensor = torch.zeros(7, dtype=dtype, device=accelerator.device)
         (
             self.loss_sum,
             self.item_sum,
             self.stop_votes,
             self.short_votes,
+            self.save_votes,
             self.grad_norm,
             self.own_loss_sum,
         ) = self.tensor.unbind()
-        self.over_all_ranks = self.tensor[:4]
+        self.over_all_ranks = self.tensor[:5]
         self.world_size = accelerator.num_processes
         self.work: Any = None
 
@@ -44,11 +45,12 @@ class StepSums:
         self.loss_sum.add_(loss_sum.detach())
         self.item_sum.add_(num_items)
 
-    def start_all_reduce(self, wants_stop: bool, is_short: bool) -> None:
+    def start_all_reduce(self, wants_stop: bool, is_short: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
-        if wants_stop or is_short:  # rare, so almost no step launches these two kernels
+        if wants_stop or is_short or wants_save:  # rare: almost no step launches these kernels
             self.stop_votes.fill_(wants_stop)
             self.short_votes.fill_(is_short)
+            self.save_votes.fill_(wants_save)
         self.own_loss_sum.copy_(self.loss_sum)
         if self.world_size > 1:
             self.work = torch.distributed.all_reduce(self.over_all_ranks, async_op=True)

@@ -91,27 +91,30 @@ def main(config: Config) -> int:
         find_unused = sharding.unused_parameter_finder(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
         read_back = DelayedReader(accelerator)
-        stop_agreed = False
+        stop_agreed = save_agreed = False
         model.train()
         stop.loop_begins()
         metrics = MetricsWriter(accelerator, run, layout, state, model)
         with checkpoints, metrics, garbage_collected_at_records():
 
             def observe(report: StepReport | None) -> None:
-                nonlocal stop_agreed
+                nonlocal stop_agreed, save_agreed
                 if report is None:
                     return
                 stop_agreed |= report.stop_votes > 0
+                save_agreed |= report.save_votes > 0
                 if report.short_votes:  # a stream ends: so does its epoch, after the next step
                     feed.end_epoch_after(report.step)
                 state.observe(report, config, layout)
                 metrics.observe(report)
 
-            def save() -> None:
+            def save(*, by_time: bool = False) -> None:
+                nonlocal save_agreed
+                save_agreed = False  # by time: after any save the clock starts anew
                 state.epoch, state.epoch_start, state.lane_states = feed.position()
                 watchdog.allow_long_limit()
                 with metrics.paused("saving"):
-                    checkpoints.save(state)
+                    checkpoints.save(state, by_time=by_time)
                     if state.step == run.total_steps:  # on the disk before the last evaluation
                         checkpoints.wait()
                         accelerator.wait_for_everyone()
@@ -153,7 +156,9 @@ def main(config: Config) -> int:
                         loss_sum, num_items = returned
                         sums.add(loss_sum, num_items)
                         if is_last:  # the all-reduce overlaps with the last backward
-                            sums.start_all_reduce(stop.requested, feed.is_short)
+                            sums.start_all_reduce(
+                                stop.requested, feed.is_short, checkpoints.is_due_by_time
+                            )
                         # accelerator.backward would divide by its own accumulation, set to 1: two
                         # extra kernels, measurable on small models
                         scaled = scaler.scale(loss_sum) if scaler else loss_sum
@@ -185,14 +190,16 @@ def main(config: Config) -> int:
                 evaluation_due = state.evaluation_is_due(run)
                 save_due = is_due(config.checkpoints.every_steps, state.step)
                 save_due |= state.step == run.total_steps
-                if save_due or evaluation_due or stop_agreed:
+                if save_due or evaluation_due or stop_agreed or save_agreed:
                     observe(read_back.flush())  # the checkpoint counts this step too
-                    if save_due or stop_agreed:
-                        save()
+                    save_due |= stop_agreed
+                    by_time = save_agreed and not save_due and not state.consecutive_skipped_steps
+                    if save_due or by_time:
+                        save(by_time=by_time)
                     if evaluation_due and not stop_agreed:  # else the next start evaluates
                         evaluate_and_record()
                     end_reason = state.end_reason(run)
-                    if end_reason and not save_due:
+                    if end_reason and not (save_due or by_time):
                         save()
                     if end_reason or stop_agreed:
                         break

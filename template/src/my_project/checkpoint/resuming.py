@@ -20,6 +20,11 @@ def checkpoints(run_folder: Path) -> list[Path]:
     return sorted((p for p in found if step_of(p) >= 0), key=step_of)
 
 
+def mark_of(folder: Path) -> Path:
+    """Return the path of the file that marks a checkpoint as saved by time."""
+    return folder.with_name(f".{folder.name}.by_time")
+
+
 def best_of(folders: list[Path], config: Config) -> Path | None:
     """Return the best checkpoint by evaluation.best_metric."""
     values = {}
@@ -47,6 +52,7 @@ def remove(folder: Path) -> None:
         removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
         os.replace(folder, removed)
+        discard(mark_of(folder))
         discard(removed)
 
 
@@ -60,6 +66,8 @@ def clean_up(run_folder: Path) -> None:
         discard(run_folder / f".{name}.partial")
     for path in (*run_folder.glob(".best_*"), *(run_folder / "checkpoints").glob(".step_*")):
         if re.fullmatch(r"\.(best|step)_\d+\.(partial|removed)", path.name):
+            discard(path)
+        if path.suffix == ".by_time" and not path.with_name(path.stem[1:]).exists():
             discard(path)
 
 

@@ -19,6 +19,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ from ..files import (
 from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from .resuming import best_of, checkpoints, move_newer_aside, remove
+from .resuming import best_of, checkpoints, mark_of, move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
@@ -82,6 +83,7 @@ class Checkpoints:
         self.names = {id(p): plain_name(name) for name, p in model.named_parameters()}
         self.failure: Exception | None = None  # of the last save
         self.best_failure: Exception | None = None  # of the last best/
+        self._saved_at = time.monotonic()
         self._buffers: dict[str, Tensor] = {}
         self._listed: Collection[str] = ()  # the files of the checkpoint that load reads
         self._thread: threading.Thread | None = None  # the newest; it waits for those before
@@ -107,9 +109,16 @@ class Checkpoints:
             return f"the last best/ could not be written: {self.best_failure}"
         return ""
 
-    def save(self, train_state: TrainState) -> None:
-        """Save the state after train_state.step steps. Called by every rank."""
+    @property
+    def is_due_by_time(self) -> bool:
+        """Return whether the last save is too long ago; only the clock of rank 0 is asked."""
+        seconds = 60 * self.config.checkpoints.minutes if self.rank == 0 else 0
+        return seconds > 0 and time.monotonic() - self._saved_at > seconds
+
+    def save(self, train_state: TrainState, *, by_time: bool = False) -> None:
+        """Save the state after train_state.step steps, marked if by time. Called by every rank."""
         self.wait()
+        self._saved_at = time.monotonic()
         state = train_state.to_dict()  # a copy: training goes on
         groups, numbers, slots = self._optimizer_state()
         kinds: dict[str, dict[str, Tensor]] = {
@@ -143,7 +152,7 @@ class Checkpoints:
             }
         )
         writers = len(self.run.hosts) if sharded else 1
-        self._start(self._write, state, shards, text, writers)
+        self._start(self._write, state, shards, text, writers, by_time)
 
     def add_evaluation(self, state: TrainState) -> None:
         """Add the results of an evaluation to the checkpoint of its step, if there is one.
@@ -363,7 +372,12 @@ class Checkpoints:
 
     # ---- writing, in the thread ------------------------------------------------------------------
     def _write(
-        self, state: dict[str, Any], shards: dict[str, dict[str, Shard]], text: str, writers: int
+        self,
+        state: dict[str, Any],
+        shards: dict[str, dict[str, Shard]],
+        text: str,
+        writers: int,
+        by_time: bool,
     ) -> None:
         """Write this rank's files; rank 0 waits for all ranks, then writes the manifest."""
         folder = self.folder / f"step_{state['step']:08d}"
@@ -380,6 +394,11 @@ class Checkpoints:
             content["resumed_from"] = self.run.resumed_from
             if state.get("evaluated_step") == state["step"]:
                 content["evaluation"] = {key: state[key] for key in EVALUATION}
+            # Before the folder is complete: after a kill a mark may lack its checkpoint, but no
+            # save by time lacks its mark, which would rotate one of the owner's away.
+            mark_of(folder).unlink(missing_ok=True)
+            if by_time:
+                mark_of(folder).touch()
             complete(temporary, folder, content)
             self._rotate()
         except Exception as error:
@@ -494,7 +513,11 @@ class Checkpoints:
         settings = self.config.checkpoints
         every = settings.keep_every_steps
         found = checkpoints(self.run.folder)
-        keep = set(found[-settings.keep :])
+        by_time = [folder for folder in found if mark_of(folder).exists()]
+        others = [folder for folder in found if folder not in by_time]
+        keep = set(others[-settings.keep :])
+        # an earlier one by time stays while there are too few others to go back to
+        keep |= set(by_time[-max(1, settings.keep - len(others)) :])
         keep |= {folder for folder in found if every and step_of(folder) % every == 0}
         if settings.keep_best and (best := best_of(found, self.config)):
             keep.add(best)
