@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_282,
+    "lines of train.py and all that it imports": 6_322,
     "files of train.py and all that it imports": 45,
-    "lines of the package without tools/": 8_285,
+    "lines of the package without tools/": 8_325,
     "lines of tools/": 2_244,
     "lines of template/tests": 4_190,
-    "lines of template/tests and tests": 14_502,
-    "settings": 53,
+    "lines of template/tests and tests": 14_585,
+    "settings": 54,
     "methods of a recipe": 15,
-    "lines of train.py": 182,
+    "lines of train.py": 186,
 }
 STEP_FILES = 26  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
