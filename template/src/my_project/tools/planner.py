@@ -46,6 +46,11 @@ def parser() -> argparse.ArgumentParser:
     add("--in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
     add("--over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")
     add("--latency-us", type=float, default=20.0, help="latency of one message over the network")
+    add(
+        "--save-seconds", type=float, help="what a save costs: the report's; recommends an interval"
+    )
+    add("--restart-seconds", type=float, default=60.0, help="from a failure to the next step")
+    add("--hours-between-failures", type=float, help="default: as published for 1,024 GPUs, 7.9")
     add("--simulate", action="store_true", help="print one simulated step in place of a plan")
     add("--where", default="multi_node", help="simulate: accelerate_configs/NAME.yaml, or a path")
     add("--json", action="store_true")
@@ -67,6 +72,7 @@ SIMILAR = 1.1
 SHORT_STEP_SECONDS = 5e-3
 # The backward's share of a micro-batch's time: it has two matrix products where forward has one.
 BACKWARD_SHARE = 2 / 3
+FAILURE_GPU_HOURS = 7.9 * 1024  # between failures, of Meta's research clusters (arXiv 2410.21680)
 # Simulates a step: the accelerate config, nodes, GPUs of each, micro-batch size, accumulation.
 TakeStep = Callable[[str, int, int, int, int], Simulation]
 
@@ -224,6 +230,35 @@ def advice(rows: list[dict[str, Any]]) -> list[str]:
     return sentences
 
 
+# ---- failures ------------------------------------------------------------------------------------
+def best_interval_seconds(save: float, between_failures: float) -> float:
+    """Return the time between saves at which least is lost, by Young (1974); all in seconds."""
+    return math.sqrt(2 * save * between_failures)
+
+
+def predicted_goodput(
+    interval: float, save: float, restart: float, between_failures: float
+) -> float:
+    """Return the share of wall-clock time in steps that are kept.
+
+    By Daly (2006, doi.org/10.1016/j.future.2004.11.016): failures come at a constant rate, also
+    during saves and restarts. All arguments are in seconds.
+    """
+    rate = 1 / between_failures
+    return interval * rate / (math.exp(restart * rate) * math.expm1((interval + save) * rate))
+
+
+def failure_advice(gpus: int, cluster: argparse.Namespace) -> str:
+    """Return which interval to choose, and the goodput to expect."""
+    hours = cluster.hours_between_failures or FAILURE_GPU_HOURS / gpus
+    interval = best_interval_seconds(cluster.save_seconds, 3600 * hours)
+    times = (interval, cluster.save_seconds, cluster.restart_seconds, 3600 * hours)
+    return (
+        f"With {hours:.3g} h between failures, --checkpoints.every_minutes {interval / 60:.2g}"
+        f" loses least: a goodput of {predicted_goodput(*times):.1%}."
+    )
+
+
 # ---- the command ---------------------------------------------------------------------------------
 def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     """Predict and print."""
@@ -246,6 +281,8 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     sentences = advice(rows)
     if refusal:
         sentences.append(f"FSDP2 and HSDP are not predicted: {refusal}")
+    if arguments.save_seconds:
+        sentences.append(failure_advice(nodes * gpus, arguments))
     if arguments.json:
         print(json.dumps({"rows": rows, "advice": sentences}))
     else:
