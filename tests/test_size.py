@@ -17,17 +17,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_322,
+    "lines of train.py and all that it imports": 6_320,
     "files of train.py and all that it imports": 45,
-    "lines of the package without tools/": 8_325,
+    "lines of the package without tools/": 8_323,
     "lines of tools/": 2_267,
     "lines of template/tests": 4_190,
     "lines of template/tests and tests": 14_606,
     "settings": 54,
     "methods of a recipe": 15,
-    "lines of train.py": 186,
+    "lines of train.py": 184,
 }
-STEP_FILES = 26  # 31 at a9ab39b, counted in the same way
+STEP_FILES = 24  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
     getattr(tokenize, name)
     for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

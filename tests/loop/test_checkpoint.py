@@ -283,7 +283,7 @@ def test_a_killed_save_by_time_leaves_no_mark_that_removes_another(tmp_path, mon
     assert not mark.exists()
 
 
-def test_the_setting_says_when_a_save_is_due_by_time(tmp_path, monkeypatch):
+def test_the_setting_says_when_a_save_is_due(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(saving.time, "monotonic", lambda: clock[0])
 
@@ -294,7 +294,7 @@ def test_the_setting_says_when_a_save_is_due_by_time(tmp_path, monkeypatch):
         saver = make_checkpoints(config)
         saver.rank = rank
         clock[0] += 601.0
-        return saver.is_due_by_time
+        return saver.is_due
 
     assert is_due("auto", None)
     assert not is_due("auto", 100)

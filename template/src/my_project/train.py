@@ -156,9 +156,7 @@ def main(config: Config) -> int:
                         loss_sum, num_items = returned
                         sums.add(loss_sum, num_items)
                         if is_last:  # the all-reduce overlaps with the last backward
-                            sums.start_all_reduce(
-                                stop.requested, feed.is_short, checkpoints.is_due_by_time
-                            )
+                            sums.start_all_reduce(stop.requested, feed.is_short, checkpoints.is_due)
                         # accelerator.backward would divide by its own accumulation, set to 1: two
                         # extra kernels, measurable on small models
                         scaled = scaler.scale(loss_sum) if scaler else loss_sum

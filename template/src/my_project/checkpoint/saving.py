@@ -110,7 +110,7 @@ class Checkpoints:
         return ""
 
     @property
-    def is_due_by_time(self) -> bool:
+    def is_due(self) -> bool:
         """Return whether the last save is too long ago; only the clock of rank 0 is asked."""
         seconds = 60 * self.config.checkpoints.minutes if self.rank == 0 else 0
         return seconds > 0 and time.monotonic() - self._saved_at > seconds
