@@ -49,6 +49,7 @@ REMOVED: tuple[str, ...] = (
     *("*/errors/* errno", "*/errors/* signal", "*/errors/* progress_time", "*/errors/* num_items"),
     *("*/errors/* loss_is_finite", "*/errors/* skipped_*", "*/errors/* at", "*/errors/* at *"),
     *("*/errors/.looking", "*/errors/.first_*", "*/run.json hosts*"),
+    *("*/status.json first_step_time", "*/status.json from_step", "* every_minutes"),
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
