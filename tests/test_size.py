@@ -19,10 +19,10 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 6_320,
     "files of train.py and all that it imports": 45,
-    "lines of the package without tools/": 8_323,
+    "lines of the package without tools/": 8_325,
     "lines of tools/": 2_267,
     "lines of template/tests": 4_190,
-    "lines of template/tests and tests": 14_606,
+    "lines of template/tests and tests": 14_610,
     "settings": 54,
     "methods of a recipe": 15,
     "lines of train.py": 184,

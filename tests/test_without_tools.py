@@ -54,7 +54,7 @@ def test_without_tools_everything_else_works_and_names_no_command_that_is_gone(
     words = ["launch", *nodes, "-m", "leafscan.train", "--config", config[0], *SHORT]
     refused = desk.run(*python, "leafscan", *words, cwd=project)
     assert refused.returncode == 2
-    assert "needs the module leafscan.tools.preflight, which is missing" in refused.stderr
+    assert "--preflight needs the folder tools/" in refused.stderr
 
     desk.succeed("make", "lint", cwd=project)
     tests = [sys.executable, str(REPOSITORY / "tests/in_project.py"), str(project)]

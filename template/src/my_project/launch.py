@@ -156,6 +156,8 @@ def parse(arguments: list[str]) -> Launch:
     if "--preflight" in module_arguments:  # where the scripts in launch/ put it
         own.preflight = True
         module_arguments.remove("--preflight")
+    if own.preflight and not (Path(__file__).parent / "tools").is_dir():
+        raise ConfigError("--preflight needs the folder tools/: copy it from the template.")
     options = accelerate_options(flags, module)
     nodes, world_size, node_rank = (
         options.num_machines,
