@@ -261,7 +261,7 @@ def test_a_save_by_time_replaces_only_one_by_time(tmp_path):
 
 
 def test_a_killed_save_by_time_leaves_no_mark_that_removes_another(tmp_path, monkeypatch):
-    config = make_config(tmp_path, checkpoints__keep=9, checkpoints__background=False)
+    config = make_config(tmp_path, checkpoints__keep=1, checkpoints__background=False)
     saver = make_checkpoints(config)
 
     def killed(*_: object) -> None:

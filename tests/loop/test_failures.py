@@ -9,6 +9,7 @@ import pytest
 from my_project import failures
 from my_project.config import ConfigError
 from my_project.files import writing
+from my_project.launch import correct_status
 from my_project.run_folder import Run
 from my_project.state import NotFiniteError
 from my_project.stopping import failures_recorded
@@ -107,3 +108,18 @@ def test_of_ranks_that_all_skipped_too_many_steps_the_one_with_a_loss_that_is_no
         for rank in (0, 1)
     )
     assert failures.first_failure([one, other])["rank"] == 1
+
+
+def test_the_status_names_the_cause_whichever_rank_reports_first(tmp_path):
+    lost = failures.record(reason="it noticed", cause="lost contact") | {"step": 7, "time": 1.0}
+    bug = failures.record(reason="it failed", cause="exception") | {"step": 7, "time": 2.0}
+    last = lost | {"time": 3.0}
+    for order in ([lost, bug, last], [bug, lost, last]):
+        run = Run(make_config(tmp_path, run_name=f"run_{order.index(bug)}"), rank=0)
+        run.begin()
+        for failure in order:
+            run.fail(failure)
+        assert run.status()["failure"]["reason"] == "it failed"
+        for noted in (lost, bug):
+            corrected = correct_status(run.folder, failures.as_status(noted), [lost, bug, last])
+            assert corrected["failure"]["reason"] == "it failed"

@@ -110,7 +110,7 @@ def main(config: Config) -> int:
 
             def save(*, by_time: bool = False) -> None:
                 nonlocal save_agreed
-                save_agreed = False  # by time: after any save the clock starts anew
+                save_agreed = False  # by time: any save restarts the clock
                 state.epoch, state.epoch_start, state.lane_states = feed.position()
                 watchdog.allow_long_limit()
                 with metrics.paused("saving"):
