@@ -244,7 +244,7 @@ def test_slurm_never_requeues_a_wrong_setting_and_refuses_what_is_no_job(hosts, 
 
 
 def test_slurm_ends_a_job_of_which_three_in_a_row_have_gained_nothing(hosts, slurm):
-    job = submit(slurm, *STOPS_AT, "--recipe.seconds", "600")
+    job = submit(slurm, *STOPS_AT, "--recipe.fault", "unprepared")
     for start in (1, 2, 3):
         begun = "node 0 of 2 (host0, veth0)"
         wait_for(hosts, lambda n=start, begun=begun: slurm.output(job).count(begun) == n)

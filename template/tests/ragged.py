@@ -22,7 +22,7 @@ class Ragged:
     noise: float = 0.0  # standard deviation, from random numbers used when a sample is read
     explode_at: tuple[int, ...] = ()  # steps whose loss is not finite
     empty_at: tuple[int, ...] = ()  # steps with num_items 0
-    fault: str = ""  # raise, hang, leave, out_of_memory or nan
+    fault: str = ""  # raise, hang, leave, out_of_memory or nan; unprepared: data that never come
     fault_at: int = -1  # step
     fault_on_rank: int = 1
     bad_sample: int = -1  # index of a sample that cannot be read
@@ -33,6 +33,8 @@ class Ragged:
     metrics: str = "auroc"
 
     def prepare_data(self) -> dict[str, Any]:
+        if self.fault == "unprepared":
+            time.sleep(3600)
         return {"features": 6}
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

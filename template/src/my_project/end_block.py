@@ -101,7 +101,7 @@ class Ending:
                 at = self._first["at"]
                 place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
                 reason = f"{self._first['reason']}{place}; see {self.logs}"
-            print(f"{self.folder}: {kind}: {reason}", flush=True)
+            print(f"{self.folder}: {kind}: {reason or self.stop_signal}", flush=True)
         elif kind == "finished":
             outcome.print_finished_block(self.folder, self.status, self._goodput())
         elif kind == "refused":
