@@ -128,6 +128,55 @@ def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
     assert_finished_with_the_right_weights(hosts, 150)
 
 
+OWN = (sys.executable, "-m", "my_project.launch")
+
+
+def test_a_cut_cable_is_noticed_by_the_launchers_and_the_run_goes_on_once_it_is_back(hosts):
+    """Long before gloo and the watchdog would; also by a launcher that was stopped meanwhile."""
+    tiny = hosts.folder / "tiny.yaml"
+    tiny.write_text(re.sub("timeout_seconds: [0-9]+", "timeout_seconds: 1800", CONFIG))
+    launch(hosts, "--steps", "200", launcher=OWN)
+    wait_for(hosts, lambda: steps(hosts) >= 30)
+    launchers = [command.pid for command in hosts.commands]
+    os.kill(launchers[1], signal.SIGSTOP)
+    hosts.cable("down")
+    wait_for(hosts, lambda: "host1: node 1 has not answered" in hosts.output(0))
+    os.kill(launchers[1], signal.SIGCONT)
+    wait_for(hosts, lambda: "host0: node 0 has not answered" in hosts.output(1))
+    hosts.cable("up")
+    assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
+    assert "all processes start again, restart 1" in hosts.output(0)
+    assert_finished_with_the_right_weights(hosts, 200)
+    (line, *_) = [one for one in starts_of(hosts) if one.get("outcome") == "failed"]
+    assert line["cause"] == "lost node"
+
+
+def starts_of(hosts: TwoHosts) -> list[dict]:
+    lines = (run_folder(hosts) / "starts.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts):
+    tiny = hosts.folder / "tiny.yaml"
+    tiny.write_text(re.sub("timeout_seconds: [0-9]+", "timeout_seconds: 1800", CONFIG))
+    launch(hosts, *STOPS_AT, launcher=OWN)
+    wait_for(hosts, lambda: steps(hosts) >= 30)
+    hosts.cable("down")
+    for pid in hosts.pids(1):  # as in a power failure
+        os.kill(pid, signal.SIGKILL)
+    assert hosts.wait(300)[0] == 1
+    left = status(hosts)
+    assert left["outcome"] == "failed"
+    assert left["failure"]["cause"] == "lost node"
+    assert left["reason"].startswith("rank 2 on host1, step "), left["reason"]
+    assert "node 1 of 2 did not connect to 10.77.0.1 within 60 s" in hosts.output(0)
+    doctor = [sys.executable, "-m", "my_project", "doctor", str(run_folder(hosts))]
+    told = subprocess.run(
+        doctor, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert "host1" in told.stdout, told.stdout
+
+
 def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(hosts):
     place = hosts.folder / "runs"
     place.mkdir()

@@ -33,7 +33,7 @@ def meet(*nodes: Node, seconds: float = 20, address: str = "127.0.0.1") -> list:
             found = rendezvous.wait_for_nodes(me, address, port, seconds, say=lambda _: None)
         except ConfigError as error:
             return f"{error.exit_code}: {error}"
-        return [found[rank].host for rank in range(me.nodes)]
+        return [found.nodes[rank].host for rank in range(me.nodes)]
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(call, nodes))
@@ -84,8 +84,8 @@ def test_a_restarted_node_replaces_its_first_connection():
         send(port, json.dumps(asdict(node(1, token="first"))).encode() + b"\n")
         others = [pool.submit(rendezvous.wait_for_nodes, node(1), "127.0.0.1", port, 20)]
         rendezvous.wait_for_nodes(node(2), "127.0.0.1", port, 20)
-        assert [found.host for found in main.result()] == ["host0", "host1", "host2"]
-        assert len(others[0].result()) == 3
+        assert [found.host for found in main.result().nodes] == ["host0", "host1", "host2"]
+        assert len(others[0].result().nodes) == 3
 
 
 @pytest.mark.parametrize(

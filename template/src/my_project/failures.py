@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -291,6 +292,14 @@ def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
     paths = (folder / "errors").glob("*_rank_*_step_*.json")
     found = [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
     return sorted(found, key=lambda failure: failure["time"])
+
+
+def write_error(folder: Path, failure: dict[str, Any]) -> None:
+    """Write an error file into errors/ of a run folder; the names sort by time."""
+    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    name = f"{now}_rank_{failure['rank']:05d}_step_{failure['step']:08d}.json"
+    (folder / "errors").mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "errors" / name, json.dumps(failure, indent=1) + "\n")
 
 
 def report_once(error: BaseException) -> None:

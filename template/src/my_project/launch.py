@@ -50,7 +50,7 @@ from .end_block import Ending, how_it_ended
 from .files import read_json, read_status, wait_until, write_atomically, writing
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
-from .starts import Starts, failed
+from .starts import Starts, failed, last_record
 from .workers import Workers, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
@@ -289,13 +289,16 @@ def summary(launch: Launch, interface: str = "") -> str:
     return ", ".join(parts)
 
 
-def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> None:
+def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> Any:
     """Set the network interface, and wait until all nodes are there and reach each other.
 
     Args:
         launch: the settings.
         seconds: how long to wait.
         refusal: why this node will not start its processes again; "" if it will start them.
+
+    Returns:
+        The connections to the other launchers, rendezvous.OtherNodes.
 
     Raises:
         ConfigError: on every node, why no process starts.
@@ -316,7 +319,7 @@ def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> N
         ip=ip,
         refusal=refusal,
     )
-    rendezvous.wait_for_nodes(
+    return rendezvous.wait_for_nodes(
         me,
         launch.address,
         launch.port,
@@ -452,7 +455,7 @@ def start(launch: Launch, *, shown: str = "", command: str = "", is_dry_run: boo
         check_gpus(launch.gpus)
     workers = Workers()
     if launch.nodes > 1:
-        wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
+        workers.others = wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
     else:
         print(shown or summary(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
@@ -500,6 +503,8 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     while True:
         codes = run_module(launch, workers, launch.module, logs, starts)
         found = read_failures(errors)
+        if lost := workers.others and workers.others.lost:
+            found.append(report_lost_node(launch, lost, starts))
         record_end(logs, workers, codes, starts.count)
         starts.end(by_themselves(workers, codes), found, workers.stop_signal)
         if (
@@ -511,11 +516,12 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         for path in errors.glob("*.json"):
             path.unlink()
     workers.ignore_signals()
-    status = wait_for_status(folder, before, launch.nodes)
+    status = wait_for_status(folder, before, 1 if lost else launch.nodes)
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
-    if token and found and status.get("outcome") == "failed" and not launch.node_rank:
+    has_failed = status.get("outcome") == "failed" or (lost and failed(codes))
+    if token and found and has_failed and not launch.node_rank:
         status = correct_status(folder, status, found)
     goodput = starts.finish()  # which reads the status again
     # a refused start leaves no folder, unless it was there
@@ -549,6 +555,7 @@ def correct_status(
     reported = {one["rank"] for one in found}
     silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in reported]
     status = status | failures.as_status(failures.first_failure(found), silent)
+    status["outcome"] = "failed"  # which nobody has written where a node was lost
     with suppress(OSError):  # a full disk
         write_atomically(folder / "status.json", json.dumps(status) + "\n")
     return status
@@ -563,18 +570,36 @@ def starts_again(
 ) -> bool:
     """Return whether all nodes start their processes again, after a failure on any of them."""
     own = by_themselves(workers, codes)
-    refusal = starts.refusal(failed(own), found)
-    ended = read_status(launch.run_folder).get("outcome") in ("finished", "preempted")
-    if launch.nodes > 1 and launch.own.max_restarts and not ended:
+    others = workers.others
+    refusal = starts.refusal(failed(own), found, others_failed=bool(others and others.failed))
+    if others and read_status(launch.run_folder).get("outcome") not in ("finished", "preempted"):
+        others.tell_failure()
         try:
-            wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
+            if launch.own.max_restarts:
+                workers.others = wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
         except ConfigError as error:
             print(error, flush=True)
             return False
     if not refusal:
         why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in own.items())
+        why = why or "the processes of another node have failed"
         print(f"{why}: all processes start again, restart {starts.count}", flush=True)
     return not refusal
+
+
+def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any]:
+    """Print and write the error file of a node that does not answer; return its content."""
+    rank, step = node.rank * launch.processes_per_node, last_record(launch.run_folder).step
+    reason = (
+        f"node {node.rank} has not answered for half a minute: its host has crashed, hangs or is"
+        " cut off from the network"
+    )
+    failure = failures.record(reason=reason, cause="lost node")
+    failure |= {"rank": rank, "host": node.host, "step": step, "launch": starts.id}
+    print(f"{node.host}: {reason}", flush=True)
+    with suppress(OSError):  # the storage may be gone too
+        failures.write_error(launch.run_folder, failure)
+    return failure
 
 
 def by_themselves(workers: Workers, codes: dict[int, int]) -> dict[int, int]:

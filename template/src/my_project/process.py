@@ -1,14 +1,15 @@
 """The launcher of this process: rank, world size, where output goes, whether it still runs.
 
-A launcher that is killed sends no signal, so each of its processes polls whether the launcher is
-still its parent, and exits if it is not: no orphan keeps training. A process that was started
-without a launcher outlives its shell. Imports no torch, since a launcher may be killed while its
-processes import.
+A launcher that is killed sends no signal, so each of its processes watches the pipe that Python's
+multiprocessing holds to it, polls whether it is still its parent (torchrun has no pipe), and exits
+if not: no orphan keeps training. A process that was started without a launcher outlives its shell.
+Imports no torch, since a launcher may be killed while its processes import.
 """
 
 import atexit
 import gc
 import io
+import multiprocessing
 import os
 import select
 import signal
@@ -186,6 +187,7 @@ class Launcher:
         self.leave_at = float("inf")  # time.monotonic()
         self.stop_signal = ""  # the name of the first signal that told this process to stop
         self._signals = -1  # a pipe that gets the number of each signal Python has a handler for
+        self._pipe: list[int] = []  # readable once launch.py, or a process forked later, has ended
 
     @property
     def is_gone(self) -> bool:
@@ -196,6 +198,8 @@ class Launcher:
         """Exit this process when the launcher has ended, or when a stop signal has no effect."""
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):
             self.pid = os.getppid()
+            parent = multiprocessing.parent_process()
+            self._pipe = [parent.sentinel] if parent else []
             # signal handlers run in the main thread, which a collective may block
             self._signals, write_end = os.pipe()
             os.set_blocking(write_end, False)
@@ -205,8 +209,11 @@ class Launcher:
 
     def _watch(self) -> None:
         while not (self.ends_process and (self.is_gone or time.monotonic() > self.leave_at)):
-            readable, _, _ = select.select([self._signals], [], [], POLL_SECONDS)
-            if readable and STOP_SIGNALS & set(os.read(self._signals, 4096)):
+            readable, _, _ = select.select([self._signals, *self._pipe], [], [], POLL_SECONDS)
+            if self._pipe and self._pipe[0] in readable:
+                self._pipe = []
+                time.sleep(0.1)  # the kernel closes it before this process gets another parent
+            if self._signals in readable and STOP_SIGNALS & set(os.read(self._signals, 4096)):
                 self.leave_at = min(self.leave_at, time.monotonic() + REACH_LOOP_SECONDS)
         reason = "the launcher has exited" if self.is_gone else "told to stop before the first step"
         message = f"rank {os.environ.get('RANK', '0')}: {reason}, so this process exits\n"

@@ -3,7 +3,9 @@
 torchrun waits 15 minutes for a missing node or an unreachable address, and then ends with a
 traceback. Here each node connects to node 0 at the address and port that training will use, sends
 a description of itself, and tries a connection to every other node. If anything is wrong, all nodes
-end with the same message. Imports no torch.
+end with the same message. Then the launchers stay connected to that of node 0, which notices within
+half a minute that a host has crashed or been cut off, where gloo and NCCL would wait for ten.
+Imports no torch.
 """
 
 import json
@@ -14,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ from .files import TransientError
 
 CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that come late
+LOST_SECONDS = 30  # without an answer of a host's kernel
+FAILED = b"failed"  # what a launcher says of its processes
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -115,18 +119,18 @@ def _matches(name: str, pattern: str) -> bool:
 # ---- the rendezvous ------------------------------------------------------------------------------
 def wait_for_nodes(
     me: Node, address: str, port: int, seconds: float, say: Callable[[str], None] = print
-) -> list[Node]:
+) -> "OtherNodes":
     """Wait until all nodes are there, and check that each reaches each.
 
     Args:
         me: this node.
         address: of node 0, as the other nodes reach it.
-        port: on which node 0 listens; free again afterwards.
+        port: on which node 0 listens; can be listened on again afterwards.
         seconds: how long to wait for all nodes.
         say: called every half minute with the nodes that are missing.
 
     Returns:
-        All nodes, by rank.
+        All nodes, with the connections to those that this one watches.
 
     Raises:
         ConfigError: on every node, what is wrong and what to do; a TransientError if the same
@@ -143,19 +147,23 @@ def wait_for_nodes(
         probe_port = probe_socket.getsockname()[1]
         me = Node(**asdict(me) | {"port": probe_port, "token": me.token or uuid.uuid4().hex})
         deadline = time.monotonic() + seconds
-        if me.rank == 0:
-            answer = _serve(me, address, port, deadline, seconds, say)
-        else:
-            answer = _join(me, address, port, deadline, seconds, say)
+        run = _join if me.rank else _serve
+        answer, connections = run(me, address, port, deadline, seconds, say)
     if answer.get("error"):
+        for connection in connections.values():
+            connection.close()
         raise (TransientError if answer["is_transient"] else ConfigError)(answer["error"])
-    return [Node(**node) for node in answer["nodes"]]
+    return OtherNodes([Node(**node) for node in answer["nodes"]], connections)
 
 
 def _serve(
     me: Node, address: str, port: int, deadline: float, seconds: float, say: Callable
-) -> dict[str, Any]:
-    """Run node 0's part: wait for all nodes, have them probe each other, send them the result."""
+) -> "tuple[dict[str, Any], dict[int, _Connection]]":
+    """Run node 0's part: wait for all nodes, have them probe each other, send them the result.
+
+    Returns:
+        What it has sent, and the connections by the rank of the node.
+    """
     present: dict[int, Node] = {0: me}
     connections: dict[str, _Connection] = {}  # by the token of the node
     error = ""
@@ -205,28 +213,35 @@ def _serve(
         answer = {"error": error, "is_transient": is_transient, "nodes": nodes}
         for connection in connections.values():
             connection.send(answer)
-            connection.close()
-    return answer
+    ranks = {node.token: node.rank for node in present.values()}
+    return answer, {ranks.get(token, -1): one for token, one in connections.items()}
 
 
 def _join(
     me: Node, address: str, port: int, deadline: float, seconds: float, say: Callable
-) -> dict[str, Any]:
-    """Run another node's part: connect to node 0 until it answers, and probe the other nodes."""
+) -> "tuple[dict[str, Any], dict[int, _Connection]]":
+    """Run another node's part: connect to node 0 until it answers, and probe the other nodes.
+
+    Returns:
+        The answer, and the connection to node 0.
+    """
     last_said = time.monotonic()
     failure: Exception | str = ""
     while time.monotonic() < deadline:
+        connection = None
         try:
-            accepted = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
-            with closing(_Connection(accepted)) as connection:
-                connection.send(asdict(me))
-                answer = connection.receive(deadline - time.monotonic() + LATE_SECONDS)
-                if "error" not in answer:
-                    connection.send(_probe_others(me, answer["nodes"]))
-                    answer = connection.receive(12 * CONNECT_SECONDS)
-            return answer
+            connected = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
+            connection = _Connection(connected)
+            connection.send(asdict(me))
+            answer = connection.receive(deadline - time.monotonic() + LATE_SECONDS)
+            if "error" not in answer:
+                connection.send(_probe_others(me, answer["nodes"]))
+                answer = connection.receive(12 * CONNECT_SECONDS)
+            return answer, {0: connection}
         except (OSError, ValueError) as error:  # node 0 has not started, or is starting again
             failure = error
+            if connection:
+                connection.close()
         if time.monotonic() - last_said > 30:
             last_said = time.monotonic()
             say(f"waiting for node 0 at {address}:{port} ({failure})")
@@ -236,7 +251,7 @@ def _join(
         f" tried from {me.host} ({me.ip}): start it, correct --main_process_ip, or open the port in"
         " the firewall.",
         "is_transient": True,
-    }
+    }, {}
 
 
 def _open_port(me: Node, port: int) -> socket.socket:
@@ -381,7 +396,67 @@ class _Connection:
         except OSError:
             return True
 
+    def keep_alive(self) -> None:
+        """From now on, never block, and fail once the other host has not answered for long."""
+        self.connection.setblocking(False)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        seconds = {"TCP_KEEPIDLE": LOST_SECONDS // 6, "TCP_KEEPINTVL": LOST_SECONDS // 6}
+        options = seconds | {"TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * LOST_SECONDS}
+        for name, value in options.items():
+            if hasattr(socket, name):  # the last one on Linux only
+                self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
     def close(self) -> None:
         """Close the connection."""
         self.file.close()
         self.connection.close()
+
+
+# ---- while the processes run ---------------------------------------------------------------------
+class OtherNodes:
+    """The launchers of other nodes: node 0 is connected to all of them, each of them to node 0.
+
+    The kernel finds out whether a host is there (TCP keepalive), so a launcher that is stopped or
+    waits for storage is not lost. Nor is one that has ended, since its processes save first.
+    """
+
+    def __init__(self, nodes: list[Node], connections: dict[int, _Connection]) -> None:
+        self.nodes = nodes
+        self.lost: Node | None = None  # its host does not answer
+        self.failed: Node | None = None  # it does not answer, or its processes have failed
+        self._connections = connections
+        for connection in connections.values():
+            connection.keep_alive()
+        # else a process would hold the connection after its launcher has ended
+        os.register_at_fork(after_in_child=self.close)
+
+    @property
+    def have_failed(self) -> bool:
+        """Return whether the processes here have lost others."""
+        for rank, connection in list(self._connections.items()):
+            try:
+                message = connection.connection.recv(len(FAILED))
+            except BlockingIOError:
+                continue
+            except ConnectionResetError:  # its launcher was killed
+                message = b""
+            except OSError:
+                self.lost = self.lost or self.nodes[rank]
+                message = FAILED
+            if message:
+                self.failed = self.failed or self.nodes[rank]
+            self._connections.pop(rank).close()
+        return self.failed is not None
+
+    def tell_failure(self) -> None:
+        """Tell the other nodes that the processes here have failed, by way of node 0."""
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.connection.send(FAILED)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections = {}

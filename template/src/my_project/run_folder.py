@@ -18,13 +18,12 @@ import sys
 import time
 import uuid
 from contextlib import suppress
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
-from .failures import as_status, first_failure, report
+from .failures import as_status, first_failure, report, write_error
 from .files import (
     RUN_FORMAT,
     TransientError,
@@ -143,15 +142,12 @@ class Run:
         failure |= {"rank": self.rank, "step": self.step, "launch": self.token}
         failure |= {"progress_time": self.progress_time}
         report(failure)
-        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-        path = self.folder / "errors" / f"{now}_rank_{self.rank:05d}_step_{self.step:08d}.json"
         if not self.token and failure["cause"] == "setting":
             return  # refused before the run began: the folder may be that of another one
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(failure, indent=1) + "\n")
+            write_error(self.folder, failure)
         except OSError as error:
-            logger.error("%s cannot be written: %s", path, error)
+            logger.error("the error file cannot be written: %s", error)
 
     @property
     def finished(self) -> bool:

@@ -35,7 +35,8 @@ from .files import (
 from .process import PREEMPTED
 from .records.outcome import checkpoints
 
-CAUSES = ("lost contact", "device error")
+CAUSES = ("lost contact", "lost node", "device error")
+REPEATED = ("lost contact", "lost node", SIGKILL.name)  # may come twice at one step by chance
 REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
 EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
@@ -107,12 +108,12 @@ class Starts:
 
         Args:
             codes: by rank; None: still running.
-            seconds: since the first has failed.
+            seconds: since the first has failed, here or on another node.
         """
         if self._lines and self.has_begun:
             self._write()
         signals = [code for code in failed(codes).values() if code < 0]
-        if not signals:
+        if not signals and (failed(codes) or seconds < EXIT_SECONDS):
             return seconds > EXIT_SECONDS
         if self._in_vain >= self.limit or kills_for_memory() > self._killed_for_memory:
             return seconds > REPORT_SECONDS
@@ -120,23 +121,26 @@ class Starts:
         is_writing = any(not (path / "manifest.json").exists() for path in started)
         return not (is_writing and codes.get(0, 0) is None) or seconds > SAVE_SECONDS
 
-    def refusal(self, codes: dict[int, int], failures: list[dict[str, Any]]) -> str:
+    def refusal(
+        self, codes: dict[int, int], failures: list[dict[str, Any]], *, others_failed: bool = False
+    ) -> str:
         """Return why the processes are not started again; "" if they are.
 
         Args:
             codes: exit codes of the processes that failed by themselves, by rank.
             failures: the error files of this attempt.
+            others_failed: those of another node have.
         """
-        first = first_failure(failures)
+        first = first_failure(failures) or {"cause": "lost contact" if others_failed else ""}
         signals = [-code for code in codes.values() if code < 0]
-        if not signals and first.get("cause") not in CAUSES:
+        if not signals and first["cause"] not in CAUSES:
             return "the error would repeat"
         if kills_for_memory() > self._killed_for_memory:
             return "the kernel has killed a process for lack of memory"
         steps = [one["step"] or 0 for one in failures]
         step = max([*steps, *map(step_of, checkpoints(self.folder)[-1:])], default=0)
         what = Signals(signals[0]).name if signals else first["cause"]
-        if (what, step) == self._last and what not in ("lost contact", SIGKILL.name):
+        if (what, step) == self._last and what not in REPEATED:
             return f"{what} again at step {step}"
         self._last = (what, step)
         if step > self._furthest:

@@ -42,6 +42,7 @@ class Workers:
         self.stop_signal_at: float | None = None  # time.monotonic()
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
         self.was_killed = False  # by a second stop signal
+        self.others: Any = None  # with several nodes rendezvous.OtherNodes
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -85,7 +86,7 @@ class Workers:
             function: picklable where processes are spawned.
             environments: of each process.
             may_kill: whether the others need to be waited for no longer, by the exit codes so far
-                and the seconds since the first has failed.
+                and the seconds since the first has failed, here or on another node.
 
         Returns:
             The exit code of each process by rank, in the order in which they ended; -n for one
@@ -129,7 +130,7 @@ class Workers:
             ended |= {rank: code for rank, code in codes.items() if code is not None}
             if len(ended) == len(ranks):
                 return ended
-            if failed(codes):
+            if failed(codes) or (self.others and self.others.have_failed):
                 failed_at = min(failed_at, time.monotonic())
             left = [worker for worker in self.running if worker.exitcode is None]
             if not self.killed and may_kill(codes, time.monotonic() - failed_at):
