@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,18 @@ def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts):
         doctor, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert "host1" in told.stdout, told.stdout
+
+
+def test_a_process_that_hangs_is_ended_once_one_on_the_other_host_was_killed(hosts):
+    """Its collectives never learn of it: the launchers tell each other."""
+    tiny = hosts.folder / "tiny.yaml"
+    tiny.write_text(re.sub("timeout_seconds: [0-9]+", "timeout_seconds: 1800", CONFIG))
+    hangs = ("--recipe.fault", "hang", "--recipe.fault_at", "5", "--recipe.fault_on_rank", "0")
+    launch(hosts, *STOPS_AT, *hangs, processes=1, launcher=OWN)
+    wait_for(hosts, lambda: steps(hosts) == 3)  # a record is written two steps later
+    time.sleep(2)
+    os.kill(hosts.workers(1)[0], signal.SIGKILL)
+    wait_for(hosts, lambda: "all processes start again, restart 1" in hosts.output(0))
 
 
 def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(hosts):

@@ -5,7 +5,6 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 from my_project import rendezvous
@@ -52,6 +51,23 @@ def send(port: int, message: bytes) -> None:
 
 def test_every_node_gets_the_list_of_all_nodes():
     assert meet(node(2), node(0), node(1)) == [["host0", "host1", "host2"]] * 3
+
+
+def test_a_failure_reaches_all_nodes_through_node_0_and_an_end_is_none():
+    port = free_port()
+
+    def call(me: Node) -> rendezvous.OtherNodes:
+        return rendezvous.wait_for_nodes(me, "127.0.0.1", port, 20)
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(call, [node(rank, 4) for rank in range(4)])
+    assert not any(one.have_failed for one in (first, *others))
+    others[0].close()
+    others[1].tell_failure()
+    first.tell_failure()  # at once, before it has read the other's
+    assert not others[0].have_failed
+    assert others[2].have_failed
+    assert others[2].failed.host == "host0"
 
 
 def test_a_node_that_never_comes_is_named_on_every_node():
@@ -123,16 +139,12 @@ def test_foreign_connections_are_ignored():
     assert len(done) == 1
 
 
-@pytest.mark.parametrize(
-    ("pattern", "fits"), [("eth", True), ("=eth", False), ("^lo,docker", True), ("^=eth0", False)]
-)
-def test_interface_patterns_mean_what_they_mean_to_nccl(pattern, fits, monkeypatch):
+@pytest.mark.parametrize(("names", "fits"), [("eth0", True), ("eth", False), ("lo", False)])
+def test_a_variable_that_names_no_usable_interface_is_refused(names, fits, monkeypatch):
     monkeypatch.setattr(rendezvous, "interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.1"})
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", pattern)
-    up = SimpleNamespace(isup=True)
-    monkeypatch.setattr(rendezvous.psutil, "net_if_stats", lambda: {"lo": up, "eth0": up})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
     if fits:
-        assert rendezvous.interface_to("127.0.0.1") == ("eth0", "10.0.0.1"), "the only one"
+        assert rendezvous.interface_to("127.0.0.1") == ("eth0", "10.0.0.1")
     else:
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=r"eth0 \(10.0.0.1\)"):
             rendezvous.interface_to("127.0.0.1")

@@ -582,7 +582,7 @@ def starts_again(
             return False
     if not refusal:
         why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in own.items())
-        why = why or "the processes of another node have failed"
+        why = why or "another node has failed"
         print(f"{why}: all processes start again, restart {starts.count}", flush=True)
     return not refusal
 

@@ -10,7 +10,6 @@ Imports no torch.
 
 import json
 import os
-import re
 import socket
 import time
 import uuid
@@ -67,25 +66,18 @@ def interface_to(address: str) -> tuple[str, str]:
     that is up and is not loopback is taken.
 
     Raises:
-        ConfigError: a variable names an interface that this node lacks, or loopback.
+        ConfigError: the variable names an interface that this node lacks, or loopback.
     """
     usable = {name: ip for name, ip in interfaces().items() if not _is_loopback(ip)}
-    listed = ", ".join(f"{name} ({ip})" for name, ip in usable.items()) or "only loopback"
-    gloo_names = os.environ.get("GLOO_SOCKET_IFNAME")
-    patterns = {
-        "GLOO_SOCKET_IFNAME": f"={gloo_names}" if gloo_names else "",
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", ""),
-    }
-    for variable, pattern in patterns.items():
-        if pattern and not any(_matches(name, pattern) for name in usable):
-            raise ConfigError(
-                f"{variable} is {os.environ[variable]}, but {socket.gethostname()} has no such"
-                f" interface; it has {listed}. Fix the variable where it is set"
-                " (launch/network.sh)."
-            )
-    if gloo_names:
-        first = next(name for name in gloo_names.split(",") if name in usable)
-        return gloo_names, usable[first]
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        for name in names.split(","):
+            if name in usable:
+                return names, usable[name]
+        listed = ", ".join(f"{name} ({ip})" for name, ip in usable.items()) or "only loopback"
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME is {names}, but {socket.gethostname()} has no such interface; it"
+            f" has {listed}. Fix the variable where it is set (launch/network.sh)."
+        )
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -105,15 +97,6 @@ def interface_to(address: str) -> tuple[str, str]:
 
 def _is_loopback(ip: str) -> bool:
     return ip.startswith("127.") or ip == "::1"
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether NCCL would use an interface: prefixes; ^ excludes, = means whole names."""
-    found = re.fullmatch(r"(\^?)(=?)(.*)", pattern)
-    assert found
-    excluded, exact, names = found.groups()
-    hit = any(name == n if exact else name.startswith(n) for n in names.split(","))
-    return hit != bool(excluded)
 
 
 # ---- the rendezvous ------------------------------------------------------------------------------
@@ -245,7 +228,7 @@ def _join(
         if time.monotonic() - last_said > 30:
             last_said = time.monotonic()
             say(f"waiting for node 0 at {address}:{port} ({failure})")
-        time.sleep(0.5)
+        time.sleep(0.2)
     return {
         "error": f"node 0 did not answer at {address}:{port} within {seconds:.0f} s ({failure}),"
         f" tried from {me.host} ({me.ip}): start it, correct --main_process_ip, or open the port in"
