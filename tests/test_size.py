@@ -23,7 +23,7 @@ CEILINGS = {
     "lines of tools/": 2_267,
     "lines of template/tests": 4_190,
     "lines of template/tests and tests": 14_624,
-    "settings": 54,
+    "settings": 52,
     "methods of a recipe": 15,
     "lines of train.py": 184,
 }

@@ -206,6 +206,7 @@ def main(config: Config) -> int:
         watchdog.allow_long_limit()
         if not end_reason:
             accelerator.wait_for_everyone()  # torchrun kills ranks that save once another exits
+            checkpoints.check_last()
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"
                 metrics.write_stop(reason)
@@ -215,6 +216,7 @@ def main(config: Config) -> int:
         with ema_swapped_in():
             exporting.export(run, data_info, raw_model)
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
+        checkpoints.check_last()
         if rank == 0:
             result = state.results | metrics.throughput.of_run()
             patience = config.evaluation.patience if state.step < run.total_steps else 0

@@ -1,13 +1,12 @@
 """List, remove and choose the checkpoints of a run."""
 
 import logging
-import math
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ..config import Config, ConfigError
+from ..config import ConfigError
 from ..files import discard, find_damage, read_manifest, step_of, unused_name
 from ..run_folder import Run
 
@@ -23,21 +22,6 @@ def checkpoints(run_folder: Path) -> list[Path]:
 def mark_of(folder: Path) -> Path:
     """Return the path of the file that marks a checkpoint as saved by time."""
     return folder.with_name(f".{folder.name}.by_time")
-
-
-def best_of(folders: list[Path], config: Config) -> Path | None:
-    """Return the best checkpoint by evaluation.best_metric."""
-    values = {}
-    for folder in folders:
-        try:
-            results = read_manifest(folder).get("evaluation", {}).get("results", {})
-        except ValueError:
-            continue
-        value = results.get(config.evaluation.best_metric, math.nan)
-        if not math.isnan(value):
-            values[folder] = value
-    choose = max if config.evaluation.best_mode == "max" else min
-    return choose(values, key=values.__getitem__) if values else None
 
 
 def remove(folder: Path) -> None:

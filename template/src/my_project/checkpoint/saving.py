@@ -47,7 +47,7 @@ from ..files import (
 from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from .resuming import best_of, checkpoints, mark_of, move_newer_aside, remove
+from .resuming import checkpoints, mark_of, move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
@@ -256,7 +256,6 @@ class Checkpoints:
         """Wait for the current save, and for best/.
 
         Raises:
-            OSError: one of them failed, and checkpoints.on_failure is "end".
             Exception: one of them failed for another reason than the disk.
         """
         if self._thread:
@@ -265,10 +264,14 @@ class Checkpoints:
             self._raise_failures()
 
     def _raise_failures(self) -> None:
-        may_continue = self.config.checkpoints.on_failure == "continue"
         for failure in (self.failure, self.best_failure):
-            if failure and not (may_continue and isinstance(failure, OSError)):
+            if failure and not isinstance(failure, OSError):
                 raise failure
+
+    def check_last(self) -> None:
+        """Raise an OSError if the last save has failed; called at the end of a run."""
+        if self.failure:
+            raise OSError(self.note) from self.failure
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint whose hashes have been checked; return its state besides tensors.
@@ -400,7 +403,7 @@ class Checkpoints:
             if by_time:
                 mark_of(folder).touch()
             complete(temporary, folder, content)
-            self._rotate()
+            self._rotate(state["best_step"])
         except Exception as error:
             self.failure = error
             if self.rank == 0:
@@ -464,7 +467,7 @@ class Checkpoints:
                 folder / "manifest.json", manifest_text(content | {"evaluation": evaluation})
             )
             flush_to_disk(folder)
-            self._rotate()
+            self._rotate(evaluation["best_step"])
         except OSError as error:
             logger.error(
                 "evaluation results could not be added to %s: %s. A run resumed from there"
@@ -508,7 +511,7 @@ class Checkpoints:
             )
         return files
 
-    def _rotate(self) -> None:
+    def _rotate(self, best_step: int) -> None:
         """Remove checkpoints that need not be kept; only files that a manifest lists."""
         settings = self.config.checkpoints
         every = settings.keep_every_steps
@@ -519,8 +522,7 @@ class Checkpoints:
         # an earlier one by time stays while there are too few others to go back to
         keep |= set(by_time[-max(1, settings.keep - len(others)) :])
         keep |= {folder for folder in found if every and step_of(folder) % every == 0}
-        if settings.keep_best and (best := best_of(found, self.config)):
-            keep.add(best)
+        keep |= {folder for folder in found if step_of(folder) == best_step}
         for folder in found:
             if folder not in keep:
                 remove(folder)
