@@ -21,6 +21,7 @@ from world import TESTS, run_world
 
 from my_project import commands
 from my_project.checkpoint import exporting
+from my_project.checkpoint.saving import Checkpoints
 from my_project.checkpoint.shards import model_tensors
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
@@ -326,6 +327,8 @@ def test_a_recipe_names_the_file_and_the_tensors_of_a_sharded_model(tmp_path, mo
     monkeypatch.setattr(exporting, "is_sharded", lambda _: True)
     run = Run(config, 0)
     run.folder.mkdir(parents=True)
-    exporting.export(run, {"features": 6}, torch.nn.Linear(2, 2))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    exporting.export(run, {"features": 6}, model, Checkpoints(run, model, optimizer, None, None))
     found = load_file(run.folder / "export/mine.safetensors")
     assert found.keys() == {"my.weight", "my.bias"}

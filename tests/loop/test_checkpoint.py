@@ -232,7 +232,7 @@ def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
 def save_at(saver: saving.Checkpoints, step: int, *, by_time: bool = False) -> None:
     saver.save(TrainState(items_per_micro_batch=4.0, step=step), by_time=by_time)
     saver.wait()
-    assert not saver.failure
+    assert not saver.failures
 
 
 def kept_steps(config: Config) -> list[int]:

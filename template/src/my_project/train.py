@@ -125,7 +125,7 @@ def main(config: Config) -> int:
                     results = evaluate(accelerator, config, eval_model, validation_sets)
                     shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
-                        exporting.export_best(run, data_info, raw_model, checkpoints)
+                        exporting.export(run, data_info, raw_model, checkpoints, "best")
                 metrics.write_evaluation(results, **shown)
                 checkpoints.add_evaluation(state)
 
@@ -206,7 +206,7 @@ def main(config: Config) -> int:
         watchdog.allow_long_limit()
         if not end_reason:
             accelerator.wait_for_everyone()  # torchrun kills ranks that save once another exits
-            checkpoints.check_last()
+            checkpoints.check("checkpoint")
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"
                 metrics.write_stop(reason)
@@ -214,9 +214,9 @@ def main(config: Config) -> int:
             return 75
         state.check_trained(is_fp16=bool(scaler))
         with ema_swapped_in():
-            exporting.export(run, data_info, raw_model)
+            exporting.export(run, data_info, raw_model, checkpoints)
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
-        checkpoints.check_last()
+        checkpoints.check("checkpoint", "best", "export")
         if rank == 0:
             result = state.results | metrics.throughput.of_run()
             patience = config.evaluation.patience if state.step < run.total_steps else 0

@@ -48,8 +48,8 @@ def clean_up(run_folder: Path) -> None:
         if before.is_dir() and not os.path.lexists(run_folder / name):
             os.replace(before, run_folder / name)
         discard(run_folder / f".{name}.partial")
-    for path in (*run_folder.glob(".best_*"), *(run_folder / "checkpoints").glob(".step_*")):
-        if re.fullmatch(r"\.(best|step)_\d+\.(partial|removed)", path.name):
+    for path in (*run_folder.glob(".*"), *(run_folder / "checkpoints").glob(".step_*")):
+        if re.fullmatch(r"\.(best|export|step)_\d+\.(partial|removed)", path.name):
             discard(path)
         if path.suffix == ".by_time" and not path.with_name(path.stem[1:]).exists():
             discard(path)
