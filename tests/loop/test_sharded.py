@@ -392,6 +392,36 @@ def test_best_of_a_sharded_model_is_written_while_training_goes_on(tmp_path, rep
     assert not list(config.folder.glob(".*")), "the files of the shards"
 
 
+def export_saved(rank: int, world: int, config: Config) -> Any:
+    """Save and export; return the averages."""
+    model, optimizer = build(sharded=world > 1)
+    model.hidden.requires_grad_(False)
+    optimizer = optim.build_optimizer(OptimConfig(lr=0.01), None, model)
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    train_steps(model, optimizer, range(3))
+    checkpoints.ema.update()
+    checkpoints.save(TrainState(step=3, items_per_micro_batch=1.0))
+    checkpoints.run.step = 3
+    checkpoints._copied = None  # no shards are written for best/
+    with checkpoints.ema.swapped_in():
+        replace("best", checkpoints, model)
+        averages = whole(model)
+    train_steps(model, optimizer, range(3, 6))
+    checkpoints.wait()
+    return averages
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_best_is_read_from_the_checkpoint_of_its_step(tmp_path, processes):
+    """Also a tied weight, with one average and two names, and a frozen one, which has none."""
+    config = make_config(tmp_path, OfTied())
+    averages, *_ = run_world(processes, in_group, export_saved, config)
+    assert_close(read_export(config.folder / "best"), averages)
+    reader = saving.TensorReader(config.folder / "checkpoints/step_00000003", "model")
+    live = reader.read("output.weight")
+    assert not torch.equal(live, torch.as_tensor(averages["output.weight"]))
+
+
 def export_with_failures(rank: int, world: int, config: Config) -> list[Any]:
     """Export five times, each time other weights.
 

@@ -62,8 +62,7 @@ from .shards import (
 )
 
 logger = logging.getLogger(__name__)
-REMOVAL_SECONDS = 60  # waited for other ranks before a folder that they may write to is removed
-LOST_SECONDS = 5  # the same, when another rank is known to be gone
+END_SECONDS = 20  # waited for other ranks when a save has failed, or one of them is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
 
@@ -410,7 +409,7 @@ class Checkpoints:
     def _files_of_other_ranks(self, temporary: Path, *, is_failed: bool) -> dict[str, Any]:
         """Wait until the other ranks have reported their files; return these.
 
-        After a failure it waits a little for the other ranks, since the folder is then removed.
+        After a failure it waits a little for the rest, since the folder is then removed.
         """
         files: dict[str, Any] = {}
         waiting = {f"written.rank_{rank:05d}": rank for rank in range(1, self.writers)}
@@ -427,14 +426,13 @@ class Checkpoints:
                 del waiting[name]
             return not waiting
 
-        def is_over() -> bool:
-            return have_reported() or bool(failed) or is_failed or self._has_lost_contact.is_set()
+        def has_failed() -> bool:
+            return is_failed or bool(failed) or self._has_lost_contact.is_set()
 
         limit = self.config.distributed.startup_timeout_seconds
-        wait_until(is_over, limit, poll_seconds=0.05)
-        if waiting and is_over():
-            seconds = LOST_SECONDS if self._has_lost_contact.is_set() else REMOVAL_SECONDS
-            wait_until(have_reported, min(limit, seconds), poll_seconds=0.05)
+        wait_until(lambda: have_reported() or has_failed(), limit, poll_seconds=0.05)
+        if has_failed():
+            wait_until(have_reported, min(limit, END_SECONDS), poll_seconds=0.05)
         if failed:
             host = self.run.hosts[min(failed)]
             raise OSError(f"rank {min(failed)} on {host} could not write its shards")
