@@ -662,6 +662,29 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path):
     assert names(config) == ["step_00000005", "step_00000010"]
 
 
+def train_without_room_for_best(config: Config) -> int:
+    write = exporting.save_tensors
+
+    def full(tensors, path, values):
+        if ".best" in str(path):
+            raise OSError(28, "No space left on device")
+        write(tensors, path, values)
+
+    exporting.save_tensors = full
+    return train(config)
+
+
+def test_a_best_that_could_not_be_written_is_written_by_the_next_start(tmp_path):
+    config = make_config(tmp_path, evaluation__best_metric="validation/auroc")
+    with pytest.raises(RuntimeError, match=r"best/ could not be saved: .*No space left"):
+        run_world(1, train_without_room_for_best, config)
+    assert status(config)["failure"]["cause"] == "full disk"
+    assert not (config.folder / "best").exists()
+    assert run_world(1, train, config) == [0]
+    ours, theirs = weights(config.folder / "best"), weights(config.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.slow
 def test_a_save_in_the_background_holds_the_step_it_was_asked_for(tmp_path, trained):
     """Writing starts when later steps have changed the weights."""
