@@ -77,7 +77,7 @@ def work(arguments: list[str]) -> None:
     """Train in this process, and write what each phase has used to a file beside the runs."""
     import tasks
     from my_project import train
-    from my_project.checkpoint import verification
+    from my_project.checkpoint import resuming
     from my_project.checkpoint.saving import Checkpoints
     from my_project.command_line import parse
 
@@ -85,7 +85,7 @@ def work(arguments: list[str]) -> None:
     phases = Phases(Path(config.runs_folder))
     is_resumed = (config.steps or 0) > 3
     loss, save, wait = tasks.TinyMlp.loss, Checkpoints.save, Checkpoints.wait
-    choose, resume = verification.choose, Checkpoints.resume
+    choose, resume = resuming.choose_together, Checkpoints.resume
 
     def first_loss(*values: Any) -> Any:
         tasks.TinyMlp.loss = loss  # type: ignore[method-assign]
@@ -114,7 +114,7 @@ def work(arguments: list[str]) -> None:
     Checkpoints.save = timed_save  # type: ignore[method-assign]
     Checkpoints.wait = timed_wait  # type: ignore[method-assign]
     if is_resumed:
-        verification.choose = timed(choose)
+        resuming.choose_together = timed(choose)
         Checkpoints.resume = timed(resume)  # type: ignore[method-assign]
     phases.begin()
     train.main(config)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from my_project import commands, export, files, optim
-from my_project.checkpoint import exporting, resuming, saving, verification
+from my_project.checkpoint import exporting, resuming, saving
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run_folder import Run
 from my_project.state import TrainState
@@ -215,7 +215,7 @@ def resume(rank: int, world: int, config: Config, shard: bool) -> Any:
         return real(path)
 
     files.fingerprint = fingerprint
-    folder = verification.choose(Accelerator(cpu=True), checkpoints.run)
+    folder = resuming.choose_together(Accelerator(cpu=True), checkpoints.run)
     state = checkpoints.resume(folder)
     assert files.step_of(folder) == state["step"]
     return state["step"], whole(model), hashed

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 
 from . import cli, contract, devices, optim, sharding, stopping
-from .checkpoint import exporting, verification
+from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate, sanity_check
 from .loading.feed import train_batches
@@ -65,7 +65,7 @@ def main(config: Config) -> int:
         # ---- model, optimizer and state, new or resumed ------------------------------------------
         must_agree = {"config": config, "data_info": data_info}
         devices.open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
-        resume_from = verification.choose(accelerator, run)
+        resume_from = resuming.choose_together(accelerator, run)
         raw_model, weights = sharding.build_model(accelerator, config, data_info, resume_from)
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
         prepared = sharding.prepare(accelerator, raw_model, optimizer, weights, layout.accumulation)

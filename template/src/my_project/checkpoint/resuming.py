@@ -5,12 +5,19 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from .. import files
+from ..collectives import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
-from ..files import discard, find_damage, read_manifest, step_of, unused_name
+from ..files import discard, read_manifest, step_of, unused_name
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
+Find = Callable[[Path], str]  # returns what is wrong with a checkpoint; "" for nothing
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
@@ -55,14 +62,14 @@ def clean_up(run_folder: Path) -> None:
             discard(path)
 
 
-def choose(run: Run, find: Callable[[Path], str] = find_damage) -> Path | None:
-    """Return the checkpoint to continue from; None to start from step 0. Called by rank 0 only.
+def choose_together(accelerator: Accelerator, run: Run) -> Path | None:
+    """Return the checkpoint to continue from; None to start from step 0. Called by every rank."""
+    chosen: Path | None = hashing_together(accelerator, lambda find: choose(run, find))
+    return chosen
 
-    Args:
-        run: the run folder.
-        find: returns what is wrong with a checkpoint, with hashes; on several ranks one of
-            verification.py, so that all of them read the files.
-    """
+
+def choose(run: Run, find: Find = files.find_damage) -> Path | None:
+    """Return what choose_together does. Called by rank 0 only."""
     clean_up(run.folder)
     given = run.config.resume
     chosen = _newest_good(run, find)
@@ -87,7 +94,7 @@ def move_newer_aside(run: Run, chosen: Path | None) -> None:
             )
 
 
-def _newest_good(run: Run, find: Callable[[Path], str]) -> Path | None:
+def _newest_good(run: Run, find: Find) -> Path | None:
     folder = run.folder / "checkpoints"
     found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
     chosen = None
@@ -103,7 +110,53 @@ def _newest_good(run: Run, find: Callable[[Path], str]) -> Path | None:
     return chosen
 
 
-def check(folder: Path, find: Callable[[Path], str] = find_damage) -> None:
-    """Raise a ConfigError for a damaged checkpoint; find is that of choose."""
+def check(folder: Path, find: Find = files.find_damage) -> None:
+    """Raise a ConfigError for a damaged checkpoint."""
     if problem := find(folder):
         raise ConfigError(f"{folder} cannot be used: {problem}; give another checkpoint.")
+
+
+# ---- hashing on all ranks ------------------------------------------------------------------------
+def hashing_together(accelerator: Accelerator, function: Callable[[Find], Any]) -> Any:
+    """Call a function on rank 0, and return its result on every rank. Called by every rank.
+
+    Args:
+        accelerator: of this process.
+        function: called with a function that returns what is wrong with a checkpoint, or "". All
+            ranks hash its files meanwhile: one rank would read all the shards of a large model.
+
+    Raises:
+        ConfigError: on every rank, what the function raised on rank 0.
+    """
+
+    def find(folder: Path) -> str:
+        if problem := files.find_damage(folder, hashes=False):
+            return problem
+        asked = (folder, read_manifest(folder)["files"])
+        broadcast_object_list([asked])
+        return next(filter(None, _problems(accelerator, *asked)), "")
+
+    def call_on_main() -> Any:
+        try:
+            return function(find)
+        finally:
+            broadcast_object_list([None])
+
+    if accelerator.num_processes == 1:
+        return function(files.find_damage)
+    asked: list[Any] = [None]
+    while not accelerator.is_main_process and broadcast_object_list(asked)[0]:
+        _problems(accelerator, *asked[0])  # until rank 0 asks for no other checkpoint
+    return on_main_then_broadcast(accelerator, call_on_main)
+
+
+def _problems(accelerator: Accelerator, folder: Path, listed: dict[str, Any]) -> list[str]:
+    """Hash this rank's part of the files; return on rank 0 what each rank has found wrong."""
+    problem = ""
+    for name in sorted(listed)[accelerator.process_index :: accelerator.num_processes]:
+        try:
+            is_intact = files.fingerprint(folder / name) == listed[name]
+            problem = problem or ("" if is_intact else files.hash_problem(name))
+        except OSError as error:
+            problem = f"{name} cannot be read: {error}"
+    return gather_on_main(accelerator, problem)
