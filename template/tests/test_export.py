@@ -197,9 +197,6 @@ def weights_are_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Ten
     return same and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-INDEX = "model.safetensors.index.json"
-
-
 # ---- validation samples --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Shown(Ragged):
@@ -330,5 +327,4 @@ def test_a_recipe_names_the_file_and_the_tensors_of_a_sharded_model(tmp_path, mo
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     exporting.export(run, {"features": 6}, model, Checkpoints(run, model, optimizer, None, None))
-    found = load_file(run.folder / "export/mine.safetensors")
-    assert found.keys() == {"my.weight", "my.bias"}
+    assert load_file(run.folder / "export/mine.safetensors").keys() == {"my.weight", "my.bias"}

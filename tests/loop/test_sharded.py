@@ -539,6 +539,22 @@ def evaluate_ema(rank: int, world: int, config: Config) -> list[bool]:
     return [results["set/loss"] == 0.0, torch.equal(before, after)]
 
 
+def buffer_of_rank_0(rank: int, world: int, config: Config) -> list[float]:
+    """Broadcast a buffer that is not contiguous."""
+    from accelerate import Accelerator
+    from my_project.evaluate import broadcast_buffers
+
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("strided", torch.full((2, 4), float(rank + 1))[:, ::2])
+    broadcast_buffers(Accelerator(cpu=True), model)
+    return model.strided.flatten().tolist()
+
+
+def test_an_evaluation_takes_a_buffer_that_is_not_contiguous_from_rank_0(tmp_path):
+    found = run_world(2, in_group, buffer_of_rank_0, make_config(tmp_path))
+    assert found == [[1.0] * 4] * 2
+
+
 def test_training_goes_on_with_the_weights_after_the_ema_was_evaluated(tmp_path):
     """Sharded modules may keep gathered weights after a forward."""
     config = make_config(tmp_path, batches__micro_batch_size=2)

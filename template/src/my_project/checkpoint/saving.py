@@ -179,16 +179,16 @@ class Checkpoints:
         folder = self.folder / f"step_{state.evaluated_step:08d}"
 
         def write() -> None:
-            lacks_best = "best" in self.failures and saved["best_step"] == saved["evaluated_step"]
+            if "best" in self.failures and saved["best_step"] == saved["evaluated_step"]:
+                return  # a run that is resumed from here evaluates again
             try:
                 content = read_manifest(folder)
             except ValueError:  # no checkpoint was saved at this step
                 return
-            if not lacks_best:  # else a run that is resumed from here evaluates again
-                text = manifest_text(content | {"evaluation": evaluation})
-                write_atomically(folder / "manifest.json", text)
-                flush_to_disk(folder)
-                self._rotate(saved)
+            text = manifest_text(content | {"evaluation": evaluation})
+            write_atomically(folder / "manifest.json", text)
+            flush_to_disk(folder)
+            self._rotate(saved)
 
         self._start("evaluation", f"the evaluation of {folder.name}", write)
 
@@ -214,11 +214,12 @@ class Checkpoints:
             write: writes them into that folder, and gets a function that reads one by its name;
                 called by rank 0 in the thread.
         """
-        is_saved = self._saved_step == self.run.step and None not in saved_names.values()
+        # of sharded weights, ranks must decide alike, and may not know that a save has failed
+        has_failed = self.writers == 1 and "checkpoint" in self.failures
+        is_of_step = self._saved_step == self.run.step and not has_failed
+        is_saved = is_of_step and None not in saved_names.values()
         if not is_saved:
-            self.wait()  # buffers and the temporary folder are free
-        # the other ranks do not know of a failure, but they have no files here if all are rank 0's
-        is_saved &= self.writers > 1 or "checkpoint" not in self.failures
+            self.wait()  # until no job uses the buffers, and the temporary folder
         if self.rank >= self.writers:
             return
         temporary = folder.with_name(f".{folder.name}.partial")  # of fill_temporary
@@ -280,10 +281,11 @@ class Checkpoints:
             except Exception as error:
                 self.note = f"{name} could not be saved: {error}"
                 logger.error("%s. What was there before is unchanged.", self.note)
-                # of what a recipe writes by safetensors, or of a file that cannot be read back
-                is_disk = isinstance(error, (OSError, SafetensorError, ConfigError))
-                self.failures[kind] = OSError(self.note) if is_disk else error
-                self.failures[kind].__cause__ = error if is_disk else error.__cause__
+                self.failures[kind] = error
+                # also of what a recipe writes by safetensors, or of a file that cannot be read back
+                if isinstance(error, (OSError, SafetensorError, ConfigError)):
+                    self.failures[kind] = OSError(self.note)
+                    self.failures[kind].__cause__ = error
             finally:
                 for folder in temporary if self.rank == 0 else ():
                     discard(folder)
