@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 8_202,
     "lines of tools/": 2_267,
     "lines of template/tests": 4_190,
-    "lines of template/tests and tests": 14_728,
+    "lines of template/tests and tests": 14_731,
     "settings": 52,
     "methods of a recipe": 15,
     "lines of train.py": 186,

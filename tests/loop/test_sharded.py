@@ -356,6 +356,9 @@ def test_a_rank_holds_one_whole_tensor_while_a_large_model_is_exported(tmp_path)
         _, _, loaded = export.load(folder, ["test_sharded.OfTied"])
         assert_close(whole(loaded), weights)
         assert_close(read_export(folder), weights)
+        (folder / "model-00002-of-00002.safetensors").unlink()
+        with pytest.raises(ConfigError, match=r"lacks 1 of 2 files of model\.safetensors"):
+            export.load(folder, ["test_sharded.OfTied"])
 
 
 def export_in_background(
