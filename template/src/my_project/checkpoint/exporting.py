@@ -71,9 +71,9 @@ def export(
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:
             tensor = weights[key]  # of an empty one there is no shard
-            found = read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
-            _check_finite(key, found)
-            return found
+            whole = read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
+            _check_finite(key, whole)
+            return whole
 
         if not own:
             _save_files(split_into_files(weights, stem), value, folder)

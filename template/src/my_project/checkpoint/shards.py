@@ -186,14 +186,12 @@ class TensorReader:
             is_checkpoint = (folder / "manifest.json").is_file()
             listed = [*read_manifest(folder)["files"]] if is_checkpoint else os.listdir(folder)
         is_ours = re.compile(rf"{kind}(\.rank_\d+|-\d+-of-(\d+))?\.safetensors").fullmatch
-        files = [found for name in sorted(listed) if (found := is_ours(name))]
-        number = int(files[0][2] or 1) if files else 1
-        if len(files) < number:
-            raise ConfigError(
-                f"{folder} lacks {number - len(files)} of {number} files of {kind}.safetensors."
-            )
-        for file in files:
-            self._open(folder / file[0])
+        matches = [match for name in sorted(listed) if (match := is_ours(name))]
+        number = int(matches[0][2] or 1) if matches else 1
+        if (lacking := number - len(matches)) > 0:
+            raise ConfigError(f"{folder} lacks {lacking} of {number} files of {kind}.safetensors.")
+        for match in matches:
+            self._open(folder / match[0])
 
     def _open(self, path: Path) -> None:
         try:
@@ -221,14 +219,15 @@ class TensorReader:
         if wanted == [*self.shapes[name]] == self.shards[name][0][2]:
             return self.shards[name][0][0].get_tensor(name)
         result, filled = None, 0
-        for file, at, size in self.shards[name]:
+        for file, held_offset, held in self.shards[name]:
             # where what the file holds and what is wanted overlap, in the whole tensor
-            first = [max(pair) for pair in zip(at, start, strict=True)]
-            last = [min(a + n, s + w) for a, n, s, w in zip(at, size, start, wanted, strict=True)]
-            if all(f < b for f, b in zip(first, last, strict=True)):
+            first = [max(pair) for pair in zip(held_offset, start, strict=True)]
+            ends = zip(held_offset, held, start, wanted, strict=True)
+            last = [min(o + n, s + w) for o, n, s, w in ends]
+            if all(f < e for f, e in zip(first, last, strict=True)):
                 source, target = (
-                    tuple(slice(f - z, b - z) for f, b, z in zip(first, last, zero, strict=True))
-                    for zero in (at, start)
+                    tuple(slice(f - o, e - o) for f, e, o in zip(first, last, origin, strict=True))
+                    for origin in (held_offset, start)
                 )
                 part = file.get_slice(name)[source]
                 result = part.new_empty(wanted) if result is None else result
