@@ -7,11 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-
 from .. import files
-from ..collectives import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
 from ..files import discard, read_manifest, step_of, unused_name
 from ..run_folder import Run
@@ -62,7 +58,7 @@ def clean_up(run_folder: Path) -> None:
             discard(path)
 
 
-def choose_together(accelerator: Accelerator, run: Run) -> Path | None:
+def choose_together(accelerator: Any, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank."""
     chosen: Path | None = hashing_together(accelerator, lambda find: choose(run, find))
     return chosen
@@ -117,7 +113,7 @@ def check(folder: Path, find: Find = files.find_damage) -> None:
 
 
 # ---- hashing on all ranks ------------------------------------------------------------------------
-def hashing_together(accelerator: Accelerator, function: Callable[[Find], Any]) -> Any:
+def hashing_together(accelerator: Any, function: Callable[[Find], Any]) -> Any:
     """Call a function on rank 0, and return its result on every rank. Called by every rank.
 
     Args:
@@ -128,13 +124,27 @@ def hashing_together(accelerator: Accelerator, function: Callable[[Find], Any]) 
     Raises:
         ConfigError: on every rank, what the function raised on rank 0.
     """
+    from accelerate.utils import broadcast_object_list  # predict does without accelerate
+
+    from ..collectives import gather_on_main, on_main_then_broadcast
+
+    def hash_part(folder: Path, listed: dict[str, Any]) -> list[str]:
+        """Hash this rank's part of the files; return on rank 0 what each rank found wrong."""
+        problem = ""
+        for name in sorted(listed)[accelerator.process_index :: accelerator.num_processes]:
+            try:
+                is_intact = files.fingerprint(folder / name) == listed[name]
+                problem = problem or ("" if is_intact else files.hash_problem(name))
+            except OSError as error:
+                problem = f"{name} cannot be read: {error}"
+        return gather_on_main(accelerator, problem)
 
     def find(folder: Path) -> str:
         if problem := files.find_damage(folder, hashes=False):
             return problem
         asked = (folder, read_manifest(folder)["files"])
         broadcast_object_list([asked])
-        return next(filter(None, _problems(accelerator, *asked)), "")
+        return next(filter(None, hash_part(*asked)), "")
 
     def call_on_main() -> Any:
         try:
@@ -146,17 +156,5 @@ def hashing_together(accelerator: Accelerator, function: Callable[[Find], Any]) 
         return function(files.find_damage)
     asked: list[Any] = [None]
     while not accelerator.is_main_process and broadcast_object_list(asked)[0]:
-        _problems(accelerator, *asked[0])  # until rank 0 asks for no other checkpoint
+        hash_part(*asked[0])  # until rank 0 asks for no other checkpoint
     return on_main_then_broadcast(accelerator, call_on_main)
-
-
-def _problems(accelerator: Accelerator, folder: Path, listed: dict[str, Any]) -> list[str]:
-    """Hash this rank's part of the files; return on rank 0 what each rank has found wrong."""
-    problem = ""
-    for name in sorted(listed)[accelerator.process_index :: accelerator.num_processes]:
-        try:
-            is_intact = files.fingerprint(folder / name) == listed[name]
-            problem = problem or ("" if is_intact else files.hash_problem(name))
-        except OSError as error:
-            problem = f"{name} cannot be read: {error}"
-    return gather_on_main(accelerator, problem)
