@@ -77,7 +77,7 @@ def work(arguments: list[str]) -> None:
     """Train in this process, and write what each phase has used to a file beside the runs."""
     import tasks
     from my_project import train
-    from my_project.checkpoint import verification
+    from my_project.checkpoint import exporting, resuming
     from my_project.checkpoint.saving import Checkpoints
     from my_project.command_line import parse
 
@@ -85,7 +85,8 @@ def work(arguments: list[str]) -> None:
     phases = Phases(Path(config.runs_folder))
     is_resumed = (config.steps or 0) > 3
     loss, save, wait = tasks.TinyMlp.loss, Checkpoints.save, Checkpoints.wait
-    choose, resume = verification.choose, Checkpoints.resume
+    choose, resume = resuming.choose_together, Checkpoints.resume
+    really_export = exporting.export
 
     def first_loss(*values: Any) -> Any:
         tasks.TinyMlp.loss = loss  # type: ignore[method-assign]
@@ -101,6 +102,10 @@ def work(arguments: list[str]) -> None:
         if "steps" in phases.found:
             phases.end("save")
 
+    def export(*values: Any) -> None:
+        Checkpoints.wait = wait  # type: ignore[method-assign]
+        really_export(*values)
+
     def timed(function: Any) -> Any:
         def call(*values: Any) -> Any:
             phases.end("start")
@@ -113,8 +118,9 @@ def work(arguments: list[str]) -> None:
     tasks.TinyMlp.loss = first_loss  # type: ignore[method-assign]
     Checkpoints.save = timed_save  # type: ignore[method-assign]
     Checkpoints.wait = timed_wait  # type: ignore[method-assign]
+    exporting.export = export
     if is_resumed:
-        verification.choose = timed(choose)
+        resuming.choose_together = timed(choose)
         Checkpoints.resume = timed(resume)  # type: ignore[method-assign]
     phases.begin()
     train.main(config)

@@ -67,7 +67,6 @@ TEMPLATE_FILES = (
     "src/my_project/checkpoint/resuming.py",
     "src/my_project/checkpoint/saving.py",
     "src/my_project/checkpoint/shards.py",
-    "src/my_project/checkpoint/verification.py",
     "src/my_project/cli.py",
     "src/my_project/collectives.py",
     "src/my_project/command_line.py",

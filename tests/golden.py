@@ -50,6 +50,7 @@ REMOVED: tuple[str, ...] = (
     *("*/errors/* loss_is_finite", "*/errors/* skipped_*", "*/errors/* at", "*/errors/* at *"),
     *("*/errors/.looking", "*/errors/.first_*", "*/run.json hosts*"),
     *("*/status.json first_step_time", "*/status.json from_step", "* every_minutes"),
+    *("* keep_best", "* on_failure"),
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -129,9 +130,12 @@ def ragged(recipe: dict[str, Any], **settings: Any) -> Callable[[], Any]:
 
     def make() -> Any:
         from golden_harness import Ragged, Streamed, make_config
+        from my_project.config import CheckpointsConfig
 
         kind = Streamed if "book" in recipe else Ragged
-        return make_config(kind(**recipe), **settings)
+        known = {f"checkpoints__{f.name}" for f in dataclasses.fields(CheckpointsConfig)}
+        gone = {"checkpoints__keep_best"} - known
+        return make_config(kind(**recipe), **{k: v for k, v in settings.items() if k not in gone})
 
     return make
 

@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_320,
-    "files of train.py and all that it imports": 45,
-    "lines of the package without tools/": 8_325,
+    "lines of train.py and all that it imports": 6_220,
+    "files of train.py and all that it imports": 44,
+    "lines of the package without tools/": 8_202,
     "lines of tools/": 2_267,
     "lines of template/tests": 4_190,
-    "lines of template/tests and tests": 14_624,
-    "settings": 54,
+    "lines of template/tests and tests": 14_731,
+    "settings": 52,
     "methods of a recipe": 15,
-    "lines of train.py": 184,
+    "lines of train.py": 186,
 }
 STEP_FILES = 24  # 31 at a9ab39b, counted in the same way
 NO_CODE = {

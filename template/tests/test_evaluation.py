@@ -201,7 +201,7 @@ def judged() -> dict[str, Any]:
     return {
         "steps": 8, "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
         "evaluation__best_metric": "validation/accuracy", "checkpoints__keep": 1,
-        "checkpoints__keep_best": True, "optim__ema_decay": 0.5,
+        "optim__ema_decay": 0.5,
     }  # fmt: skip
 
 
@@ -266,7 +266,6 @@ def test_only_the_best_is_kept_besides_the_newest_once_it_is_known(tmp_path):
     config = make_config(
         tmp_path, Rising(), steps=6, evaluation__every_steps=2, checkpoints__every_steps=2,
         evaluation__best_metric="validation/steps", checkpoints__keep=1,
-        checkpoints__keep_best=True,
     )  # fmt: skip
     assert train(config) == 0
     assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000006"]

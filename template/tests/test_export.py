@@ -21,6 +21,7 @@ from world import TESTS, run_world
 
 from my_project import commands
 from my_project.checkpoint import exporting
+from my_project.checkpoint.saving import Checkpoints
 from my_project.checkpoint.shards import model_tensors
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
@@ -196,9 +197,6 @@ def weights_are_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Ten
     return same and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-INDEX = "model.safetensors.index.json"
-
-
 # ---- validation samples --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Shown(Ragged):
@@ -326,6 +324,7 @@ def test_a_recipe_names_the_file_and_the_tensors_of_a_sharded_model(tmp_path, mo
     monkeypatch.setattr(exporting, "is_sharded", lambda _: True)
     run = Run(config, 0)
     run.folder.mkdir(parents=True)
-    exporting.export(run, {"features": 6}, torch.nn.Linear(2, 2))
-    found = load_file(run.folder / "export/mine.safetensors")
-    assert found.keys() == {"my.weight", "my.bias"}
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    exporting.export(run, {"features": 6}, model, Checkpoints(run, model, optimizer, None, None))
+    assert load_file(run.folder / "export/mine.safetensors").keys() == {"my.weight", "my.bias"}

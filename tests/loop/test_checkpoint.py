@@ -215,7 +215,7 @@ def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
     config = make_config(
         tmp_path, steps=12, evaluation__every_steps=1,
         evaluation__best_metric="validation/accuracy", checkpoints__every_steps=1,
-        checkpoints__keep=2, checkpoints__keep_best=True, checkpoints__keep_every_steps=4,
+        checkpoints__keep=2, checkpoints__keep_every_steps=4,
     )  # fmt: skip
     foreign = folder_of(config, 3)
     foreign.mkdir(parents=True)
@@ -232,7 +232,7 @@ def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
 def save_at(saver: saving.Checkpoints, step: int, *, by_time: bool = False) -> None:
     saver.save(TrainState(items_per_micro_batch=4.0, step=step), by_time=by_time)
     saver.wait()
-    assert not saver.failure
+    assert not saver.failures
 
 
 def kept_steps(config: Config) -> list[int]:
@@ -258,6 +258,18 @@ def test_a_save_by_time_replaces_only_one_by_time(tmp_path):
     flip_one_bit(folder_of(saver.config, 7) / "model.safetensors", 300)
     chosen = resuming.choose(saver.run)
     assert chosen == folder_of(saver.config, 6), "the one before, of either kind"
+
+
+def test_nothing_is_rotated_away_while_steps_are_skipped(tmp_path):
+    """The weights may have become NaN; then no later step is ever taken."""
+    saver = make_checkpoints(make_config(tmp_path, checkpoints__keep=1))
+    for step, skipped, wanted in [(1, 0, [1]), (2, 1, [1, 2]), (3, 2, [1, 2, 3]), (4, 0, [4])]:
+        state = TrainState(items_per_micro_batch=4.0, step=step, evaluated_step=step)
+        state.consecutive_skipped_steps = skipped
+        saver.save(state)
+        saver.add_evaluation(state)
+        saver.wait()
+        assert kept_steps(saver.config) == wanted
 
 
 def test_a_killed_save_by_time_leaves_no_mark_that_removes_another(tmp_path, monkeypatch):
@@ -377,6 +389,46 @@ def test_files_equal_those_of_safetensors(tmp_path, monkeypatch, chunk_bytes):
         assert one.metadata() == other.metadata()
     assert saving.save_shards({}, paths[0]) == files.fingerprint(paths[0])
     assert load_file(paths[0]) == {}
+
+
+def of_convolution(folder: Path, steps: range) -> saving.Checkpoints:
+    """Train a convolution in channels_last with a fused optimizer, from a checkpoint if any."""
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    saver = saving.Checkpoints(Run(make_config(folder), 0), model, optimizer, None, None)
+    if steps.start:
+        saver.load(folder_of(saver.config, steps.start))
+    for step in steps:
+        image = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(image.to(memory_format=torch.channels_last)).square().sum().backward()
+        optimizer.step()
+    return saver
+
+
+def test_a_weight_that_is_not_contiguous_gets_its_slots_in_its_own_order(tmp_path):
+    save_at(of_convolution(tmp_path, range(3)), 3)
+    resumed, whole = of_convolution(tmp_path, range(3, 6)), of_convolution(tmp_path, range(6))
+    assert not whole.model.weight.is_contiguous()
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_export_of_a_value_that_is_not_finite_is_refused_by_name(tmp_path, own):
+    class Own(Ragged):
+        def export(self, model, data_info, folder) -> None:
+            raise AssertionError("nothing is written")
+
+    recipe = (Own if own else Ragged)(batch_norm=True)
+    saver = make_checkpoints(make_config(tmp_path, recipe))
+    buffers = dict(saver.model.named_buffers())
+    name = next(name for name in buffers if name.endswith("running_var"))
+    buffers[name].fill_(float("inf"))
+    for kind in ("export", "best"):
+        with pytest.raises(ValueError, match=f"^{name} holds values that are not finite"), saver:
+            exporting.export(saver.run, {"features": 6}, saver.model, saver, kind)
+    assert not list(tmp_path.glob("run/*")), "nothing is left"
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -574,6 +626,19 @@ def test_best_weights_in_the_background_are_those_of_their_evaluation(tmp_path):
     assert not list(killed.folder.glob(".best.*"))
 
 
+def test_a_save_is_not_waited_for_once_another_rank_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "END_SECONDS", 0.1)
+    saver = make_checkpoints(make_config(tmp_path, distributed__timeout_seconds=60))
+    saver.writers, saver.run.hosts = 2, ["here", "there"]
+    saver.save(TrainState(items_per_micro_batch=4.0, step=1))
+    writing = saver._thread
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    saver.__exit__(RuntimeError, lost, None)
+    assert not writing.is_alive(), "it would wait for startup_timeout_seconds"
+    assert "rank(s) [1] have not written their shards" in str(saver.failures["checkpoint"])
+    assert names(saver.config) == []
+
+
 def train_writing_late(config: Config) -> int:
     write = saving.save_shards
 
@@ -585,16 +650,39 @@ def train_writing_late(config: Config) -> int:
     return train(config)
 
 
-def test_a_last_save_that_fails_is_told_or_ends_the_run(tmp_path):
-    config = make_config(tmp_path, run_name="told", checkpoints__every_steps=5)
-    run_world(1, train_with_file_limit, config, 200, 2)
-    assert status(config)["outcome"] == "finished"
-    assert "the last checkpoint could not be saved" in status(config)["note"]
+def test_a_run_whose_last_save_fails_has_failed(tmp_path):
+    """The next start goes on from the checkpoint before."""
+    config = make_config(tmp_path, checkpoints__every_steps=5)
+    with pytest.raises(RuntimeError, match=r"could not be saved: .*File too large"):
+        run_world(1, train_with_file_limit, config, 200, 2)
+    assert status(config)["outcome"] == "failed"
     assert names(config) == ["step_00000005"]
-    ends = change(config, run_name="ends", checkpoints__on_failure="end")
-    with pytest.raises(RuntimeError, match=r"File too large|os error 27"):
-        run_world(1, train_with_file_limit, ends, 200, 2)
-    assert status(ends)["outcome"] == "failed"
+    assert weights(config.folder / "export"), "the result is there"
+    assert run_world(1, train, config) == [0]
+    assert names(config) == ["step_00000005", "step_00000010"]
+
+
+def train_without_room_for_best(config: Config) -> int:
+    write = exporting.save_tensors
+
+    def full(tensors, path, values):
+        if ".best" in str(path):
+            raise OSError(28, "No space left on device")
+        write(tensors, path, values)
+
+    exporting.save_tensors = full
+    return train(config)
+
+
+def test_a_best_that_could_not_be_written_is_written_by_the_next_start(tmp_path):
+    config = make_config(tmp_path, evaluation__best_metric="validation/auroc")
+    with pytest.raises(RuntimeError, match=r"best/ could not be saved: .*No space left"):
+        run_world(1, train_without_room_for_best, config)
+    assert status(config)["failure"]["cause"] == "full disk"
+    assert not (config.folder / "best").exists()
+    assert run_world(1, train, config) == [0]
+    ours, theirs = weights(config.folder / "best"), weights(config.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.slow

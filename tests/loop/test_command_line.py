@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from my_project.command_line import NAME_LENGTH, parse
-from my_project.config import ConfigError, to_dict
+from my_project.config import REMOVED, ConfigError, to_dict
 
 CONFIG = """
 recipe: {class_path: sweep.Sweep, init_args: {width: 8}}
@@ -131,15 +131,20 @@ def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_removed_setting_is_refused_with_what_replaces_it():
-    Path("old.yaml").write_text("stage_to: null\n")
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_refused_with_what_replaces_it(name):
+    group, _, last = name.rpartition(".")
+    Path("old.yaml").write_text(f"{group}: {{{last}: null}}\n" if group else f"{last}: null\n")
+    config = to_dict(parse(["--config", "first.yaml"]))
+    (config[group] if group else config)[last] = None
     for source in (
-        ["--config", "first.yaml", "--stage_to", "/disk"],
-        {**to_dict(parse(["--config", "first.yaml"])), "stage_to": None},
+        ["--config", "first.yaml", f"--{name}", "x"],
+        config,
         ["--config", "first.yaml", "--config", "old.yaml"],
     ):
-        with pytest.raises(ConfigError, match="stage_to any more: copy the data to a disk"):
+        with pytest.raises(ConfigError) as refusal:
             parse(source)
+        assert f"{name} any more: {REMOVED[name]}." in str(refusal.value)
 
 
 def test_hyphens_in_the_names_of_options_are_underscores():

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from my_project import commands, export, files, optim
-from my_project.checkpoint import exporting, resuming, saving, verification
+from my_project.checkpoint import exporting, resuming, saving
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run_folder import Run
 from my_project.state import TrainState
@@ -216,7 +215,7 @@ def resume(rank: int, world: int, config: Config, shard: bool) -> Any:
         return real(path)
 
     files.fingerprint = fingerprint
-    folder = verification.choose(Accelerator(cpu=True), checkpoints.run)
+    folder = resuming.choose_together(Accelerator(cpu=True), checkpoints.run)
     state = checkpoints.resume(folder)
     assert files.step_of(folder) == state["step"]
     return state["step"], whole(model), hashed
@@ -259,7 +258,7 @@ def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:
         train_steps(model, optimizer, range(step - 1, step))
         checkpoints.save(TrainState(step=step, items_per_micro_batch=1))
         checkpoints.wait()
-        failed.append(checkpoints.failure is not None)
+        failed.append("checkpoint" in checkpoints.failures)
     return failed
 
 
@@ -306,6 +305,10 @@ def bytes_held() -> int:
     return sum(sizes.values())
 
 
+def replace(name: str, checkpoints: Any, model: Any) -> None:
+    exporting.export(checkpoints.run, {"features": 6}, model, checkpoints, name)
+
+
 def export_counted(rank: int, world: int, config: Config) -> tuple[Any, list[int], list[int]]:
     """Export; return the weights, and what was held before each whole tensor and with it."""
     model, _, checkpoints = start_exports(config, rank, world, LIMIT)
@@ -313,10 +316,6 @@ def export_counted(rank: int, world: int, config: Config) -> tuple[Any, list[int
 
     def counted(real: Any) -> Any:
         def call(*arguments: Any) -> Any:
-            # gloo's thread lets go of the tensors of a collective a little after it has ended
-            deadline = time.monotonic() + 120
-            while bytes_held() > held and time.monotonic() < deadline:
-                time.sleep(0.001)
             before.append(bytes_held() - held)
             whole = real(*arguments)
             peaks.append(bytes_held() - held)
@@ -324,15 +323,13 @@ def export_counted(rank: int, world: int, config: Config) -> tuple[Any, list[int
 
         return call
 
-    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)  # makes the buffers
-    checkpoints.wait()
+    replace("export", checkpoints, model)  # makes the buffers
     checkpoints.run.step += 1
-    exporting.gather = counted(exporting.gather)
     saving.TensorReader.read = counted(saving.TensorReader.read)
     gc.collect()
     held = bytes_held()
-    exporting.export(checkpoints.run, {"features": 6}, model)
-    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+    replace("export", checkpoints, model)
+    replace("best", checkpoints, model)
     checkpoints.wait()
     return whole(model), before, peaks
 
@@ -344,11 +341,12 @@ def read_export(folder: Path) -> dict[str, Any]:
 
 def test_a_rank_holds_one_whole_tensor_while_a_large_model_is_exported(tmp_path):
     config = make_config(tmp_path, OfTied())
-    (weights, *held), (_, *held_on_rank_1) = run_world(2, in_group, export_counted, config)
-    for before, peaks, number in ((*held, 2), (*held_on_rank_1, 1)):
-        assert len(before) == number * 5, "each of 5 tensors, gathered for export/, read for best/"
-        assert max(before) == 0, "none is held when the next is gathered"
-        assert 440 <= max(peaks) < 2 * 440, "the largest tensor, padded; all have 1128"
+    found = run_world(2, in_group, export_counted, config)
+    (weights, before, peaks), (_, *on_rank_1) = found
+    assert len(before) == 2 * 5, "each of 5 tensors, read for export/ and for best/"
+    assert max(before) == 0, "none is held when the next is read"
+    assert max(peaks) == 440, "the largest tensor; all have 1128"
+    assert on_rank_1 == [[], []]
     for name in ("export", "best"):
         folder = config.folder / name
         assert sorted(path.name for path in folder.glob("m*")) == [
@@ -358,6 +356,9 @@ def test_a_rank_holds_one_whole_tensor_while_a_large_model_is_exported(tmp_path)
         _, _, loaded = export.load(folder, ["test_sharded.OfTied"])
         assert_close(whole(loaded), weights)
         assert_close(read_export(folder), weights)
+        (folder / "model-00002-of-00002.safetensors").unlink()
+        with pytest.raises(ConfigError, match=r"lacks 1 of 2 files of model\.safetensors"):
+            export.load(folder, ["test_sharded.OfTied"])
 
 
 def export_in_background(
@@ -375,7 +376,7 @@ def export_in_background(
 
     trained = saving.threading.Event()
     exporting.save_tensors = late
-    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
+    replace("best", checkpoints, model)
     train_steps(model, optimizer, range(2, 4))
     trained.set()
     checkpoints.wait()
@@ -394,11 +395,41 @@ def test_best_of_a_sharded_model_is_written_while_training_goes_on(tmp_path, rep
     assert not list(config.folder.glob(".*")), "the files of the shards"
 
 
+def export_saved(rank: int, world: int, config: Config) -> Any:
+    """Save and export; return the averages."""
+    model, optimizer = build(sharded=world > 1)
+    model.hidden.requires_grad_(False)
+    optimizer = optim.build_optimizer(OptimConfig(lr=0.01), None, model)
+    checkpoints = checkpoints_of(config, rank, world, model, optimizer)
+    train_steps(model, optimizer, range(3))
+    checkpoints.ema.update()
+    checkpoints.save(TrainState(step=3, items_per_micro_batch=1.0))
+    checkpoints.run.step = 3
+    checkpoints._copied = None  # no shards are written for best/
+    with checkpoints.ema.swapped_in():
+        replace("best", checkpoints, model)
+        averages = whole(model)
+    train_steps(model, optimizer, range(3, 6))
+    checkpoints.wait()
+    return averages
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_best_is_read_from_the_checkpoint_of_its_step(tmp_path, processes):
+    """Also a tied weight, with one average and two names, and a frozen one, which has none."""
+    config = make_config(tmp_path, OfTied())
+    averages, *_ = run_world(processes, in_group, export_saved, config)
+    assert_close(read_export(config.folder / "best"), averages)
+    reader = saving.TensorReader(config.folder / "checkpoints/step_00000003", "model")
+    live = reader.read("output.weight")
+    assert not torch.equal(live, torch.as_tensor(averages["output.weight"]))
+
+
 def export_with_failures(rank: int, world: int, config: Config) -> list[Any]:
     """Export five times, each time other weights.
 
     The second time the disk is full on rank 0, which writes the files; the fourth time on rank 1,
-    which writes its shards of best/.
+    which writes its shards.
     """
     model, optimizer, checkpoints = start_exports(config, rank, world, LIMIT)
     save_tensors, save_shards, outcomes = exporting.save_tensors, saving.save_shards, []
@@ -414,13 +445,9 @@ def export_with_failures(rank: int, world: int, config: Config) -> list[Any]:
         saving.save_shards = full if (i, rank) == (3, 1) else save_shards  # type: ignore
         train_steps(model, optimizer, range(2 + i, 3 + i))
         checkpoints.run.step = 3 + i
-        exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
-        checkpoints.wait()
-        failed = checkpoints.best_failure is not None
-        try:
-            exporting.export(checkpoints.run, {"features": 6}, model)
-        except OSError as error:
-            failed = failed, error.errno
+        replace("best", checkpoints, model)
+        replace("export", checkpoints, model)
+        failed = sorted(checkpoints.failures)
         found = [whole_of(read_export(config.folder / name)) for name in ("best", "export")]
         outcomes.append((failed, whole(model), found))
     return outcomes
@@ -433,9 +460,10 @@ def whole_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 def test_an_export_that_fails_leaves_the_one_before_and_no_rank_waits(tmp_path):
     config = make_config(tmp_path, OfTied(), distributed__startup_timeout_seconds=30)
     written, others = run_world(2, in_group, export_with_failures, config)
-    assert [failed for failed, *_ in written] == [False, (True, 28), False, True, False]
-    assert [failed for failed, *_ in others] == [False, False, False, True, False]
-    for i, newest in ((0, (0, 0)), (1, (0, 0)), (2, (2, 2)), (3, (2, 3)), (4, (4, 4))):
+    both = ["best", "export"]
+    assert [failed for failed, *_ in written] == [[], both, [], both, []]
+    assert [failed for failed, *_ in others] == [[], [], [], both, []]
+    for i, newest in ((0, (0, 0)), (1, (0, 0)), (2, (2, 2)), (3, (2, 2)), (4, (4, 4))):
         for found, j in zip(written[i][2], newest, strict=True):
             assert_close(found, written[j][1])
     assert not list(config.folder.glob(".*"))
@@ -444,7 +472,7 @@ def test_an_export_that_fails_leaves_the_one_before_and_no_rank_waits(tmp_path):
 def export_and_be_killed(rank: int, world: int, config: Config) -> None:
     """Export, then be killed between two files of the next export."""
     model, optimizer, checkpoints = start_exports(config, rank, world, LIMIT)
-    exporting.export(checkpoints.run, {"features": 6}, model)
+    replace("export", checkpoints, model)
     train_steps(model, optimizer, range(2, 3))
     save_tensors = exporting.save_tensors
 
@@ -454,7 +482,7 @@ def export_and_be_killed(rank: int, world: int, config: Config) -> None:
         save_tensors(tensors, path, values)
 
     exporting.save_tensors = kill
-    exporting.export(checkpoints.run, {"features": 6}, model)
+    replace("export", checkpoints, model)
 
 
 def test_a_killed_export_leaves_the_one_before(tmp_path):
@@ -472,9 +500,8 @@ def test_a_killed_export_leaves_the_one_before(tmp_path):
 
 def export_by_the_recipe(rank: int, world: int, config: Config) -> Any:
     model, _, checkpoints = start_exports(config, rank, world, LIMIT)
-    exporting.export(checkpoints.run, {"features": 6}, model)
-    exporting.export_best(checkpoints.run, {"features": 6}, model, checkpoints)
-    checkpoints.wait()
+    replace("export", checkpoints, model)
+    replace("best", checkpoints, model)
     return whole(model)
 
 
@@ -513,6 +540,22 @@ def evaluate_ema(rank: int, world: int, config: Config) -> list[bool]:
         results = evaluate(Accelerator(cpu=True), config, call, {"set": tokens})
     after = call(torch.nn.Module.__call__, tokens).detach()
     return [results["set/loss"] == 0.0, torch.equal(before, after)]
+
+
+def buffer_of_rank_0(rank: int, world: int, config: Config) -> list[float]:
+    """Broadcast a buffer that is not contiguous."""
+    from accelerate import Accelerator
+    from my_project.evaluate import broadcast_buffers
+
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("strided", torch.full((2, 4), float(rank + 1))[:, ::2])
+    broadcast_buffers(Accelerator(cpu=True), model)
+    return model.strided.flatten().tolist()
+
+
+def test_an_evaluation_takes_a_buffer_that_is_not_contiguous_from_rank_0(tmp_path):
+    found = run_world(2, in_group, buffer_of_rank_0, make_config(tmp_path))
+    assert found == [[1.0] * 4] * 2
 
 
 def test_training_goes_on_with_the_weights_after_the_ema_was_evaluated(tmp_path):

@@ -179,10 +179,10 @@ def train_on_a_full_disk(config: Config) -> int:
 
 def test_a_save_that_failed_on_a_full_disk_is_told_of_a_run_that_stopped_too(tmp_path):
     config = make_config(tmp_path, stop_after="0s")
-    assert run_world(1, train_on_a_full_disk, config) == [75]
+    with pytest.raises(RuntimeError, match="could not be saved"):
+        run_world(1, train_on_a_full_disk, config)
     found = diagnose(config.folder)
-    assert (found["outcome"], found["cause"]) == ("preempted", "")
-    assert "No space left" in found["known"][0]
+    assert (found["outcome"], found["cause"]) == ("failed", "full disk")
 
 
 def test_a_run_that_ends_without_a_word_on_a_full_disk_is_likely_due_to_it(tmp_path, monkeypatch):

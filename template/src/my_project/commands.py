@@ -52,7 +52,6 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
 
     from . import contract, devices, evaluate, export, sharding
     from .checkpoint import resuming
-    from .checkpoint.verification import on_main_with_hashes
     from .files import finite
     from .records.outcome import format_metric
     from .records.screen import print_table
@@ -72,7 +71,7 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
         if export.is_export(folder):
             model = export.load_model(folder, config.recipe, data_info)
         else:
-            on_main_with_hashes(accelerator, lambda find: resuming.check(folder, find))
+            resuming.hashing_together(accelerator, lambda find: resuming.check(folder, find))
             model = contract.build_model(config, data_info)
             export.load_weights(folder, model)
         if plugin := accelerator.state.dynamo_plugin:

@@ -24,6 +24,10 @@ from .safety.redaction import secrets_problem
 REMOVED = {
     "stage_to": "copy the data to a disk of each node before the run, as launch/slurm.sbatch shows,"
     " and give the recipe its path",
+    "checkpoints.keep_best": "with evaluation.best_metric, the checkpoint of the best step is kept"
+    " where one was saved at it",
+    "checkpoints.on_failure": "a failed save is tried again by the next one, and the run ends with"
+    " exit code 1 if its last one failed",
 }
 
 
@@ -114,17 +118,13 @@ class CheckpointsConfig:
     else none; null or 0: none. It is not counted in keep, replaces only earlier saves by time, and
     waits while steps are skipped."""
     keep: int = may_change(2)
-    """Number of newest checkpoints to keep."""
-    keep_best: bool = may_change(False)
-    """Also keep the best by evaluation.best_metric, of the checkpoints at evaluated steps."""
+    """Number of newest checkpoints to keep. With evaluation.best_metric the one of the best step is
+    kept too, if one was saved at that step."""
     keep_every_steps: int | None = may_change(None)
     """Also keep checkpoints at multiples of this step; null: none."""
     background: bool = may_change(True)
     """Write in a thread while training goes on: a step waits only for the copy into host memory,
     whose buffers stay allocated (the size of the state)."""
-    on_failure: Literal["continue", "end"] = may_change("continue")
-    """After a failed save (a full disk): continue, and try again at the next save; or end the
-    run."""
 
     @property
     def minutes(self) -> float:
@@ -299,13 +299,11 @@ class Config:
         if self.stop_after is not None:
             seconds_of(self.stop_after)
         _ = self.profile.window, self.profile.chosen_ranks  # refuse what is neither
-        if not self.evaluation.best_metric:
-            for name, value in {
-                "checkpoints.keep_best": self.checkpoints.keep_best,
-                "evaluation.patience": self.evaluation.patience,
-            }.items():
-                if value:
-                    raise ConfigError(f"{name} is {value}, but needs evaluation.best_metric.")
+        patience = self.evaluation.patience
+        if patience and not self.evaluation.best_metric:
+            raise ConfigError(
+                f"evaluation.patience is {patience}, but needs evaluation.best_metric."
+            )
 
     @property
     def folder(self) -> Path:

@@ -202,4 +202,6 @@ def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
     """Broadcast the buffers of rank 0 (BatchNorm statistics), as DDP does in training."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
-            torch.distributed.broadcast(buffer, src=0)
+            values = buffer.contiguous()  # NCCL refuses any other, and gloo mixes it up
+            torch.distributed.broadcast(values, src=0)
+            buffer.copy_(values)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from .checkpoint import resuming
-from .checkpoint.shards import TensorReader, indexed_files
+from .checkpoint.shards import TensorReader
 from .config import Config, ConfigError, TelemetryConfig
 from .recipe import Recipe, optional
 from .safety.search_path import run_folder
@@ -70,29 +69,8 @@ def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Mo
             return loaded
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}: the weights cannot be loaded: {error}") from error
-    paths = [folder / "model.safetensors"]
-    if not paths[0].is_file():
-        paths = [folder / name for name in sorted({*indexed_files(folder, "model").values()})]
-    if not paths:
-        raise ConfigError(f"{folder} holds neither model.safetensors nor an index of such files.")
     model: nn.Module = recipe.build_model(data_info)
-    lacking: set[str] | None = None
-    unknown: set[str] = set()
-    for path in paths:
-        try:
-            loaded_keys = model.load_state_dict(load_file(path), strict=False)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(f"{path}: the weights cannot be loaded: {error}") from error
-        except RuntimeError as error:
-            raise ConfigError(f"{path} does not fit the model: {error}") from error
-        missing = {*loaded_keys.missing_keys}
-        lacking = missing if lacking is None else lacking & missing
-        unknown |= {*loaded_keys.unexpected_keys}
-    if lacking or unknown:
-        raise ConfigError(
-            f"{folder}: the weights do not fit the model: they lack {sorted(lacking or [])}, the"
-            f" model lacks {sorted(unknown)}."
-        )
+    TensorReader(folder, "model").fill(model.state_dict())
     return model
 
 

@@ -59,7 +59,7 @@ samples, whose tensors are on the device of the model (records/samples.py).
 
 Of a sharded model, rank 0 builds another, whole one for `export`. A model too large for that needs
 `export_tensors`, which is called on every rank with the state of the model, whose values are
-sharded: it returns some or all of them, renamed if need be, and the loop gathers and writes one at
+sharded: it returns some or all of them, renamed if need be, and the loop reads and writes one at
 a time; None: `export` it. `export_files` is called by rank 0 alone, so it must neither
 read a weight nor draw random numbers; without `export`, also of a model that is not sharded.
 

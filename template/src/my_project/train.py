@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 
 from . import cli, contract, devices, optim, sharding, stopping
-from .checkpoint import exporting, verification
+from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate, sanity_check
 from .loading.feed import train_batches
@@ -65,7 +65,7 @@ def main(config: Config) -> int:
         # ---- model, optimizer and state, new or resumed ------------------------------------------
         must_agree = {"config": config, "data_info": data_info}
         devices.open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
-        resume_from = verification.choose(accelerator, run)
+        resume_from = resuming.choose_together(accelerator, run)
         raw_model, weights = sharding.build_model(accelerator, config, data_info, resume_from)
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
         prepared = sharding.prepare(accelerator, raw_model, optimizer, weights, layout.accumulation)
@@ -125,7 +125,7 @@ def main(config: Config) -> int:
                     results = evaluate(accelerator, config, eval_model, validation_sets)
                     shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
-                        exporting.export_best(run, data_info, raw_model, checkpoints)
+                        exporting.export(run, data_info, raw_model, checkpoints, "best")
                 metrics.write_evaluation(results, **shown)
                 checkpoints.add_evaluation(state)
 
@@ -206,6 +206,7 @@ def main(config: Config) -> int:
         watchdog.allow_long_limit()
         if not end_reason:
             accelerator.wait_for_everyone()  # torchrun kills ranks that save once another exits
+            checkpoints.check("checkpoint")
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"
                 metrics.write_stop(reason)
@@ -213,8 +214,9 @@ def main(config: Config) -> int:
             return 75
         state.check_trained(is_fp16=bool(scaler))
         with ema_swapped_in():
-            exporting.export(run, data_info, raw_model)
+            exporting.export(run, data_info, raw_model, checkpoints)
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
+        checkpoints.check("checkpoint", "best", "export")
         if rank == 0:
             result = state.results | metrics.throughput.of_run()
             patience = config.evaluation.patience if state.step < run.total_steps else 0

@@ -1,17 +1,19 @@
 """List, remove and choose the checkpoints of a run."""
 
 import logging
-import math
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from ..config import Config, ConfigError
-from ..files import discard, find_damage, read_manifest, step_of, unused_name
+from .. import files
+from ..config import ConfigError
+from ..files import discard, read_manifest, step_of, unused_name
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
+Find = Callable[[Path], str]  # returns what is wrong with a checkpoint; "" for nothing
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
@@ -23,21 +25,6 @@ def checkpoints(run_folder: Path) -> list[Path]:
 def mark_of(folder: Path) -> Path:
     """Return the path of the file that marks a checkpoint as saved by time."""
     return folder.with_name(f".{folder.name}.by_time")
-
-
-def best_of(folders: list[Path], config: Config) -> Path | None:
-    """Return the best checkpoint by evaluation.best_metric."""
-    values = {}
-    for folder in folders:
-        try:
-            results = read_manifest(folder).get("evaluation", {}).get("results", {})
-        except ValueError:
-            continue
-        value = results.get(config.evaluation.best_metric, math.nan)
-        if not math.isnan(value):
-            values[folder] = value
-    choose = max if config.evaluation.best_mode == "max" else min
-    return choose(values, key=values.__getitem__) if values else None
 
 
 def remove(folder: Path) -> None:
@@ -64,21 +51,21 @@ def clean_up(run_folder: Path) -> None:
         if before.is_dir() and not os.path.lexists(run_folder / name):
             os.replace(before, run_folder / name)
         discard(run_folder / f".{name}.partial")
-    for path in (*run_folder.glob(".best_*"), *(run_folder / "checkpoints").glob(".step_*")):
-        if re.fullmatch(r"\.(best|step)_\d+\.(partial|removed)", path.name):
+    for path in (*run_folder.glob(".*"), *(run_folder / "checkpoints").glob(".step_*")):
+        if re.fullmatch(r"\.(best|export|step)_\d+\.(partial|removed)", path.name):
             discard(path)
         if path.suffix == ".by_time" and not path.with_name(path.stem[1:]).exists():
             discard(path)
 
 
-def choose(run: Run, find: Callable[[Path], str] = find_damage) -> Path | None:
-    """Return the checkpoint to continue from; None to start from step 0. Called by rank 0 only.
+def choose_together(accelerator: Any, run: Run) -> Path | None:
+    """Return the checkpoint to continue from; None to start from step 0. Called by every rank."""
+    chosen: Path | None = hashing_together(accelerator, lambda find: choose(run, find))
+    return chosen
 
-    Args:
-        run: the run folder.
-        find: returns what is wrong with a checkpoint, with hashes; on several ranks one of
-            verification.py, so that all of them read the files.
-    """
+
+def choose(run: Run, find: Find = files.find_damage) -> Path | None:
+    """Return what choose_together does. Called by rank 0 only."""
     clean_up(run.folder)
     given = run.config.resume
     chosen = _newest_good(run, find)
@@ -103,7 +90,7 @@ def move_newer_aside(run: Run, chosen: Path | None) -> None:
             )
 
 
-def _newest_good(run: Run, find: Callable[[Path], str]) -> Path | None:
+def _newest_good(run: Run, find: Find) -> Path | None:
     folder = run.folder / "checkpoints"
     found = sorted((p for p in folder.glob("[!.]*") if ".old-" not in p.name), key=step_of)
     chosen = None
@@ -119,7 +106,55 @@ def _newest_good(run: Run, find: Callable[[Path], str]) -> Path | None:
     return chosen
 
 
-def check(folder: Path, find: Callable[[Path], str] = find_damage) -> None:
-    """Raise a ConfigError for a damaged checkpoint; find is that of choose."""
+def check(folder: Path, find: Find = files.find_damage) -> None:
+    """Raise a ConfigError for a damaged checkpoint."""
     if problem := find(folder):
         raise ConfigError(f"{folder} cannot be used: {problem}; give another checkpoint.")
+
+
+# ---- hashing on all ranks ------------------------------------------------------------------------
+def hashing_together(accelerator: Any, function: Callable[[Find], Any]) -> Any:
+    """Call a function on rank 0, and return its result on every rank. Called by every rank.
+
+    Args:
+        accelerator: of this process.
+        function: called with a function that returns what is wrong with a checkpoint, or "". All
+            ranks hash its files meanwhile: one rank would read all the shards of a large model.
+
+    Raises:
+        ConfigError: on every rank, what the function raised on rank 0.
+    """
+    from accelerate.utils import broadcast_object_list  # predict does without accelerate
+
+    from ..collectives import gather_on_main, on_main_then_broadcast
+
+    def hash_part(folder: Path, listed: dict[str, Any]) -> list[str]:
+        """Hash this rank's part of the files; return on rank 0 what each rank found wrong."""
+        problem = ""
+        for name in sorted(listed)[accelerator.process_index :: accelerator.num_processes]:
+            try:
+                is_intact = files.fingerprint(folder / name) == listed[name]
+                problem = problem or ("" if is_intact else files.hash_problem(name))
+            except OSError as error:
+                problem = f"{name} cannot be read: {error}"
+        return gather_on_main(accelerator, problem)
+
+    def find(folder: Path) -> str:
+        if problem := files.find_damage(folder, hashes=False):
+            return problem
+        asked = (folder, read_manifest(folder)["files"])
+        broadcast_object_list([asked])
+        return next(filter(None, hash_part(*asked)), "")
+
+    def call_on_main() -> Any:
+        try:
+            return function(find)
+        finally:
+            broadcast_object_list([None])
+
+    if accelerator.num_processes == 1:
+        return function(files.find_damage)
+    asked: list[Any] = [None]
+    while not accelerator.is_main_process and broadcast_object_list(asked)[0]:
+        hash_part(*asked[0])  # until rank 0 asks for no other checkpoint
+    return on_main_then_broadcast(accelerator, call_on_main)

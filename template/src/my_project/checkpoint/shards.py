@@ -3,9 +3,10 @@
 import functools
 import hashlib
 import json
+import os
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,8 @@ class Shard:
 def own_shard(tensor: Tensor, rank: int) -> Shard | None:
     """Return the shard that this rank writes: exactly one rank writes each element."""
     if not isinstance(tensor, DTensor):
-        return _whole(tensor) if rank == 0 else None
+        shard = Shard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
+        return shard if rank == 0 else None
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     if any(c for c, placed in zip(coordinate, placements, strict=True) if placed.is_replicate()):
@@ -51,35 +53,20 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP has sharded the model."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def model_tensors(model: nn.Module) -> dict[str, Any]:
     """Return the state of a model with the keys of the plain module, whatever wraps it."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if is_sharded(model):
         # imports torch's distributed checkpoints and launcher, which a plain model does not need
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         sharded: dict[str, Any] = get_model_state_dict(model)
         return sharded
     return {plain_name(name): value for name, value in model.state_dict().items()}
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor, and any other as it is. Called by every rank.
-
-    The host waits until the tensor is gathered: ranks that do not write it would otherwise start
-    the next collectives, whose timeouts would then run while rank 0 writes this one.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # shards that FSDP keeps on the CPU are gathered where the process group can
-    sharded: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-    gathered = sharded.full_tensor()
-    if gathered.is_cuda:
-        torch.cuda.current_stream(gathered.device).synchronize()
-    return gathered
-
-
-def _whole(tensor: Tensor) -> Shard:
-    return Shard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
 
 
 def save_shards(shards: dict[str, Shard], path: Path) -> dict[str, Any]:
@@ -176,29 +163,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(header[""]["dtype"])
 
 
-def indexed_files(folder: Path, kind: str) -> dict[str, str]:
-    """Return the file of each tensor, from the index of a large export; {} if it has no index.
-
-    Raises:
-        ConfigError: the index is damaged, or lists a file that is not in the folder.
-    """
-    path = folder / f"{kind}.safetensors.index.json"
-    if not path.is_file():
-        return {}
-    try:
-        files: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-        wrong = [file for file in files.values() if not re.fullmatch(r"[\w.-]+\.safetensors", file)]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {error!r}.") from error
-    if wrong:
-        raise ConfigError(f"{path} lists {wrong[0]!r}, which is not a safetensors file beside it.")
-    return files
-
-
 class TensorReader:
     """Read the tensors of one kind from a checkpoint or an export, in one file or several."""
 
-    def __init__(self, folder: Path, kind: str, listed: Collection[str] | None = None) -> None:
+    def __init__(self, folder: Path, kind: str, listed: Iterable[str] | None = None) -> None:
         """Open the files; their tensors are read later.
 
         Args:
@@ -211,31 +179,25 @@ class TensorReader:
         """
         self.folder = folder
         self.kind = kind
-        # by name: file, offset, shape
+        # by name: the file, and offset and shape of what it holds
         self.shards: dict[str, list[tuple[Any, list[int], list[int]]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        if listed is None and (folder / "manifest.json").is_file():
-            listed = read_manifest(folder)["files"]
-        elif listed is None:
-            listed = [path.name for path in folder.glob(f"{kind}.*")]
-        is_ours = re.compile(rf"{kind}(\.rank_\d+)?\.safetensors").fullmatch
-        names = sorted(name for name in listed or () if is_ours(name))
-        indexed = {} if names else indexed_files(folder, kind)
-        names = names or sorted(set(indexed.values()))
-        if not names:
-            raise ConfigError(f"{folder} holds no {kind}.safetensors.")
-        for file in names:
-            self._open(folder / file, indexed)
-        if lacking := sorted(indexed.keys() - self.shards.keys()):
-            raise ConfigError(f"{folder} is damaged: its files lack {lacking[0]} of its index.")
+        if listed is None:
+            is_checkpoint = (folder / "manifest.json").is_file()
+            listed = [*read_manifest(folder)["files"]] if is_checkpoint else os.listdir(folder)
+        is_ours = re.compile(rf"{kind}(\.rank_\d+|-\d+-of-(\d+))?\.safetensors").fullmatch
+        matches = [match for name in sorted(listed) if (match := is_ours(name))]
+        number = int(matches[0][2] or 1) if matches else 1
+        if (lacking := number - len(matches)) > 0:
+            raise ConfigError(f"{folder} lacks {lacking} of {number} files of {kind}.safetensors.")
+        for match in matches:
+            self._open(folder / match[0])
 
-    def _open(self, path: Path, indexed: dict[str, str]) -> None:
+    def _open(self, path: Path) -> None:
         try:
             file = safe_open(path, "pt")  # type: ignore[no-untyped-call]
             offsets = json.loads((file.metadata() or {}).get("offsets", "{}"))
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
-                if indexed.get(name, path.name) != path.name:
-                    continue
                 shape = file.get_slice(name).get_shape()
                 offset, whole = offsets.get(name, [[0] * len(shape), shape])
                 self.shards.setdefault(name, []).append((file, offset, shape))
@@ -252,22 +214,25 @@ class TensorReader:
 
     def read(self, name: str, offset: Iterable[int] = (), shape: Iterable[int] = ()) -> Tensor:
         """Read a tensor, or its part with this offset and shape."""
-        whole = self.shapes[name]
-        start, wanted = list(offset) or [0] * len(whole), list(shape) or list(whole)
-        if len(self.shards[name]) == 1 and list(whole) == wanted == self.shards[name][0][2]:
+        wanted = [*shape] or [*self.shapes[name]]
+        start = [*offset] or [0] * len(wanted)
+        if wanted == [*self.shapes[name]] == self.shards[name][0][2]:
             return self.shards[name][0][0].get_tensor(name)
         result, filled = None, 0
-        for file, at, size in self.shards[name]:
-            first = [max(a, s) for a, s in zip(at, start, strict=True)]
-            last = [min(a + n, s + w) for a, n, s, w in zip(at, size, start, wanted, strict=True)]
-            if any(b <= a for a, b in zip(first, last, strict=True)):
-                continue
-            there = tuple(slice(f - a, b - a) for f, b, a in zip(first, last, at, strict=True))
-            here = tuple(slice(f - s, b - s) for f, b, s in zip(first, last, start, strict=True))
-            part = file.get_slice(name)[there]
-            result = part.new_empty(wanted) if result is None else result
-            result[here] = part
-            filled += part.numel()
+        for file, held_offset, held in self.shards[name]:
+            # where what the file holds and what is wanted overlap, in the whole tensor
+            first = [max(pair) for pair in zip(held_offset, start, strict=True)]
+            ends = zip(held_offset, held, start, wanted, strict=True)
+            last = [min(o + n, s + w) for o, n, s, w in ends]
+            if all(f < e for f, e in zip(first, last, strict=True)):
+                source, target = (
+                    tuple(slice(f - o, e - o) for f, e, o in zip(first, last, origin, strict=True))
+                    for origin in (held_offset, start)
+                )
+                part = file.get_slice(name)[source]
+                result = part.new_empty(wanted) if result is None else result
+                result[target] = part
+                filled += part.numel()
         if result is None or filled != result.numel():
             raise ConfigError(f"{self.folder} holds only a part of {self.kind} {name}.")
         return result
@@ -306,3 +271,62 @@ class TensorReader:
             )
         for name in self.shards:
             tensors[name].copy_(self.read_like(name, tensors[name]))
+
+
+# ---- the optimizer's state, by parameter name ----------------------------------------------------
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the groups and numbers for state.json, and the tensors by "<parameter>/<slot>".
+
+    Args:
+        optimizer: of the model.
+        names: of its parameters, by their id.
+    """
+    groups = [
+        group | {"params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    numbers: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            kind: dict[str, Any] = tensors if isinstance(value, Tensor) else numbers
+            kind[f"{names[id(parameter)]}/{slot}"] = value
+    return {"groups": groups, "numbers": numbers}, tensors
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+    folder: Path,
+    saved: dict[str, Any],
+    slots: TensorReader | None,
+) -> None:
+    """Restore what optimizer_state has returned, from `saved` and from `slots` in this folder."""
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if groups != [group["params"] for group in saved["groups"]]:
+        raise ConfigError(
+            f"{folder}: its optimizer has other parameter groups than this model; restore the"
+            " recipe's model and parameter_groups, or choose another --run_name."
+        )
+    # The form of load_state_dict: parameters by their index in the list of all groups.
+    index = {name: i for i, name in enumerate(name for group in groups for name in group)}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in saved["numbers"].items():
+        name, _, slot = key.rpartition("/")
+        state.setdefault(index[name], {})[slot] = value
+    for key, shape in (slots.shapes if slots else {}).items():
+        name, _, slot = key.rpartition("/")
+        parameter = parameters[index[name]]
+        is_like = shape == tuple(parameter.shape)
+        value: Any = slots and (slots.read_like(key, parameter) if is_like else slots.read(key))
+        if is_like and not parameter.is_contiguous():
+            # fused kernels walk a weight and its slots in the order of memory
+            value = torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
+        state.setdefault(index[name], {})[slot] = value
+    param_groups = [
+        group | {"params": [index[name] for name in group["params"]]} for group in saved["groups"]
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
