@@ -11,9 +11,8 @@ from runs import change, make_config
 from torch.utils.data import default_collate
 
 from my_project.config import ConfigError
-from my_project.loading.feed import IndexedBatches
 from my_project.loading.layout import batch_layout
-from my_project.loading.loader import Fetch, cpus_per_process, make_loader
+from my_project.loading.loader import Fetch, IndexedBatches, cpus_per_process, make_loader
 from my_project.loading.sampler import SliceSampler
 from my_project.loading.seeding import derive_seed
 

@@ -1,4 +1,4 @@
-"""The DataLoader: fetch, collate, start workers, move micro-batches to the device."""
+"""The micro-batches of one rank: fetched, collated, loaded by workers, moved to the device."""
 
 import io
 import math
@@ -12,12 +12,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
-from ..config import BatchesConfig, ConfigError
+from ..config import BatchesConfig, Config, ConfigError
+from ..recipe import optional
+from .layout import BatchLayout
+from .sampler import SliceSampler
 from .seeding import SampleSeeds, SeedSamples, fork_rng
+
+
+class IndexedBatches:
+    """The micro-batches of one rank for these steps, read from a map-style dataset."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: Any,
+        layout: BatchLayout,
+        steps: range,
+        accelerator: Accelerator,
+        states: Sequence[Any] = (),
+    ) -> None:
+        """Start at steps.start; the arguments are those of StreamBatches, states of no lanes."""
+        rank, device = accelerator.process_index, accelerator.device
+        sampler = SliceSampler(len(data), layout, rank, config.seed, steps)
+        collate, how = optional(config.recipe, "collate"), config.batches.seed_samples
+        fetch = Fetch(data, collate, config.seed, how, restore_rng=False)
+        loader = make_loader(config.batches, fetch, device, batch_sampler=sampler)
+        self.batches = on_device(loader, device)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+    def lane_states(self) -> list[Any]:
+        """Return no states, which only the lanes of a stream have: the step is enough."""
+        return []
 
 
 class Fetch:
