@@ -81,7 +81,6 @@ TEMPLATE_FILES = (
     "src/my_project/files.py",
     "src/my_project/launch.py",
     "src/my_project/loading/__init__.py",
-    "src/my_project/loading/feed.py",
     "src/my_project/loading/layout.py",
     "src/my_project/loading/loader.py",
     "src/my_project/loading/prepare_once.py",

@@ -44,7 +44,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -518,7 +518,7 @@ class PackedSequences(torch.utils.data.Dataset):
 class SequenceStream:
     """Sequences of T + 1 tokens, tokenized while they are read.
 
-    Each epoch shuffles the documents in its own order; lane i reads its share of them.
+    Lane i reads its share of the documents again and again, each time shuffled in another order.
     """
 
     def __init__(self, recipe: CausalLM, data_info: dict[str, Any]) -> None:
@@ -526,41 +526,55 @@ class SequenceStream:
         self.lanes = recipe.lanes
         self.data_info = data_info
 
-    def lane(self, i: int, epoch: int, start: int, seed: int) -> "SequenceLane":
+    def lane(self, i: int, start: int, seed: int) -> "SequenceLane":
         """Return the sequences of lane i, without the first `start` ones."""
-        return SequenceLane(self.recipe, self.data_info, i, 1_000_003 * seed + epoch, start)
+        return SequenceLane(self.recipe, self.data_info, i, start, seed)
 
 
 class SequenceLane:
-    """The sequences (T + 1), int64, of one lane; its state is the position of the next one.
+    """The sequences (T + 1), int64, of one lane, without end; its state is where the next one is.
 
-    That is the document in which it begins, see CausalLM._documents, and the offset of its first
-    token in the document's tokens.
+    That is the epoch, the document in which it begins, see CausalLM._documents, and the offset of
+    its first token in the document's tokens.
     """
 
     def __init__(
-        self, recipe: CausalLM, data_info: dict[str, Any], i: int, shuffle_seed: int, start: int
+        self, recipe: CausalLM, data_info: dict[str, Any], i: int, start: int, seed: int
     ) -> None:
         self.recipe = recipe
         self.data_info = data_info
         self.i = i
-        self.shuffle_seed = shuffle_seed
         self.start = start
-        self.state: dict[str, Any] = {"document": None, "offset": 0}
+        self.seed = seed
+        self.state: dict[str, Any] = {"epoch": 0, "document": None, "offset": 0}
 
     def __iter__(self) -> Iterator[Tensor]:
+        return islice(self._sequences(), self.start, None)
+
+    def _sequences(self) -> Iterator[Tensor]:
         recipe, end = self.recipe, self.data_info["eos_token_id"]
         encode = encoder(self.data_info)
-        texts = recipe._documents(self.i, self.shuffle_seed, self.state["document"])
-        documents = (
-            ([*encode(text), end], position)
-            for text, position in texts
-            if not recipe._is_validation(text)
-        )
-        sequences = pack(documents, recipe.sequence_length, self.state["offset"])
-        for sequence, (document, offset) in islice(sequences, self.start, None):
-            self.state = {"document": document, "offset": offset}
-            yield torch.tensor(sequence)
+        empty_epochs = 0
+        for epoch in count(self.state.get("epoch", 0)):  # which earlier versions did not save
+            start = self.state["document"]
+            texts = recipe._documents(self.i, 1_000_003 * self.seed + epoch, start)
+            documents = (
+                ([*encode(text), end], position)
+                for text, position in texts
+                if not recipe._is_validation(text)
+            )
+            sequences = pack(documents, recipe.sequence_length, self.state["offset"])
+            empty_epochs += 1
+            for sequence, (document, offset) in sequences:
+                self.state = {"epoch": epoch, "document": document, "offset": offset}
+                yield torch.tensor(sequence)
+                empty_epochs = 0
+            if empty_epochs == 10:  # each has other documents of a lane
+                raise ValueError(
+                    f"lane {self.i} of {recipe.lanes} does not fill one sequence of"
+                    f" {recipe.sequence_length + 1} tokens: set fewer lanes, or add data"
+                )
+            self.state = {"epoch": epoch + 1, "document": None, "offset": 0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next sequence."""

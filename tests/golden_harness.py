@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -146,19 +147,22 @@ class Streamed(Ragged):
 
 
 class Lanes:
-    """Eight lanes; in each epoch another one is 3 samples shorter, 6 in odd epochs."""
+    """Eight lanes, of which the first is 3 samples shorter than its part of the samples."""
 
     lanes = 8
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
 
-    def lane(self, i: int, epoch: int, start: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(epoch)
+    def lane(self, i: int, *where: int) -> Iterator[dict[str, Tensor]]:
+        *_, start, _ = where  # the old code's first is the epoch, which is 0
+        generator = torch.Generator().manual_seed(0)
         indices = torch.randperm(len(self.samples), generator=generator)[i :: self.lanes].tolist()
-        fewer = 3 * (1 + epoch % 2) if i == epoch % self.lanes else 0
-        for index in indices[start : len(indices) - fewer]:
-            yield self.samples[index]
+        for index in cycle(indices[: len(indices) - 3 * (i == 0)]):
+            if start > 0:
+                start -= 1
+            else:
+                yield self.samples[index]
 
 
 class Norm(nn.BatchNorm1d):

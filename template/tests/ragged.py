@@ -146,8 +146,8 @@ class Streamed(Ragged):
     """The same samples as a stream; files in `book` list the lanes opened, read and seen."""
 
     lanes: int = 8
-    # in each epoch another lane is this many samples shorter, twice as many in odd epochs
-    fewer: int = 3
+    fewer: int = 3  # another lane is this many samples shorter in each pass over the samples
+    ends: int = -1  # the lane that ends after its first pass
     book: str = field(default="", metadata={"changes_curve": False})  # the folder of these files
     # what lanes return: "" generators, or iterables with state_dict: "saved" or a wrong one
     state: str = field(default="", metadata={"changes_curve": False})
@@ -169,39 +169,44 @@ class Lanes:
         self.lanes = recipe.lanes
 
     def indices(self, i: int, epoch: int) -> list[int]:
+        """Return the samples of a lane in one pass over them."""
         generator = torch.Generator().manual_seed(epoch)
         own = torch.randperm(len(self.samples), generator=generator)[i :: self.lanes].tolist()
-        fewer = self.recipe.fewer * (1 + epoch % 2) if i == epoch % self.lanes else 0
-        return own[: len(own) - fewer]
+        return own[: len(own) - self.recipe.fewer * (i == epoch % self.lanes)]
 
-    def lane(self, i: int, epoch: int, start: int, seed: int) -> Any:
+    def lane(self, i: int, start: int, seed: int) -> Any:
         kinds = {"": Lane, "saved": StatefulLane, "half": HalfLane}
-        lane = kinds.get(self.recipe.state, WrongLane)(self, i, epoch, start)
+        lane = kinds.get(self.recipe.state, WrongLane)(self, i, start)
         return lane if self.recipe.state else iter(lane)
 
 
 class Lane:
     """A lane without random access: what comes before its position is read, too."""
 
-    def __init__(self, stream: Lanes, i: int, epoch: int, start: int) -> None:
+    def __init__(self, stream: Lanes, i: int, start: int) -> None:
         self.stream = stream
         self.i = i
-        self.epoch = epoch
         self.start = start
-        self.live = {"index": 0}  # changed in place, as in datasets
+        self.live = {"epoch": 0, "index": 0, "count": 0}  # changed in place, as in datasets
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        rank = os.environ.get("RANK", "0")
-        with open(f"{self.stream.recipe.book}/opened_{rank}", "a") as file:
-            file.write(f"{self.epoch} {self.i} {self.start}\n")
-        own = self.stream.indices(self.i, self.epoch)
-        while self.live["index"] < len(own):
-            index = self.live["index"]
-            with open(f"{self.stream.recipe.book}/read_{rank}", "a") as file:
-                file.write(f"{self.epoch} {self.i} {index}\n")
-            self.live["index"] += 1
-            if index >= self.start:
-                yield self.stream.samples[own[index]]
+        self.note("opened", self.start)
+        live = self.live
+        while live["epoch"] == 0 or self.i != self.stream.recipe.ends:
+            own = self.stream.indices(self.i, live["epoch"])
+            while live["index"] < len(own):
+                position = live["count"]
+                self.note("read", position)
+                live["index"] += 1
+                live["count"] += 1
+                if position >= self.start:
+                    yield self.stream.samples[own[live["index"] - 1]]
+            live |= {"epoch": live["epoch"] + 1, "index": 0}
+
+    def note(self, what: str, position: int) -> None:
+        path = f"{self.stream.recipe.book}/{what}_{os.environ.get('RANK', '0')}"
+        with open(path, "a") as file:
+            file.write(f"{self.i} {position}\n")
 
 
 class HalfLane(Lane):
@@ -216,9 +221,20 @@ class StatefulLane(HalfLane):
 
 class WrongLane(StatefulLane):
     def state_dict(self) -> Any:
-        index = self.live["index"]
-        wrong = {"tensor": torch.tensor(index), "nan": float("nan"), "tuple": (index,)}
-        return wrong.get(self.stream.recipe.state, {index: self.i})
+        nested: list[Any] = []
+        for _ in range(100_000 * (self.stream.recipe.state == "nested")):
+            nested = [nested]
+        count = self.live["count"]
+        wrong = {
+            "tensor": torch.tensor(count),
+            "nan": float("nan"),
+            "tuple": (count,),
+            "nested": nested,
+            "large": "x" * 20_000_000,
+        }
+        if self.stream.recipe.state == "raises":
+            raise KeyError("no such shard")
+        return wrong.get(self.stream.recipe.state, {count: self.i})
 
 
 def strike(fault: str) -> None:

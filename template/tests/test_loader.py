@@ -10,9 +10,9 @@ import torch
 from runs import change, make_config
 from torch.utils.data import default_collate
 
-from my_project.loading.feed import IndexedBatches
+from my_project.config import ConfigError
 from my_project.loading.layout import batch_layout
-from my_project.loading.loader import Fetch, cpus_per_process, make_loader
+from my_project.loading.loader import Fetch, IndexedBatches, cpus_per_process, make_loader
 from my_project.loading.sampler import SliceSampler
 from my_project.loading.seeding import derive_seed
 
@@ -227,6 +227,16 @@ def test_loader_options_are_torchs_own():
     config = change(config, workers=1, loader={"prefetch_factor": 5, "persistent_workers": False})
     loader = make_loader(config, Fetch(Drawing(), None, 0, True), torch.device("cpu"))
     assert (loader.prefetch_factor, loader.persistent_workers) == (5, False)
+
+
+@pytest.mark.parametrize(
+    "option", [{"in_order": False}, {"generator": 1}, {"collate_fn": "list"}, {"num_workers": 2}]
+)
+def test_loader_options_that_would_change_a_batch_are_refused(option):
+    (name,) = option
+    config = change(make_config(None).batches, workers=1, loader=option)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"batches.loader sets {name}, which the loop sets"):
+        make_loader(config, Fetch(Drawing(), None, 0, True), torch.device("cpu"))
 
 
 def test_default_workers_leave_a_cpu_for_training(monkeypatch):

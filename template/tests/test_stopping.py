@@ -288,7 +288,7 @@ def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
 def signals_of_a_loader_worker() -> list[bool]:
     from my_project.loading import loader
 
-    loader.ignore_signals_except_parents()
+    loader.ignore_signals_except_parents(0)
     return [
         signal.getsignal(n) is signal.SIG_IGN
         for n in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

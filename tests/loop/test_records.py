@@ -86,7 +86,7 @@ def take_steps(log: metrics.MetricsWriter, clock: Clock, seconds: list[float]) -
         log.backward_ended()
         clock.now += 0.125
         log.step_ended(step)
-        unread.append(StepReport(step, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0))
+        unread.append(StepReport(step, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0))
         if len(unread) > 1:  # the numbers of a step come after the next one
             log.observe(unread.pop(0))
         if step + 1 in (4, 5, 7, 8):

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import random
+import traceback
 from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from my_project.config import Config, ConfigError
+from my_project.loading.seeding import SampleSeeds, derive_seed, seed_rng
 from my_project.loading.streams import LaneReader
-from ragged import Streamed
+from my_project.state import TrainState
+from ragged import Lanes, Streamed
 from runs import change, make_config, records, train, weights
 from world import run_world
 
@@ -31,16 +35,14 @@ def config_of(folder, run_name, **recipe) -> Config:
 def expected(config: Config) -> list[list[int]]:
     """Say which samples each step sees, by the definition: lane i feeds fixed places."""
     stream, _ = config.recipe.build_datasets({"features": 6})
-    size = config.batches.global_batch_size
-    steps: list[list[int]] = []
-    epoch = 0
-    while len(steps) < config.steps:
-        lanes = [stream.indices(i, epoch) for i in range(stream.lanes)]
-        each = size // stream.lanes
-        for k in range(min(len(lane) // each for lane in lanes)):
-            steps.append([index for lane in lanes for index in lane[k * each : (k + 1) * each]])
-        epoch += 1
-    return steps[: config.steps]
+    each = config.batches.global_batch_size // stream.lanes
+    lanes = [
+        [k for epoch in range(9) for k in stream.indices(i, epoch)] for i in range(stream.lanes)
+    ]
+    return [
+        [index for lane in lanes for index in lane[step * each : (step + 1) * each]]
+        for step in range(config.steps)
+    ]
 
 
 def book(config: Config, name: str) -> list[str]:
@@ -62,17 +64,16 @@ def seen(config: Config, processes: int) -> dict[int, list[int]]:
     return steps
 
 
-def opened(config: Config, rank: int, what: str = "opened") -> list[list[int]]:
-    """List (epoch, lane, start) of the lanes opened, or (epoch, lane, index) of what was read."""
+def noted(config: Config, rank: int, what: str) -> list[list[int]]:
+    """List (lane, start) of the lanes opened, or (lane, position) of what was read."""
     return [list(map(int, line.split())) for line in book(config, f"{what}_{rank}")]
 
 
-def first_read(config: Config, rank: int, epoch: int) -> dict[int, int]:
-    """Say at which index each lane was read first in an epoch."""
+def first_read(config: Config, rank: int) -> dict[int, int]:
+    """Say at which position each lane was read first."""
     first = {}
-    for its_epoch, lane, index in opened(config, rank, "read"):
-        if its_epoch == epoch:
-            first.setdefault(lane, index)
+    for lane, position in noted(config, rank, "read"):
+        first.setdefault(lane, position)
     return first
 
 
@@ -93,7 +94,9 @@ def test_the_same_curve_for_any_split_and_any_workers(tmp_path):
     assert train(one) == 0
     wanted = expected(one)
     assert seen(one, 1) == dict(enumerate(wanted))
+    assert len({*wanted[0], *wanted[1], *wanted[2], *wanted[3]}) < 64, "lanes begin again, uneven"
     losses = [record["loss"] for record in records(one)]
+    assert "epoch" not in records(one)[0]
     own = {1: [[*range(8)]], 2: [[0, 1, 4, 5], [2, 3, 6, 7]], 4: [[0, 1], [2, 3], [4, 5], [6, 7]]}
     for processes, workers in ((1, 2), (2, 2), (4, 0)):
         name = f"{processes}_{workers}"
@@ -102,8 +105,20 @@ def test_the_same_curve_for_any_split_and_any_workers(tmp_path):
         assert seen(config, processes) == dict(enumerate(wanted))
         assert [record["loss"] for record in records(config)] == pytest.approx(losses, rel=1e-5)
         for rank in range(processes):
-            lanes = sorted(lane for epoch, lane, _ in opened(config, rank) if epoch == 0)
+            lanes = sorted(lane for lane, _ in noted(config, rank, "opened"))
             assert lanes == own[processes][rank], "each lane once, also by several workers"
+
+
+def states_of(config: Config, step: int) -> list[dict[str, int]]:
+    """Say the states of all lanes before a step, by the definition."""
+    stream, _ = config.recipe.build_datasets({"features": 6})
+    states = []
+    for i in range(stream.lanes):
+        epoch, index = 0, 2 * step
+        while index > (size := len(stream.indices(i, epoch))):  # a lane notices its end at the next
+            epoch, index = epoch + 1, index - size
+        states.append({"epoch": epoch, "index": index, "count": 2 * step})
+    return states
 
 
 @pytest.mark.parametrize("state", ["", "saved"])
@@ -111,27 +126,21 @@ def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path, state):
     whole = config_of(tmp_path, "whole")
     assert train(whole) == 0
     theirs = weights(whole.folder / "export")
-    at_an_end = []
     for stop in range(1, STEPS):
         config = change(config_of(tmp_path, f"stop_{stop}", state=state), steps=stop)
         assert train(config) == 0
         saved = saved_state(config, stop)
-        position = 2 * (stop - saved["epoch_start"])  # samples of each lane in this epoch
-        assert saved["lane_states"] == ([{"index": position}] * 8 if state else [])
+        assert saved["lane_states"] == (states_of(config, stop) if state else [])
         longer = elsewhere(change(config, steps=STEPS), tmp_path / f"more_{stop}")
         assert train(longer) == 0
         wanted = {k: samples for k, samples in seen(whole, 1).items() if k >= stop}
         assert seen(longer, 1) == wanted, f"stopped after {stop} steps"
         ours = weights(longer.folder / "export")
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        first = first_read(longer, 0, saved["epoch"])
-        assert set(first.values()) <= {position if state else 0}, "what was read before is not"
-        starts = {start for epoch, _, start in opened(longer, 0) if epoch == saved["epoch"]}
-        assert starts == {0 if state else position}
-        next_epoch = first_read(longer, 0, saved["epoch"] + 1)
-        assert set(next_epoch.values()) <= {0}, "the next epoch is read from its start"
-        at_an_end += [stop] if len(first) < 8 else []
-    assert 0 < len(at_an_end) < STEPS - 1, "stopped at the end of an epoch, and elsewhere"
+        first = first_read(longer, 0)
+        assert first == dict.fromkeys(range(8), 2 * stop if state else 0), "no sample is read again"
+        starts = {start for _, start in noted(longer, 0, "opened")}
+        assert starts == {0 if state else 2 * stop}
 
 
 @pytest.mark.slow
@@ -142,14 +151,14 @@ def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path):
         config = config_of(tmp_path, f"from_{before}", state="saved")
         config = change(config, steps=5, batches__workers=workers)
         assert run_world(before, train, config) == [0] * before
-        assert saved_state(config, 5)["lane_states"] == [{"index": 2}] * 8, "of all ranks"
+        assert saved_state(config, 5)["lane_states"] == states_of(config, 5), "of all ranks"
         longer = elsewhere(change(config, steps=STEPS), tmp_path / f"to_{before}")
         assert run_world(after, train, longer) == [0] * after
         assert seen(longer, after) == {k: v for k, v in seen(whole, 1).items() if k >= 5}
         losses = [record["loss"] for record in records(whole)]
         assert [record["loss"] for record in records(longer)] == pytest.approx(losses, rel=1e-5)
-        lanes = [first_read(longer, rank, epoch=2) for rank in range(after)]
-        assert lanes == [dict.fromkeys(own, 2) for own in ([0, 1, 4, 5], [2, 3, 6, 7])]
+        lanes = [first_read(longer, rank) for rank in range(after)]
+        assert lanes == [dict.fromkeys(own, 10) for own in ([0, 1, 4, 5], [2, 3, 6, 7])]
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "saved"), ("saved", "")])
@@ -161,7 +170,7 @@ def test_a_stream_that_gains_or_loses_its_states_goes_on(tmp_path, before, after
     longer = elsewhere(change(config, steps=STEPS), tmp_path / "more", state=after)
     assert train(longer) == 0
     assert seen(longer, 1) == {k: v for k, v in seen(whole, 1).items() if k >= 2}
-    assert set(first_read(longer, 0, epoch=0).values()) == {0}, "passed over, as there is no state"
+    assert set(first_read(longer, 0).values()) == {0}, "passed over, as there is no state"
 
 
 def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_states(tmp_path):
@@ -172,34 +181,88 @@ def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_st
         resume=str(config.folder / "checkpoints/step_00000002"),
     )
     assert train(other) == 0
-    assert first_read(other, 0, epoch=0) == dict.fromkeys(range(4), 0)
+    assert first_read(other, 0) == dict.fromkeys(range(4), 0)
     wanted = {k: samples for k, samples in enumerate(expected(other)) if k >= 2}
     assert seen(other, 1) == wanted
 
 
+def test_a_checkpoint_of_a_stream_in_its_second_epoch_is_refused():
+    """Those of versions whose streams had epochs; in the first one lanes are where they were."""
+    state = TrainState(items_per_micro_batch=4)
+    state.restore({"step": 3, "epoch": 0, "epoch_start": 0, "lane_states": [{"index": 6}]})
+    assert (state.step, state.lane_states) == (3, [{"index": 6}])
+    with pytest.raises(ConfigError, match=r"step 4 is in epoch 1 of a stream.* --resume never"):
+        state.restore({"step": 4, "epoch": 1, "epoch_start": 3, "lane_states": [{"index": 2}]})
+
+
+# ---- what is refused -----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("state", "sentence"),
-    [("tensor", "must return plain JSON"), ("half", "needs both state_dict and load_state_dict")],
+    [
+        ("tensor", "must return plain JSON"),
+        ("nan", "must return plain JSON"),
+        ("tuple", "tuples, and keys other than strings"),
+        ("key", "tuples, and keys other than strings"),
+        ("nested", "must return plain JSON"),
+        ("large", r"a state of 20,000,002 characters .* at most 1,000,000"),
+        ("half", "needs both state_dict and load_state_dict"),
+    ],
 )
 def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path, state, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=rf"^lane 0 of the stream \(.*ragged.*{sentence}"):
         train(config_of(tmp_path, "one", state=state))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_lane_names_it(tmp_path, workers):
+    with pytest.raises(KeyError) as raised:
+        train(change(config_of(tmp_path, "one", state="raises"), batches__workers=workers))
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "This was lane 0 of the stream." in shown
+    assert "no such shard" in shown
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_lane_that_ends_is_refused(tmp_path, workers):
+    config = change(config_of(tmp_path, "one", ends=1), batches__workers=workers)
+    with pytest.raises(
+        ConfigError, match=r"^lane 1 of the stream \(.*\) has ended after 9 samples"
+    ):
+        train(config)
+    assert [*seen(config, 1)] == [0, 1, 2, 3], "what the lane had was trained"
+
+
+class WithEpochs(Lanes):
+    def lane(self, i: int, epoch: int, start: int, seed: int) -> Any:  # type: ignore[override]
+        return super().lane(i, start, seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamedInEpochs(Streamed):
+    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        train, validation = super().build_datasets(data_info)
+        return WithEpochs(train.samples, self), validation
+
+
+def test_a_stream_of_an_earlier_version_is_refused_with_what_replaces_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"WithEpochs.lane \(.*must accept \(i, start, seed\)"):
+        train(make_config(tmp_path, StreamedInEpochs(book=str(tmp_path)), steps=STEPS))
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"recipe": {"lanes": 5}}, "5 lanes must divide"),
-        ({"recipe": {"lanes": 2}}, "2 lanes"),
+        ({"recipe": {"lanes": 2}}, "2 lanes must divide .* multiple of 4 micro-batches"),
         ({"steps": None, "epochs": 2.0}, "a stream has no length"),
-        ({"recipe": {"samples": 20}}, "ends before its first global batch"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(tmp_path, settings, sentence):
     config = config_of(tmp_path, "one", **settings.get("recipe", {}))
     config = change(config, **{k: v for k, v in settings.items() if k != "recipe"})
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence) as refusal:
         train(config)
+    assert refusal.value.exit_code == 2
 
 
 # ---- random numbers ------------------------------------------------------------------------------
@@ -208,19 +271,43 @@ class DrawsLate:
 
     lanes = 4
 
-    def lane(self, i: int, epoch: int, start: int, seed: int) -> Iterator[tuple]:
-        for position in range(start, 20):
+    def lane(self, i: int, start: int, seed: int) -> Iterator[tuple]:
+        for position in count(start):
             draws = i == 2 and position >= 7
             drawn = (random.random(), np.random.rand()) if draws else ()
             yield i, position, torch.rand(()).item(), *drawn
 
 
-def test_what_a_stream_first_draws_late_is_what_seeding_each_sample_gives():
-    def read(how: Any, start: int = 0) -> list[Any]:
-        reader = LaneReader(DrawsLate(), [range(4)], 2, 0, 0, start, how, {})
-        return [{i: samples for i, (samples, _) in part.items()} for part in reader if part]
+def test_each_sample_of_a_stream_is_drawn_by_its_lane_and_position():
+    def read(start: int) -> list[Any]:
+        reader = LaneReader(
+            stream=DrawsLate(), lanes=[range(4)], per_step=2, seed=0, start=start,
+            seeds=SampleSeeds(0, True), states={},
+        )  # fmt: skip
+        parts = islice(reader, 10 - start // 2)
+        return [{i: samples for i, (samples, _) in part.items()} for part in parts]
 
-    wanted = read(True)
-    assert len(wanted) == 10
-    assert read("auto") == wanted
-    assert read("auto", start=8) == wanted[4:]
+    whole = read(0)
+    assert read(8) == whole[4:]
+    for step, part in enumerate(whole):
+        for lane, samples in part.items():
+            for k, (i, position, *drawn) in enumerate(samples):
+                assert (i, position) == (lane, 2 * step + k)
+                seed_rng(derive_seed(0, "sample", f"0/{lane}", position))
+                wanted = [torch.rand(()).item(), random.random(), np.random.rand()]
+                if lane != 2 or position < 7:
+                    wanted = wanted[:1]
+                assert sorted(drawn) == sorted(wanted)
+
+
+@pytest.mark.parametrize(("seed_samples", "draws"), [("auto", True), (True, True), (False, False)])
+def test_a_streams_samples_are_seeded_as_batches_seed_samples_says(
+    tmp_path, seed_samples, draws, monkeypatch
+):
+    seeded = []
+    seed = np.random.seed
+    monkeypatch.setattr(np.random, "seed", lambda number: [seeded.append(number), seed(number)])
+    config = change(config_of(tmp_path, "one"), batches__seed_samples=seed_samples, steps=2)
+    assert train(config) == 0
+    of_samples = {derive_seed(0, "sample", f"0/{lane}", 0) % 2**32 for lane in range(8)}
+    assert (of_samples <= {*seeded}) == draws

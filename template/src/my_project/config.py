@@ -52,9 +52,11 @@ class BatchesConfig:
     does not depend on the process that loads the sample. auto: torch's always (2.5 us per sample),
     Python's and NumPy's (10 us) once a sample draws from them; the micro-batch in which that is
     noticed is read again. true: always all three, and no sample is read twice: for a dataset that
-    keeps what it has drawn. false: never, for a dataset without randomness."""
+    keeps what it has drawn. false: never, for a dataset without randomness. Of a stream auto is
+    true."""
     loader: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
-    """More options of torch.utils.data.DataLoader, by its own names."""
+    """More options of torch.utils.data.DataLoader, by its own names, but for those that would
+    change what a batch holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,9 @@ def _checked_datasets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any
     except (TypeError, ValueError):
         problem = f"returned {_kind(returned)}; it must return " + "(train, {name: validation})."
         _refuse(recipe, "build_datasets", problem)
+    if is_stream(train) and "epoch" in inspect.signature(train.lane).parameters:
+        problem = "must accept (i, start, seed): a stream has no epochs, its lanes never end"
+        _refuse(train, "lane", f"{problem} (see recipe.py).")
     sets = {} if is_stream(train) else {"the training set": train}
     for name, data in (sets | validation_sets).items():
         # torch's IterableDataset has an index, but does not support it
@@ -99,36 +102,6 @@ def _checked_datasets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any
             problem = f"returned an empty validation set {name}; return only non-empty sets."
             _refuse(recipe, "build_datasets", problem)
     return train, validation_sets
-
-
-def has_state(lane: Any) -> bool:
-    """Return whether what a stream's `lane` has returned can save its position and go on there.
-
-    Raises:
-        ConfigError: it has only one of the two methods.
-    """
-    found = [name for name in ("state_dict", "load_state_dict") if hasattr(lane, name)]
-    if len(found) == 1:
-        problem = "needs both state_dict and load_state_dict, or neither, for a stream's lane."
-        _refuse(lane, found[0], problem)
-    return bool(found)
-
-
-def lane_state(lane: Any) -> str:
-    """Call the state_dict of a stream's lane; return the state as JSON.
-
-    Raises:
-        ConfigError: the state is not plain JSON, or JSON would restore another value.
-    """
-    state = lane.state_dict()
-    try:
-        text = json.dumps(state, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        _refuse(lane, "state_dict", f"must return plain JSON: {error}.")
-    if json.loads(text) != state:
-        problem = "must return plain JSON: lists, and dicts whose keys are strings; tuples are not."
-        _refuse(lane, "state_dict", problem)
-    return text
 
 
 # ---- model and loss ------------------------------------------------------------------------------
@@ -178,7 +151,7 @@ def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
 
 # ---- error messages ------------------------------------------------------------------------------
 def _refuse(source: Any, method: str, problem: str) -> NoReturn:
-    """Raise a ConfigError that names a method of the recipe or of a lane, its file and its line."""
+    """Raise a ConfigError that names a method of a recipe or stream, its file and its line."""
     place = source_location(getattr(source, method))
     raise ConfigError(f"{type(source).__name__}.{method} ({place}) {problem}")
 

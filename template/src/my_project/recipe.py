@@ -16,16 +16,18 @@ order:
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
         fixed, whatever the world size, and so is the order of the samples. A stream has
-        `lanes: int` and `lane(i, epoch, start, seed) -> iterable`, which skips `start` samples and
-        yields the same samples whenever it is called. Lane i fills fixed positions of every global
-        batch; random numbers drawn ahead of a sample must depend on (i, epoch, seed) only. The
-        number of lanes must divide the global batch and be a multiple of its number of
-        micro-batches. The epoch ends with the first lane that ends.
+        `lanes: int` and `lane(i, start, seed) -> iterable`, which skips `start` samples and yields
+        the same samples whenever it is called. A lane never ends: it begins again at its end, each
+        lane by itself, so lanes may be of uneven length; one that ends is an error. Lane i fills
+        fixed positions of every global batch; random numbers drawn ahead of a sample must depend on
+        (i, seed) and its position only. The number of lanes must divide the global batch and be a
+        multiple of its number of micro-batches. A stream has no length, so a run needs `steps`.
         What `lane` returns may have `state_dict()` and `load_state_dict(state)` (the Stateful
         protocol of torch.distributed.checkpoint), so that a resumed run need not read again what
         it skips. `state_dict` is called after each step's samples and returns the position after
-        the last of them as plain JSON; checkpoints keep it. A run that resumes there calls
-        `load_state_dict` on a new lane, opened with start 0, before it iterates.
+        the last of them as plain JSON, at most a million characters; checkpoints keep it. A run
+        that resumes there calls `load_state_dict` on a new lane, opened with start 0, before it
+        iterates.
     build_model(data_info) -> torch.nn.Module
         Needs no training data and no network, since predict calls it too.
     loss(model, batch, step) -> (loss_sum, num_items)

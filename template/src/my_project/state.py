@@ -48,7 +48,6 @@ class StepReport:
     loss_sum: float
     num_items: float  # examples or tokens, as the recipe counts them
     stop_votes: float  # ranks that have been asked to stop
-    short_votes: float  # ranks whose lanes cannot feed the step after the next
     save_votes: float  # 1 if a save is due by the clock of rank 0
     grad_norm: float  # before clipping
     own_loss_sum: float  # of this rank alone
@@ -64,8 +63,6 @@ class TrainState:
     """All that a checkpoint holds besides tensors: the fields of state.json."""
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
-    epoch: int = 0  # of a stream
-    epoch_start: int = 0  # of a stream: the step at which this epoch began
     lane_states: list[Any] = field(default_factory=list)  # of a stream whose lanes have state_dict
     items_per_micro_batch: float  # measured in the first step; until then the micro-batch size
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
@@ -88,7 +85,17 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take the fields of a checkpoint."""
+        """Take the fields of a checkpoint.
+
+        Raises:
+            ConfigError: it is of a stream in its second epoch or later, which streams had once.
+        """
+        if saved.get("epoch"):
+            raise ConfigError(
+                f"the checkpoint of step {saved['step']} is in epoch {saved['epoch']} of a stream,"
+                " of a version whose lanes ended: lanes never end now, so this run would go on with"
+                " other data. Finish it with that version, or start again with --resume never."
+            )
         for f in dataclasses.fields(self):
             if f.name in saved:
                 setattr(self, f.name, saved[f.name])

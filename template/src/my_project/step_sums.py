@@ -21,17 +21,16 @@ class StepSums:
         """Allocate the memory."""
         # MPS has no float64
         dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-        self.tensor = torch.zeros(7, dtype=dtype, device=accelerator.device)
+        self.tensor = torch.zeros(6, dtype=dtype, device=accelerator.device)
         (
             self.loss_sum,
             self.item_sum,
             self.stop_votes,
-            self.short_votes,
             self.save_votes,
             self.grad_norm,
             self.own_loss_sum,
         ) = self.tensor.unbind()
-        self.over_all_ranks = self.tensor[:5]
+        self.over_all_ranks = self.tensor[:4]
         self.world_size = accelerator.num_processes
         self.work: Any = None
 
@@ -45,11 +44,10 @@ class StepSums:
         self.loss_sum.add_(loss_sum.detach())
         self.item_sum.add_(num_items)
 
-    def start_all_reduce(self, wants_stop: bool, is_short: bool, wants_save: bool) -> None:
+    def start_all_reduce(self, wants_stop: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
-        if wants_stop or is_short or wants_save:  # rare: almost no step launches these kernels
+        if wants_stop or wants_save:  # rare: almost no step launches these kernels
             self.stop_votes.fill_(wants_stop)
-            self.short_votes.fill_(is_short)
             self.save_votes.fill_(wants_save)
         self.own_loss_sum.copy_(self.loss_sum)
         if self.world_size > 1:

@@ -18,9 +18,10 @@ from . import cli, contract, devices, optim, sharding, stopping
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .evaluate import evaluate, sanity_check
-from .loading.feed import train_batches
-from .loading.layout import batch_layout, lengths, total_steps
+from .loading.layout import batch_layout, is_stream, lengths, total_steps
+from .loading.loader import IndexedBatches
 from .loading.seeding import seed_forward
+from .loading.streams import StreamBatches
 from .process import garbage_collected_at_records, world
 from .records import outcome, samples, screen
 from .records.metrics import MetricsWriter
@@ -85,8 +86,8 @@ def main(config: Config) -> int:
         # ---- the loop: step k is global batch k --------------------------------------------------
         device = accelerator.device
         steps = range(state.step, run.total_steps)
-        position = (state.epoch, state.epoch_start, state.lane_states)
-        feed = train_batches(config, train_set, layout, steps, accelerator, position)
+        kind = StreamBatches if is_stream(train_set) else IndexedBatches
+        batches = kind(config, train_set, layout, steps, accelerator, state.lane_states)
         trainable = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
         find_unused = sharding.unused_parameter_finder(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
@@ -103,15 +104,13 @@ def main(config: Config) -> int:
                     return
                 stop_agreed |= report.stop_votes > 0
                 save_agreed |= report.save_votes > 0
-                if report.short_votes:  # a stream ends: so does its epoch, after the next step
-                    feed.end_epoch_after(report.step)
                 state.observe(report, config, layout)
                 metrics.observe(report)
 
             def save(*, by_time: bool = False) -> None:
                 nonlocal save_agreed
                 save_agreed = False  # by time: any save restarts the clock
-                state.epoch, state.epoch_start, state.lane_states = feed.position()
+                state.lane_states = batches.lane_states()
                 watchdog.allow_long_limit()
                 with metrics.paused("saving"):
                     checkpoints.save(state, by_time=by_time)
@@ -136,7 +135,7 @@ def main(config: Config) -> int:
                 with metrics.paused("evaluation"):
                     sanity_check(accelerator, config, eval_model, validation_sets)
             end_reason = state.end_reason(run)  # empty until the run is at its end
-            micro_batches = metrics.timed(feed)
+            micro_batches = metrics.timed(batches)
             for step in steps if not end_reason else ():
                 # ---- forward and backward, micro-batch by micro-batch ----------------------------
                 optim.set_learning_rate(
@@ -156,7 +155,7 @@ def main(config: Config) -> int:
                         loss_sum, num_items = returned
                         sums.add(loss_sum, num_items)
                         if is_last:  # the all-reduce overlaps with the last backward
-                            sums.start_all_reduce(stop.requested, feed.is_short, checkpoints.is_due)
+                            sums.start_all_reduce(stop.requested, checkpoints.is_due)
                         # accelerator.backward would divide by its own accumulation, set to 1: two
                         # extra kernels, measurable on small models
                         scaled = scaler.scale(loss_sum) if scaler else loss_sum

@@ -92,16 +92,12 @@ def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
 def _total_steps_of_stream(config: Config, lanes: int, layout: BatchLayout) -> int:
     if config.steps is None:
         raise ConfigError("a stream has no length, so epochs cannot be counted; set steps instead.")
-    if lanes < 1 or layout.global_batch_size % lanes:
+    size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step
+    if lanes < 1 or size % lanes or lanes % micro_batches:
         raise ConfigError(
-            f"the stream's {lanes} lanes must divide batches.global_batch_size"
-            f" {layout.global_batch_size}: each feeds the same number of its samples."
-        )
-    micro_batches = layout.micro_batches_per_step
-    if lanes % micro_batches:
-        raise ConfigError(
-            f"{layout.world_size} process(es) x accumulation {layout.accumulation} must divide the"
-            f" stream's {lanes} lanes; choose a multiple of {micro_batches} lanes, or a larger"
+            f"the stream's {lanes} lanes must divide batches.global_batch_size {size}, and be a"
+            f" multiple of {micro_batches} micro-batches per step ({layout.world_size} process(es)"
+            f" x accumulation {layout.accumulation}); choose another number of lanes, or another"
             " batches.micro_batch_size."
         )
     return config.steps

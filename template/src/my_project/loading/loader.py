@@ -1,4 +1,4 @@
-"""The DataLoader: fetch, collate, start workers, move micro-batches to the device."""
+"""The micro-batches of one rank: fetched, collated, loaded by workers, moved to the device."""
 
 import io
 import math
@@ -6,18 +6,50 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
-from ..config import BatchesConfig, ConfigError
+from ..config import BatchesConfig, Config, ConfigError
+from ..recipe import optional
+from .layout import BatchLayout
+from .sampler import SliceSampler
 from .seeding import SampleSeeds, SeedSamples, fork_rng
+
+
+class IndexedBatches:
+    """The micro-batches of one rank for these steps, read from a map-style dataset."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: Any,
+        layout: BatchLayout,
+        steps: range,
+        accelerator: Accelerator,
+        states: Sequence[Any] = (),
+    ) -> None:
+        """Start at steps.start; the arguments are those of StreamBatches, states of no lanes."""
+        rank, device = accelerator.process_index, accelerator.device
+        sampler = SliceSampler(len(data), layout, rank, config.seed, steps)
+        collate, how = optional(config.recipe, "collate"), config.batches.seed_samples
+        fetch = Fetch(data, collate, config.seed, how, restore_rng=False)
+        loader = make_loader(config.batches, fetch, device, batch_sampler=sampler)
+        self.batches = on_device(loader, device)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+    def lane_states(self) -> list[Any]:
+        """Return no states, which only the lanes of a stream have: the step is enough."""
+        return []
 
 
 class Fetch:
@@ -49,57 +81,39 @@ class Fetch:
         self.data = data
         self.seeds = SampleSeeds(seed, seed_samples)
         self.collate = collate or default_collate
-        self.restore_rng = restore_rng
-        # A whole micro-batch at once, as long as nothing is drawn.
+        self.restore_rng = restore_rng and seed_samples is not False
+        # a whole micro-batch at once, as long as nothing is drawn
         self.at_once = seed_samples is not True and reads_at_once(data)
         self.is_of_tensors = collate is None and is_of_tensors(data)  # which draw nothing
         self.is_first = True
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
+    def __getitems__(self, keys: Sequence[tuple[Any, int]]) -> Any:
         if self.is_of_tensors:
             batch = read_rows(self.data, [index for _, index in keys])
-        elif not self.seeds.is_on:
-            batch = self._read(keys)
-        elif self.restore_rng and get_worker_info() is None:
-            with fork_rng():
-                batch = self._read_seeded(keys)
         else:
-            batch = self._read_seeded(keys)
+            restores = self.restore_rng and get_worker_info() is None
+            with fork_rng() if restores else nullcontext():
+                batch = self._read(keys)
+                if self.seeds.missed_a_draw():
+                    self.at_once = False
+                    batch = self._read(keys)
         if self.is_first:
             check_sendable(batch)
             self.is_first = False
         return batch
 
-    def _read(self, keys: Sequence[tuple[int, int]]) -> Any:
-        indices = [index for _, index in keys]
+    def _read(self, keys: Sequence[tuple[Any, int]]) -> Any:
         if self.at_once:
-            return self.collate(self.data.__getitems__(indices))
-        return self.collate([self.data[index] for index in indices])
-
-    def _read_seeded(self, keys: Sequence[tuple[int, int]]) -> Any:
-        if self.at_once:
-            self.seeds.begin()
-            next(self.seeds.each(keys))
-            before = torch.default_generator.get_state()
-            batch = self._read(keys)
-            missed = self.seeds.missed_a_draw()
-            if not missed and torch.equal(torch.default_generator.get_state(), before):
-                return batch
-            self.at_once = False
-        while True:  # once more where Python's or NumPy's generator was missed
-            self.seeds.begin()
-            samples = []
-            for index in self.seeds.each(keys):  # a comprehension would be a frame in tracebacks
-                samples.append(self.data[index])
-            batch = self.collate(samples)
-            if not self.seeds.missed_a_draw():
-                return batch
+            return self.collate(self.data.__getitems__(self.seeds.at_once(keys)))
+        samples = []
+        for index in self.seeds.each(keys):  # a comprehension would be a frame in tracebacks
+            samples.append(self.data[index])
+        return self.collate(samples)
 
 
 def reads_at_once(data: Any) -> bool:
     """Return whether a dataset has a `__getitems__` that reads several samples at once."""
-    # a Subset's calls that of its dataset, if there is one
-    while isinstance(data, Subset) and type(data).__getitems__ is Subset.__getitems__:
+    while isinstance(data, Subset):  # whose own one calls that of its dataset, if there is one
         data = data.dataset
     return callable(getattr(data, "__getitems__", None))
 
@@ -131,21 +145,22 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
     if workers is None:
         workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
     workers = min(workers, how.pop("max_workers", workers))
-    options: dict[str, Any] = {
-        "pin_memory": device.type == "cuda",
-        "persistent_workers": workers > 0,
+    fixed: dict[str, Any] = {
+        "collate_fn": identity,
+        # otherwise the DataLoader draws from torch's generator, which dropout uses
+        "generator": torch.Generator().manual_seed(0),
+        "in_order": True,  # else a step would get the samples that are read first
+        "num_workers": workers,
+        "worker_init_fn": ignore_signals_except_parents,
     }
-    options |= config.loader
-    options["worker_init_fn"] = partial(start_worker, config.loader.get("worker_init_fn"))
-    try:
-        return DataLoader(
-            data,
-            num_workers=workers,
-            collate_fn=identity,
-            # otherwise the DataLoader draws from torch's generator, which dropout uses
-            generator=torch.Generator().manual_seed(0),
-            **options | how,
+    if taken := sorted(fixed.keys() & config.loader.keys()):
+        raise ConfigError(
+            f"batches.loader sets {', '.join(taken)}, which the loop sets itself, so that a step"
+            " gets the same batch each time; remove it (batches.workers is the number of workers)."
         )
+    options = {"pin_memory": device.type == "cuda", "persistent_workers": workers > 0}
+    try:
+        return DataLoader(data, **fixed, **options | config.loader | how)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
@@ -161,13 +176,6 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 
 # ---- the processes that load data ----------------------------------------------------------------
-def start_worker(also: Callable | None, worker: int) -> None:
-    """Prepare a loader worker, then call the worker_init_fn of the user, if there is one."""
-    ignore_signals_except_parents()
-    if also:
-        also(worker)
-
-
 def cpus_per_process() -> float:
     """Count the CPUs that this process may use, by affinity and by the container's quota."""
     cpus: float = os.cpu_count() or 1
@@ -179,7 +187,7 @@ def cpus_per_process() -> float:
     return cpus / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def ignore_signals_except_parents() -> None:
+def ignore_signals_except_parents(_: int) -> None:
     """Ignore signals in a loader worker: the training process handles them.
 
     Only a SIGTERM from the parent counts, by which it ends its workers.

@@ -5,7 +5,7 @@ So they depend neither on the number of processes nor on where a run was resumed
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -51,52 +51,60 @@ class SampleSeeds:
 
     With "auto" these two are set to a known state before a micro-batch. If the next number that one
     gives afterwards is not the one that follows from that state, something has been drawn from it:
-    the micro-batch has to be read again, and from then on both are seeded for each sample.
+    the micro-batch has to be read once more, and from then on both are seeded for each sample.
     torch's is always seeded, so torch.initial_seed() is the seed of the sample.
     """
 
     def __init__(self, seed: int, mode: SeedSamples) -> None:
         """Seed nothing yet; a mode of False never does."""
         self.seed = seed
-        self.is_on = bool(mode)
-        self.seeds_all = mode is True  # also Python's and NumPy's generators for each sample
+        self.mode = mode
         self.epoch: Any = None
         self.of_epoch: Any = None  # the hash of what its seeds have in common
-
-    def begin(self) -> None:
-        """Begin a micro-batch."""
-        if not self.seeds_all:
-            random.seed(KNOWN_SEED)
-            np.random.seed(KNOWN_SEED)
+        self.torch_state: Any = None  # before samples that are read at once
 
     def each(self, keys: Iterable[tuple[Any, int]]) -> Iterator[int]:
         """Seed the generators for each sample, by derive_seed(seed, "sample", epoch, index).
 
         Args:
-            keys: the samples, as (epoch, index); the epoch may be a part of one, or an evaluation.
+            keys: a micro-batch, as (epoch, index); the epoch may be a lane, or an evaluation.
 
         Yields:
             The index, while the generators are those of this sample.
         """
-        seed_torch, seeds_all = torch.default_generator.manual_seed, self.seeds_all
+        seed_torch, mode = torch.default_generator.manual_seed, self.mode
+        if mode == "auto":
+            random.seed(KNOWN_SEED)
+            np.random.seed(KNOWN_SEED)
         for epoch, index in keys:
-            if epoch != self.epoch:
-                self.epoch, self.of_epoch = epoch, _hash(f"{self.seed}/sample/{epoch}/")
-            hashed = self.of_epoch.copy()
-            hashed.update(b"%d" % index)
-            derived = int.from_bytes(hashed.digest(), "little")
-            seed_torch(derived)
-            if seeds_all:
-                random.seed(derived)
-                np.random.seed(derived % 2**32)
+            if mode:
+                if epoch != self.epoch:
+                    self.epoch, self.of_epoch = epoch, _hash(f"{self.seed}/sample/{epoch}/")
+                hashed = self.of_epoch.copy()
+                hashed.update(b"%d" % index)
+                derived = int.from_bytes(hashed.digest(), "little")
+                seed_torch(derived)
+                if mode is True:
+                    random.seed(derived)
+                    np.random.seed(derived % 2**32)
             yield index
 
+    def at_once(self, keys: Sequence[tuple[Any, int]]) -> list[int]:
+        """Seed for a micro-batch whose samples are read at once, as for its first sample."""
+        next(self.each(keys))
+        self.torch_state = torch.default_generator.get_state()
+        return [index for _, index in keys]
+
     def missed_a_draw(self) -> bool:
-        """Return whether a generator was used that is not seeded for each sample yet."""
-        drawn = random.random() != FROM_KNOWN_SEED
-        drawn |= np.random.random_sample() != NUMPY_FROM_KNOWN_SEED
-        missed = drawn and not self.seeds_all
-        self.seeds_all |= missed
+        """Return whether a generator was used that was not seeded for each sample."""
+        if self.mode != "auto":
+            return False
+        missed = random.random() != FROM_KNOWN_SEED
+        missed |= np.random.random_sample() != NUMPY_FROM_KNOWN_SEED
+        if self.torch_state is not None:
+            missed |= not torch.equal(torch.default_generator.get_state(), self.torch_state)
+            self.torch_state = None
+        self.mode = True if missed else "auto"
         return missed
 
 

@@ -43,7 +43,6 @@ class Ended(NamedTuple):
 
     clock: float  # seconds
     pauses: tuple[float, ...]  # seconds of each of PAUSES up to then
-    epoch: int  # of a stream
     phases: Any  # see Anatomy.read
     compilations: int  # by torch.compile in this process
 
@@ -82,15 +81,13 @@ class MetricsWriter:
         self.is_compiled = is_compiled(model)
         self.anatomy = make_anatomy(self.device)
         self.profiler = Profiler(run, accelerator.process_index, accelerator.device)
-        self.feed: Any = None
         self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
         self.last_pause = 0.0  # seconds
         self.interval_steps = 0  # since the last record of this process
         self.interval_phases: Phases = [0.0] * len(PHASES)
         self.ended: dict[int, Ended] = {}
         self.last: Any = None  # the report of the last step that was observed, and when it ended
-        self.epoch = state.epoch  # of a stream, at the last step that has ended
-        self.recorded = self._now(0, None)  # when the last recorded step ended
+        self.recorded = self._now(None)  # when the last recorded step ended
         self.gathering: tuple[dict[str, Any], Gather] | None = None  # a record not yet written
 
     # ---- start and end ---------------------------------------------------------------------------
@@ -109,7 +106,7 @@ class MetricsWriter:
             }
             self.write(start)
             self.screen.start(self.state.step)
-            self.recorded = self._now(0, None)  # trackers may take seconds to start
+            self.recorded = self._now(None)  # trackers may take seconds to start
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -126,15 +123,15 @@ class MetricsWriter:
         if not self.is_main:
             return record
         step = record.get("step", self.state.step)
-        written = self.file.append({"step": step, "epoch": self._epoch(step)} | record)
+        written = self.file.append({"step": step} | self._epoch(step) | record)
         self.trackers.log(written)
         self.screen.show(written)
         return written
 
     def write_stop(self, reason: str) -> None:
         """Record in the file that the run was preempted; the trackers have been closed."""
-        epoch = self._epoch(self.state.step)
-        stop = {"kind": "stop", "step": self.state.step, "epoch": epoch, "reason": reason}
+        step = self.state.step
+        stop = {"kind": "stop", "step": step} | self._epoch(step) | {"reason": reason}
         self.file.append(stop)
 
     def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
@@ -148,11 +145,10 @@ class MetricsWriter:
             self._write_gathered()
 
     # ---- the step --------------------------------------------------------------------------------
-    def timed(self, feed: Any) -> Iterator[Any]:
+    def timed(self, batches: Any) -> Iterator[Any]:
         """Pass the micro-batches on; from each on, the time is that of a forward pass."""
-        self.feed = feed
         self.profiler.start(self.state.step)
-        iterator = iter(feed)
+        iterator = iter(batches)
         enter = self.anatomy.enter
         while True:
             enter(DATA)
@@ -177,17 +173,16 @@ class MetricsWriter:
 
     def step_ended(self, step: int) -> None:
         """Note when a step ended, since its numbers come after the next one or before a save."""
-        self.epoch = self.feed.epoch
-        self.ended[step] = self._now(self.epoch, self.anatomy.step_ended())
+        self.ended[step] = self._now(self.anatomy.step_ended())
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
         if self.is_main:
             self.screen.step_ended(step + 1)
         self.profiler.step_ended(step + 1)
 
-    def _now(self, epoch: int, phases: Any) -> Ended:
+    def _now(self, phases: Any) -> Ended:
         compiled = compilations() if self.is_compiled else 0
-        return Ended(time.perf_counter(), tuple(self.pauses.values()), epoch, phases, compiled)
+        return Ended(time.perf_counter(), tuple(self.pauses.values()), phases, compiled)
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
@@ -246,7 +241,7 @@ class MetricsWriter:
         record = {
             "kind": "interval",
             "step": report.step + 1,
-            "epoch": self._epoch(report.step + 1, ended.epoch),
+            **self._epoch(report.step + 1),
             "steps": state.interval_steps,
             "skipped": state.interval_skipped_steps,
             "skipped_steps": state.skipped_steps,
@@ -280,12 +275,12 @@ class MetricsWriter:
             record |= rounded(summarize(reports, self.run.hosts))
         self.write(record)
 
-    def _epoch(self, step: int, of_stream: int | None = None) -> float:
-        """Return the passes over the training set, or the number of a stream's epoch."""
+    def _epoch(self, step: int) -> dict[str, float]:
+        """Return the passes over the training set, as a field; a stream has none."""
         samples = self.run.lengths.get("the training set")
         if samples is None:
-            return self.epoch if of_stream is None else of_stream
-        return round(step / max(1, samples // self.layout.global_batch_size), 4)
+            return {}
+        return {"epoch": round(step / max(1, samples // self.layout.global_batch_size), 4)}
 
 
 def rounded(fields: dict[str, Any]) -> dict[str, Any]:

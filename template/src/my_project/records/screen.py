@@ -126,7 +126,9 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
         norm = record["gradient_norm"]
         parts = [*numbers(record), f"gradient norm {norm:.4g}" if norm else ""]
         times = f"{format_seconds(record['elapsed_seconds'])} elapsed, {format_seconds(left)} left"
-        says = ", ".join(filter(None, [*parts, f"epoch {round(record['epoch'], 2)}", times]))
+        if "epoch" in record:  # a stream has none
+            parts.append(f"epoch {round(record['epoch'], 2)}")
+        says = ", ".join(filter(None, [*parts, times]))
     elif kind == "evaluation":
         parts = [
             f"{printable(name)} {format_metric(value)}"

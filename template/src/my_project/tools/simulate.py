@@ -229,7 +229,7 @@ def _batch(config: Config, train_set: Any, micro_batch: int, fake: FakeTensorMod
     """
     with unset_fake_temporarily():
         if is_stream(train_set):
-            samples = list(islice(train_set.lane(0, 0, 0, config.seed), READ_SAMPLES))
+            samples = list(islice(train_set.lane(0, 0, config.seed), READ_SAMPLES))
         else:
             samples = [train_set[index] for index in range(min(READ_SAMPLES, len(train_set)))]
     samples = [samples[index % len(samples)] for index in range(micro_batch)]
