@@ -38,7 +38,6 @@ def test_yaml_then_typed_overrides(config_file):
     [
         (["--optim.lrr", "1"], "optim.lrr"),
         (["--optim.lr", "fast"], "optim.lr"),
-        (["--optim.lr=-1"], "optim.lr is -1.0"),
         (["--optim.schedule", "wsd"], "optim.decay_steps is 0"),
         (["--recipe.class_path", "ragged.Missing"], "Missing"),
         (["--epochs", "3", "--steps", "5"], "steps is 5 and epochs is 3.0"),

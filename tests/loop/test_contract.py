@@ -173,16 +173,6 @@ def test_settings_of_many_types_are_recorded_and_read_back(tmp_path):
         train(change(config, steps=4, recipe__color=Color.RED))
 
 
-@Recipe
-class Untyped(Ragged):
-    anything: Any = None
-
-
-def test_a_setting_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot be written to config\.yaml: torch\.float16 is"):
-        train(make_config(tmp_path, Untyped(anything=torch.float16)))
-
-
 # ---- ranks and loader workers --------------------------------------------------------------------
 @Recipe
 class FewerFiles(Ragged):
@@ -201,8 +191,11 @@ class FewerFiles(Ragged):
 @pytest.mark.parametrize(
     ("validation_too", "sentence"),
     [
-        (False, r"the training set has length 65 on rank\(s\) \[1\] \(.*\) and 70 on rank 0 "),
-        (True, r"validation set validation has length 18 on rank\(s\) \[1\] .* and 23 on rank 0 "),
+        (False, r"the length of the training set on rank\(s\) \[1\] \(.*\) differs from that on "),
+        (
+            True,
+            r"the length of validation set validation on rank\(s\) \[1\] .* differs from that on ",
+        ),
     ],
 )
 def test_ranks_with_other_data_are_named(tmp_path, validation_too, sentence):

@@ -62,11 +62,7 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
     folder = export.weights_folder(Path(arguments.folder))
     config = export.config_beside(folder, arguments.trust, Path(arguments.folder))
     devices.check_launch(config)
-    contract.check_recipe(config)
-    data_info = contract.prepare_data(config)
-    _, datasets = contract.build_datasets(config.recipe, data_info)
-    if not datasets:
-        raise ConfigError("the recipe's build_datasets returns no validation set.")
+    data_info, datasets = validation_sets(config)
     with devices.start(config) as accelerator:
         if export.is_export(folder):
             model = export.load_model(folder, config.recipe, data_info)
@@ -139,56 +135,40 @@ def weights_of(folder: Path) -> Path:
     """Return the export that a path means: of a run folder best/ or, without one, export/."""
     from .export import is_export
 
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; give a run folder, such as runs/<name>.")
-    for candidate in (folder, folder / "best", folder / "export"):
-        if is_export(candidate):
-            return candidate
-    if (folder / "checkpoints").is_dir():
-        raise ConfigError(
-            f"{folder} has checkpoints, but neither best/ nor export/, which predict needs: a run"
-            " writes export/ when it ends, and best/ if evaluation.best_metric is set."
-        )
-    return folder  # load says what is missing there
+    found = [one for one in (folder, folder / "best", folder / "export") if is_export(one)]
+    return found[0] if found else folder  # load says what is missing there
 
 
 # ---- validation samples --------------------------------------------------------------------------
-def validation_samples(config: Config, count: int) -> tuple[dict[str, Any], Any]:
-    """Prepare the recipe's data and choose samples of its first validation set, evenly spaced.
-
-    Returns:
-        data_info, and a torch.utils.data.Subset of the validation set.
-    """
-    from torch.utils.data import Subset
-
+def validation_sets(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Prepare the recipe's data; return data_info and the validation sets."""
     from . import contract
 
     contract.check_recipe(config)
     data_info = contract.prepare_data(config)
     _, datasets = contract.build_datasets(config.recipe, data_info)
     if not datasets:
-        raise ConfigError(
-            "the recipe's build_datasets returns no validation set, so there are no samples to"
-            " answer for; give an input."
-        )
-    data = next(iter(datasets.values()))
-    count = min(count, len(data))
-    return data_info, Subset(data, [i * len(data) // count for i in range(count)])
+        raise ConfigError("the recipe's build_datasets returns no validation set.")
+    return data_info, datasets
 
 
 def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     """Print and write what the recipe answers for validation samples."""
     import torch
+    from torch.utils.data import Subset
 
     from .contract import one_line_errors
     from .export import config_beside, load
+    from .records.samples import evenly_spaced, text_of
 
     given = Path(arguments.folder)
     config = config_beside(weights, arguments.trust, given)
     recipe = config.recipe
     show = needed(recipe, "predict_samples", ", or give an input")
     _, exported, model = load(weights, arguments.trust, given)
-    data_info, samples = validation_samples(config, NUM_SAMPLES)
+    data_info, datasets = validation_sets(config)
+    data = next(iter(datasets.values()))
+    samples = Subset(data, evenly_spaced(data, NUM_SAMPLES))
     if data_info != exported:
         print(
             f"warning: the data is not that of the training: prepare_data returns something else"
@@ -198,11 +178,15 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     folder = Path(run_folder(str(weights)))
     if folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())  # shorter to read
-    with tempfile.TemporaryDirectory() as temporary:
+    if not os.access(folder, os.W_OK):
+        folder = Path(tempfile.mkdtemp(prefix="predictions-"))
+    with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
         with torch.no_grad(), one_line_errors(recipe):
-            print_answer(show(model, exported, samples, Path(temporary)))
+            print(text_of(show(model, exported, samples, Path(temporary))))
         for path in sorted(Path(temporary).iterdir()):
-            print(place(path, folder))
+            # a link of that name, which may be a stranger's, is replaced and not followed
+            os.replace(path, folder / path.name)
+            print(folder / path.name)
 
 
 def needed(recipe: Recipe, method: str, other_remedy: str = "") -> Any:
@@ -211,37 +195,6 @@ def needed(recipe: Recipe, method: str, other_remedy: str = "") -> Any:
         return found
     signature = f"{method}({', '.join(PARAMETERS[method])})"
     raise ConfigError(f"{type(recipe).__name__} has no {signature}; add it{other_remedy}.")
-
-
-def print_answer(answer: Any) -> None:
-    """Print a text, or a table or another renderable of rich."""
-    if isinstance(answer, str):
-        print(answer)
-        return
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 100).print(answer)
-
-
-def place(file: Path, folder: Path) -> Path:
-    """Move a file into a folder or, if that is read-only, into a new temporary folder.
-
-    A link of that name, which may be a stranger's, is replaced and not followed.
-
-    Returns:
-        The new path.
-    """
-    if not os.access(folder, os.W_OK):
-        folder = Path(tempfile.mkdtemp(prefix="predictions-"))
-    path = folder / file.name
-    try:
-        with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
-            copy = Path(temporary, file.name)
-            copy.write_bytes(file.read_bytes())
-            os.replace(copy, path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}.") from error
-    return path
 
 
 # ---- export --------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class ProfileConfig:
     """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
     1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: none. In a YAML file in quotes:
     YAML reads 20:25 as a number in base 60."""
-    ranks: list[int | float | str] | int | str = field(default=0, metadata={"changes_curve": False})
+    ranks: list[int] | int | str = field(default=0, metadata={"changes_curve": False})
     """The ranks to profile, such as 0,1."""
     with_stack: bool = may_change(False)
     """Also record the line of code that called each operator; slower, and larger files."""
@@ -190,7 +190,7 @@ class ProfileConfig:
         """Return the first and the last step; None where no step is profiled."""
         if self.steps is None:
             return None
-        found = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", str(self.steps))
+        found = re.fullmatch(r"(\d+):(\d+)", self.steps)
         first, last = map(int, found.groups()) if found else (0, 0)
         if not 1 <= first <= last:
             raise ConfigError(
@@ -202,9 +202,8 @@ class ProfileConfig:
     @property
     def chosen_ranks(self) -> list[int]:
         """Return the ranks, each once."""
-        listed = self.ranks if isinstance(self.ranks, list) else str(self.ranks).split(",")
-        texts = [str(part).strip() for part in listed]
-        if not texts or not all(re.fullmatch("[0-9]{1,9}", text) for text in texts):
+        texts = str(self.ranks).strip("[]").replace(" ", "").split(",")
+        if not all(text.isdecimal() for text in texts):
             raise ConfigError(f"profile.ranks is {self.ranks!r}, but must be ranks such as 0,1.")
         return sorted({int(text) for text in texts})
 
@@ -270,15 +269,11 @@ class Config:
             "batches.global_batch_size": (self.batches.global_batch_size, 1),
             "batches.micro_batch_size": (self.batches.micro_batch_size, 0),
             "batches.workers": (self.batches.workers, 0),
-            "optim.lr": (self.optim.lr, 0),
-            "optim.weight_decay": (self.optim.weight_decay, 0),
-            "optim.warmup_steps": (self.optim.warmup_steps, 0),
             "optim.decay_steps": (self.optim.decay_steps, self.optim.schedule == "wsd"),
             "optim.clip_norm": (self.optim.clip_norm, 1e-30),
             "optim.max_skipped_steps": (self.optim.max_skipped_steps, 1),
             "evaluation.every_steps": (self.evaluation.every_steps, 1),
             "evaluation.batch_size": (self.evaluation.batch_size, 0),
-            "evaluation.samples": (self.evaluation.samples, 0),
             "evaluation.patience": (self.evaluation.patience, 1),
             "checkpoints.every_steps": (self.checkpoints.every_steps, 1),
             "checkpoints.every_minutes": (self.checkpoints.minutes, 0),
@@ -360,39 +355,18 @@ def to_yaml(config: Config) -> str:
     """Return a config as YAML that command_line.parse reads back.
 
     Raises:
-        ConfigError: a setting has a type that YAML lacks, or holds a secret.
+        ConfigError: a setting holds a secret.
     """
     import yaml
 
     if refusal := secrets_problem(config):
         raise ConfigError(refusal)
-    plain = to_dict(config)
-    try:
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    except yaml.representer.RepresenterError as error:
-        kind = type(config.recipe)
-        value = error.args[-1]
-        raise ConfigError(
-            f"a setting of {kind.__module__}.{kind.__qualname__} cannot be written to config.yaml:"
-            f" {value!r} is a {type(value).__name__}; use numbers, strings, enums, paths, lists,"
-            " dictionaries or dataclasses of these."
-        ) from error
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
-def fixed_settings(config: Any, prefix: str = "") -> dict[str, Any]:
+def fixed_settings(config: Config) -> dict[str, Any]:
     """Return the settings that change the training curve, by dotted name."""
-    settings: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if not f.init or not f.metadata.get("changes_curve", True):
-            continue
-        if dataclasses.is_dataclass(value):
-            settings |= fixed_settings(value, f"{prefix}{f.name}.")
-        else:
-            settings[prefix + f.name] = _plain(value)
-        if f.name == "recipe":
-            settings["recipe"] = type(value).__qualname__
-    return settings
+    return saved_fixed_settings(to_dict(config), config)
 
 
 def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from math import prod
 from typing import Any
 
 import psutil
@@ -101,22 +101,16 @@ def check_mesh() -> None:
 
     Accelerate ignores misspelled keys there, which leaves a size at 1.
     """
-
-    def size(name: str) -> int:
-        return int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
-
-    for name in ("tp", "cp", "sp"):
-        if size(name) > 1:
-            raise ConfigError(
-                f"parallelism_config_{name}_size is {size(name)}, but this loop knows only data"
-                " parallelism: dp_replicate and dp_shard."
-            )
-    replicate, shard, (world_size, _) = size("dp_replicate"), size("dp_shard"), world()
-    if replicate * shard != world_size:
+    sizes = {
+        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    world_size, _ = world()
+    if list(sizes.values())[2:] != [1, 1, 1] or prod(sizes.values()) != world_size:
         raise ConfigError(
-            f"parallelism_config: replicate {replicate} x shard {shard} = {replicate * shard}, but"
-            f" there are {world_size} processes; set parallelism_config_dp_replicate_size (nodes)"
-            " and parallelism_config_dp_shard_size (GPUs per node)."
+            f"parallelism_config has the sizes {sizes}, but must have parallelism_config_"
+            "dp_replicate_size (nodes) x parallelism_config_dp_shard_size (GPUs per node) ="
+            f" {world_size} processes, and no other: this loop knows only data parallelism."
         )
 
 
@@ -281,11 +275,6 @@ def check_world(accelerator: Accelerator) -> None:
             f" {accelerator.num_processes}: an Accelerator or PartialState was created before this"
             " one; remove it from the modules that the recipe imports."
         )
-    if accelerator.num_processes > 1:
-        reached = torch.ones((), device=accelerator.device)
-        torch.distributed.all_reduce(reached)
-        if int(reached) != expected:
-            raise RuntimeError(f"an all-reduce reached {int(reached)} of {expected} processes")
 
 
 def open_run(
@@ -303,14 +292,10 @@ def open_run(
         ConfigError: settings or datasets differ between ranks, or a node does not see the run
             folder that rank 0 wrote to.
     """
-    mine = (
-        socket.gethostname(),
-        {name: derive_seed(value) for name, value in must_agree.items()},
-        lengths,
-    )
-    everywhere = gather_on_main(accelerator, mine)
-    agree = partial(_hosts_if_equal, everywhere, list(must_agree))
-    run.hosts = on_main_then_broadcast(accelerator, agree)
+    facts = {name: derive_seed(value) for name, value in must_agree.items()}
+    facts |= {f"the length of {name}": length for name, length in lengths.items()}
+    everywhere = gather_on_main(accelerator, (socket.gethostname(), facts))
+    run.hosts = on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
     run.numerics = numerics(accelerator, run.config)
     run.lengths = lengths
 
@@ -329,24 +314,15 @@ def open_run(
     on_main_then_broadcast(accelerator, check_seen)
 
 
-def _hosts_if_equal(everywhere: list[Any], must_agree: list[str]) -> list[str]:
-    """Return the host of each rank, if the values that must agree do."""
-    hosts = [host for host, *_ in everywhere]
-    for name in must_agree:
-        of_main = everywhere[0][1][name]
-        different = [rank for rank, (_, seen, _) in enumerate(everywhere) if seen[name] != of_main]
-        if different:
+def _hosts_if_equal(everywhere: list[tuple[str, dict[str, int]]]) -> list[str]:
+    """Return the host of each rank, if the facts that must agree do."""
+    hosts = [host for host, _ in everywhere]
+    for name in sorted({name for _, facts in everywhere for name in facts}):
+        values = [facts.get(name) for _, facts in everywhere]
+        if different := [rank for rank, value in enumerate(values) if value != values[0]]:
             raise ConfigError(
                 f"{name} on rank(s) {different} ({hosts[different[0]]}) differs from that on"
                 f" rank 0 ({hosts[0]}): give all nodes the same files and arguments."
-            )
-    for name in sorted({name for *_, seen in everywhere for name in seen}):
-        counts = [seen.get(name, 0) for *_, seen in everywhere]
-        if different := [rank for rank, count in enumerate(counts) if count != counts[0]]:
-            raise ConfigError(
-                f"{name} has length {counts[different[0]]} on rank(s) {different}"
-                f" ({hosts[different[0]]}) and {counts[0]} on rank 0 ({hosts[0]}), so each"
-                " would train in another order: give all nodes the same files."
             )
     return hosts
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,24 +142,16 @@ def place_of(at: dict[str, Any] | None) -> str:
 
 def folded(frames: list[dict[str, Any]]) -> list[str]:
     """Return a traceback as lines, in which the frames of libraries are folded into one."""
-    lines: list[str] = []
-    libraries: list[str] = []
-
-    def fold() -> None:
-        if libraries:
-            names = ", ".join(dict.fromkeys(libraries))
-            lines.append(f"  ... {len(libraries)} frame{'s' * (len(libraries) > 1)} in {names}")
-            libraries.clear()
-
-    for one in frames:
-        if one["library"]:
-            libraries.append(one["library"])
+    lines = []
+    for is_of_library, group in groupby(frames, key=lambda one: one["library"] is not None):
+        some = list(group)
+        if is_of_library:
+            names = ", ".join(dict.fromkeys(one["library"] for one in some))
+            lines.append(f"  ... {len(some)} frame{'s' * (len(some) > 1)} in {names}")
             continue
-        fold()
-        lines.append(f"  {short_path(one['file'])}, line {one['line']}, in {one['function']}")
-        if one["code"]:
-            lines.append(f"    {one['code']}")
-    fold()
+        for one in some:
+            lines.append(f"  {short_path(one['file'])}, line {one['line']}, in {one['function']}")
+            lines += [f"    {one['code']}"] * bool(one["code"])
     return lines
 
 
@@ -279,12 +272,9 @@ def as_status(failure: dict[str, Any], silent: list[str] | None = None) -> dict[
 
 def checked(failure: Any) -> dict[str, Any]:
     """Return what an error file or status.json holds of a failure; {} where it is damaged."""
-    needed = {"rank": int, "host": str, "reason": str, "cause": str, "time": (int, float)}
-    needed |= {"exit_code": int, "launch": str, "frames": list, "at": (dict, type(None))}
-    needed |= {"step": (int, type(None)), "progress_time": (int, float, type(None))}
-    found = {"step": None, "progress_time": None, "at": None, "frames": []}
-    found |= failure if isinstance(failure, dict) else {}
-    return found if all(isinstance(found.get(name), of) for name, of in needed.items()) else {}
+    found = {"step": None, "progress_time": None, "at": None, "frames": []} | (failure or {})
+    needed = {"rank", "host", "reason", "cause", "time", "exit_code", "launch"}
+    return found if needed <= found.keys() else {}
 
 
 def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:

@@ -120,33 +120,26 @@ def check_yaml(text: str) -> None:
     """
     import yaml
 
-    collections: list[list[Any]] = [["", 0, 0]]  # open collections: anchor, characters, levels
-    anchored: dict[str | None, tuple[int, int]] = {}  # characters and levels
-    has_aliases = False
+    collections: list[list[Any]] = [[None, 0]]  # the open ones: anchor and characters
+    anchored: dict[str | None, float] = {}  # characters
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        characters, levels = 100, 0
-        if isinstance(event, yaml.ScalarEvent):
-            characters += len(event.value)
-            anchored[event.anchor] = characters, levels
-        elif isinstance(event, yaml.CollectionStartEvent):
-            collections.append([event.anchor, characters, 0])
-            characters, levels = 0, len(collections)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, characters, levels = collections.pop()
-            anchored[anchor] = characters, levels
+        if isinstance(event, yaml.CollectionStartEvent):
+            collections.append([event.anchor, 100])
+            anchored[event.anchor] = math.inf  # for an alias in the collection itself
+            if len(collections) > MAX_YAML_LEVELS:
+                raise yaml.YAMLError(f"it is nested more than {MAX_YAML_LEVELS} levels deep")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, characters = collections.pop()
         elif isinstance(event, yaml.AliasEvent):
-            has_aliases = True
-            if event.anchor in [anchor for anchor, *_ in collections]:
-                raise yaml.YAMLError(
-                    f"the alias *{event.anchor} refers to a collection that contains it"
-                )
-            characters, levels = anchored.get(event.anchor, (characters, levels))
+            anchor, characters = event.anchor, anchored.get(event.anchor, 0)
+        else:  # a scalar, or the end of the text
+            anchor = getattr(event, "anchor", None)
+            characters = 100 + len(getattr(event, "value", ""))
+        anchored[anchor] = characters
         collections[-1][1] += characters
-        collections[-1][2] = max(collections[-1][2], levels + 1)
-        if has_aliases and collections[-1][1] > MAX_YAML_CHARACTERS:
+        if collections[-1][1] > MAX_YAML_CHARACTERS:
             raise yaml.YAMLError(f"its aliases expand to over {MAX_YAML_CHARACTERS} characters")
-        if collections[-1][2] > MAX_YAML_LEVELS:
-            raise yaml.YAMLError(f"it is nested more than {MAX_YAML_LEVELS} levels deep")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -178,17 +171,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         os.listdir(folder)  # makes a network file system refresh its cache
     except OSError:
         return {}
-    status = read_json(folder / "status.json")
-    kinds = dict.fromkeys(("outcome", "reason", "note"), str)
-    kinds |= dict.fromkeys(("result", "failure", "goodput"), dict)
-    kinds |= dict.fromkeys(("step", "steps", "patience"), int)
-    intact = all(isinstance(status.get(name, kind()), kind) for name, kind in kinds.items())
-    if not intact or not all(
-        value is None or isinstance(value, (int, float))
-        for value in status.get("result", {}).values()
-    ):
-        return {}
-    return status
+    return read_json(folder / "status.json")
 
 
 def lock_of(folder: Path) -> Path:
@@ -359,27 +342,18 @@ def find_damage(folder: Path, *, hashes: bool = True) -> str:
                 return f"{name} has {path.stat().st_size} bytes, not {wanted['size']}"
             if (hashes or name == "state.json") and fingerprint(path) != wanted:
                 return hash_problem(name)
-        return _other_step(folder, manifest["step"])
+        if step_of(folder) not in (-1, manifest["step"]):
+            return f"its manifest.json has step {manifest['step']}"
     except (ValueError, OSError) as error:
         return str(error)
     except (KeyError, TypeError, AttributeError) as error:
         return f"its manifest.json has an unknown structure ({error!r})"
+    return ""
 
 
 def hash_problem(name: str) -> str:
     """Return the sentence for a file whose hash differs."""
     return f"{name} is damaged: its hash is not the one in manifest.json"
-
-
-def _other_step(folder: Path, step: int) -> str:
-    """Return which part of a checkpoint has another step than its manifest; "" if none has."""
-    saved = read_json(folder / "state.json").get("step")
-    if saved is None:
-        return "state.json is damaged"
-    for part, its_step in (("name", step_of(folder)), ("state.json", saved)):
-        if its_step not in (-1, step):
-            return f"its {part} has step {its_step}, its manifest.json has step {step}"
-    return ""
 
 
 def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
@@ -412,13 +386,9 @@ def put_in_place(folder: Path) -> None:
     """Flush the temporary folder to disk, and put it in place of the previous one."""
     temporary = folder.with_name(f".{folder.name}.partial")
     before = folder.with_name(f".{folder.name}.before")
-    try:
-        for path in temporary.iterdir():
-            flush_to_disk(path)
-        flush_to_disk(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    for path in temporary.iterdir():
+        flush_to_disk(path)
+    flush_to_disk(temporary)
     discard(before)
     if folder.is_symlink() or folder.is_file():
         move_aside(folder, "old")

@@ -3,7 +3,6 @@
 docs/run-folder.md describes each of its files and their fields.
 """
 
-import errno
 import fcntl
 import hashlib
 import inspect
@@ -29,7 +28,6 @@ from .files import (
     TransientError,
     finite,
     lock_of,
-    move_aside,
     read_json,
     read_status,
     read_yaml,
@@ -51,11 +49,7 @@ RECORDED_PACKAGES = (
     "torchmetrics",
 )
 # Temporary files that write_atomically leaves behind when it is killed.
-TEMPORARY = re.compile(
-    r"\.((config\.yaml|(status|run|manifest)\.json|metrics\.jsonl)"
-    r"|\d{8}T\d{6}_rank_\d+_step_\d+\.json)\.\d+"
-)
-START_BYTES = 1 << 16  # the start of a run writes less
+TEMPORARY = re.compile(r"\..+\.(yaml|json|jsonl)\.\d+")
 
 
 class Run:
@@ -88,7 +82,6 @@ class Run:
         self.continued_from: str | None = None  # the checkpoint at which this start began
         with writing(self.folder):
             self._lock()
-            self._check_room()
         refuse_other_settings(self.config)
 
     def status(self) -> dict[str, Any]:
@@ -184,7 +177,7 @@ class Run:
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
-        before = before if isinstance(before, dict) else {}  # older checkpoints have none
+        before = before or {}  # older checkpoints have none
         self.changed_numerics = {
             name: [before[name], now]
             for name, now in self.numerics.items()
@@ -237,34 +230,11 @@ class Run:
         self.lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.lock.flush()
 
-    def _check_room(self) -> None:
-        """Write and remove as much as a start writes, so that no launch begins on a full disk."""
-        if self.rank != 0:
-            return
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(self.folder))
-        is_there = self.folder.is_dir() and self.config.resume != "never"
-        path = (self.folder if is_there else self.folder.parent) / f".{self.folder.name}.room"
-        try:
-            with path.open("wb") as file:
-                file.write(os.urandom(START_BYTES))  # zeros may be compressed
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            path.unlink(missing_ok=True)
-
     def _clean_up(self) -> None:
-        """Remove the temporary files of a killed launch; move damaged files aside.
+        """Remove the temporary files of a killed launch.
 
-        Temporary files newer than the lock are kept: other ranks of this launch may be writing.
+        Those newer than the lock are kept: other ranks of this launch may be writing.
         """
-        for name in ("status.json", "run.json"):
-            path = self.folder / name
-            if os.path.lexists(path) and not read_json(path):
-                move_aside(path)
-        for name in ("checkpoints", "errors"):
-            if (self.folder / name).is_file():
-                move_aside(self.folder / name)
         began = os.fstat(self.lock.fileno()).st_mtime if self.lock else 0
         for folder in (self.folder, self.folder / "errors", *self.folder.glob("checkpoints/*")):
             for path in folder.glob(".*"):
@@ -278,18 +248,7 @@ def refuse_other_settings(config: Config) -> None:
     path = config.folder / "config.yaml"
     if config.resume == "never" or not os.path.lexists(path):
         return
-    try:
-        saved = read_yaml(path)
-        if not all(isinstance(saved.get(name), dict) for name in ("recipe", "batches")):
-            raise ConfigError("it lacks recipe or batches")
-        before = saved_fixed_settings(saved, config)
-        now = fixed_settings(config)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({str(error).rstrip('.')}): restore it, or remove it if the"
-            " settings have not changed; or choose another --run_name, or --resume never,"
-            " which moves the run folder aside."
-        ) from error
+    before, now = saved_fixed_settings(read_yaml(path), config), fixed_settings(config)
     differing = [
         f"{name} ({_masked(name, before)} there, {_masked(name, now)} here)"
         for name in sorted(before.keys() | now.keys())

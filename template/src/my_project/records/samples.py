@@ -7,7 +7,6 @@ in a gather for the one that failed. The random state is as before.
 
 import io
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
+from ..files import replace_folder
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import fork_rng, seed_forward
 from ..recipe import optional
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 KEPT = 3  # newest folders, so that a long run does not fill the disk
 MAX_CHARACTERS = 10_000  # of a text in the record; the file holds all of it
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
-REPORTED: set[tuple[str, str]] = set()  # starts of runs, and what has failed in them
 
 
 class LoadedSubset(Subset):
@@ -72,12 +71,11 @@ def show(
     """
     config, device = run.config, accelerator.device
     predict_samples = optional(config.recipe, "predict_samples")
-    wanted = config.evaluation.samples if predict_samples and validation_sets else 0
-    if not wanted:
+    if not (predict_samples and validation_sets and config.evaluation.samples):
         return {}
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     gpus = [device] if device.type == "cuda" else []
-    shown: dict[str, Any] = {}
+    answer: Any = None
     with (
         fork_rng(),
         torch.random.fork_rng(devices=gpus),
@@ -86,60 +84,44 @@ def show(
     ):
         if not (is_sharded or accelerator.is_main_process):  # rank 0 has the whole model
             return {}
-        data = None
-        with reported(run, "reading the samples"):
-            data = choose(config, validation_sets, wanted, device)
-        seed_forward(config.seed, 0, 0, device)  # what is drawn at random stays the same
-        if is_sharded and not on_every_rank(accelerator, data is not None):
-            data = None
-        if data is not None:
-            with nullcontext() if is_sharded else reported(run, "predict_samples"):
-                answer = model(predict_samples, data_info, data, Path(folder))
-                if accelerator.is_main_process:
-                    with reported(run, "writing"):
-                        shown = keep(run, text_of(answer), Path(folder))
-    return shown
+        with nullcontext() if is_sharded else reported():
+            data = read(config, next(iter(validation_sets.values())), device)
+            seed_forward(config.seed, 0, 0, device)  # what is drawn at random stays the same
+            answer = model(predict_samples, data_info, data, Path(folder))
+        if answer is not None and accelerator.is_main_process:
+            with reported():
+                return keep(run, text_of(answer), Path(folder))
+    return {}
 
 
 @contextmanager
-def reported(run: Run, what: str) -> Iterator[None]:
-    """Report an error in a line, once in a start; training goes on."""
+def reported() -> Iterator[None]:
+    """Report an error in a line; training goes on."""
     try:
         yield
     except Exception as error:
-        if (run.token, what) not in REPORTED:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            logger.warning("samples: %s failed, and the run goes on: %s", what, reason)
-        REPORTED.add((run.token, what))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        logger.warning("the samples of this evaluation are left out: %s", reason)
 
 
-def on_every_rank(accelerator: Accelerator, is_true: bool) -> bool:
-    """Return whether all ranks are: one alone would wait in the forward of a sharded model."""
-    everywhere = torch.tensor(int(is_true), device=accelerator.device)
-    if accelerator.num_processes > 1:
-        torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN)
-    return bool(everywhere)
-
-
-def choose(config: Config, validation_sets: dict[str, Any], wanted: int, device: Any) -> Any:
-    """Read evenly spaced samples of the first validation set."""
-    data = next(iter(validation_sets.values()))
-    count = min(wanted, len(data))
-    indices = [i * len(data) // count for i in range(count)]
-    return LoadedSubset(data, indices, load(config, data, indices), device)
-
-
-def load(config: Config, data: Any, indices: list[int]) -> list[Any]:
+def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
     """Read samples as an evaluation does: in a loader worker, if the config has any.
 
     In this process the dataset may open a file, whose offset later workers would share.
     """
+    indices = evenly_spaced(data, config.evaluation.samples)
     fetch = Fetch(data, identity, config.seed, config.batches.seed_samples)
     keys = [[("evaluation", i) for i in indices]]
     brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
     loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **brief)
     (loaded,) = loader
-    return loaded
+    return LoadedSubset(data, indices, loaded, device)
+
+
+def evenly_spaced(data: Any, count: int) -> list[int]:
+    """Return the indices of so many samples of a dataset, or of all that it has."""
+    count = min(count, len(data))
+    return [i * len(data) // count for i in range(count)]
 
 
 def text_of(answer: Any) -> str:
@@ -160,18 +142,18 @@ def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
     if not answer and not files:
         return {}
     folder = run.folder / "samples" / f"step_{run.step:08d}"
-    partial = folder.with_name(f".{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / "answers.txt").write_text(answer, encoding="utf-8")
-    for path in files:
-        shutil.copyfile(path, partial / path.name)
+
+    def fill(temporary: Path) -> None:
+        (temporary / "answers.txt").write_text(answer, encoding="utf-8")
+        for path in files:
+            shutil.copyfile(path, temporary / path.name)
+
+    replace_folder(folder, fill)
     # the newest before this step stay; later ones are of steps not done
-    others = sorted(folder.parent.glob("step_????????"))
+    others = sorted({*folder.parent.glob("step_????????")} - {folder})
     before = [path for path in others if path.name < folder.name]
     for path in {*others} - {*before[1 - KEPT :]}:
         shutil.rmtree(path)
-    os.replace(partial, folder)
     shown: dict[str, Any] = {"sample": answer[:MAX_CHARACTERS]} if answer else {}
     if pictures := [path.name for path in files if path.suffix.lower() in IMAGES]:
         shown["pictures"] = [f"samples/{folder.name}/{name}" for name in pictures]

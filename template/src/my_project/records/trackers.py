@@ -7,6 +7,7 @@ which get texts and pictures too; any other tracker gets a run for each start.
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +34,6 @@ class Trackers:
         self.accelerator = accelerator
         self.run = run
         self.logged: dict[str, int] = {}
-        self.with_samples = set(WITH_SAMPLES)
 
     def start(self, step: int, logged: dict[str, int] | None = None) -> None:
         """Start the trackers one by one, so that a failing one does not affect the others.
@@ -74,17 +74,23 @@ class Trackers:
         if values := values_of(record):
             self._each("log", lambda tracker: tracker.log({**values}, step=step), kind, step)
         text = record.get("sample")
-        paths = [self.run.folder / path for path in record.get("pictures") or ()]
-        images = {path.stem: path for path in paths}
-        if text or images:
-            self._each("show", lambda tracker: self._show(tracker, text, images, step), kind, step)
+        pictures = [self.run.folder / path for path in record.get("pictures") or ()]
+        if text or pictures:
+            show_in = partial(show, text=text, pictures=pictures, step=step)
+            self._each("show samples", show_in, kind, step, disables=False)
 
     def finish(self) -> None:
         """Flush and close each tracker."""
         self._each("finish", lambda tracker: tracker.finish())
 
     def _each(
-        self, action: str, function: Callable[[Any], Any], kind: str = "", step: int = 0
+        self,
+        action: str,
+        function: Callable[[Any], Any],
+        kind: str = "",
+        step: int = 0,
+        *,
+        disables: bool = True,
     ) -> None:
         for tracker in [*self.accelerator.trackers]:
             # TensorBoard discards what comes after the step that a run resumes from
@@ -93,8 +99,9 @@ class Trackers:
             try:
                 function(tracker)
             except Exception as error:
-                report(tracker.name, action, error)
-                self.accelerator.trackers.remove(tracker)
+                report(tracker.name, action, error, "is disabled" if disables else "goes on")
+                if disables:
+                    self.accelerator.trackers.remove(tracker)
 
     def _init_kwargs(self, tracker: str, step: int) -> dict[str, Any]:
         """Return what accelerate passes on to the tool."""
@@ -121,19 +128,6 @@ class Trackers:
             _, start, _ = hparams(named, {})
             writer.file_writer.add_summary(start)
         writer.flush()
-
-    def _show(self, tracker: Any, text: str | None, images: dict[str, Path], step: int) -> None:
-        """Log a text and pictures; where that fails, the tracker keeps to numbers."""
-        if tracker.name not in self.with_samples:
-            return
-        try:
-            if text:
-                log_text(tracker, text, step)
-            if images:
-                log_images(tracker, images, step)
-        except Exception as error:
-            self.with_samples.remove(tracker.name)
-            report(tracker.name, "log a sample", error, "gets no more of them")
 
 
 def report(tracker: str, action: str, error: Exception, effect: str = "is disabled") -> None:
@@ -164,21 +158,20 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
     return values | ({} if seconds is None else {f"perf/{kind}_seconds": seconds})
 
 
-def log_text(tracker: Any, text: str, step: int) -> None:
-    """Log a text of several lines as it stands."""
-    if tracker.name == "wandb":
+def show(tracker: Any, text: str | None, pictures: list[Path], step: int) -> None:
+    """Log a text of several lines as it stands, and pictures by the names of their files."""
+    import numpy as np
+
+    is_wandb = tracker.name == "wandb"
+    if tracker.name not in WITH_SAMPLES:
+        return
+    if text and is_wandb:
         page = f"<pre style='white-space: pre-wrap'>{escape(text)}</pre>"
         html = import_module("wandb").Html(page, inject=False)
         tracker.log({"samples/text": html}, step=step)
-    else:  # Markdown, in which an indented text is literal
+    elif text:  # Markdown, in which an indented text is literal
         tracker.log({"samples/text": indent(text, "    ")}, step=step)
-
-
-def log_images(tracker: Any, images: dict[str, Path], step: int) -> None:
-    """Log image files by the names of the files."""
-    import numpy as np
-
-    read = import_module("PIL.Image").open
-    pixels = {f"samples/{n}": np.asarray(read(p).convert("RGB")) for n, p in images.items()}
-    how = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-    tracker.log_images({name: image[None] for name, image in pixels.items()}, step=step, **how)
+    if pictures:
+        read = import_module("PIL.Image").open
+        images = {f"samples/{p.stem}": np.asarray(read(p).convert("RGB"))[None] for p in pictures}
+        tracker.log_images(images, step=step, **({} if is_wandb else {"dataformats": "NHWC"}))
