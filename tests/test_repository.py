@@ -88,9 +88,6 @@ def test_the_tree_shown_is_that_of_a_project():
         assert path.is_dir() if name.endswith("/") else path.is_file(), path
 
 
-PICTURES = REPOSITORY / "docs/pictures"
-
-
 def test_root_folders_are_linked_file_by_file():
     """One truth: each linked file exists in the root folder, and each root file is linked."""
     for folder, place, suffix in [

@@ -196,9 +196,6 @@ def weights_are_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Ten
     return same and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-INDEX = "model.safetensors.index.json"
-
-
 # ---- validation samples --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Shown(Ragged):

@@ -2,22 +2,16 @@
 
 import gzip
 import json
-import logging
-import resource
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from documents import PROJECT
 from my_project.command_line import parse
 from my_project.config import ConfigError, ProfileConfig
-from my_project.records.profiling import Profiler
 from ragged import Ragged
 from runs import change, make_config, train, weights
-from torch.utils.data import DataLoader
 from world import run_world
 
 CONFIG = str(min((PROJECT / "configs").glob("*.yaml")))  # any; of a project its own
@@ -35,39 +29,6 @@ def test_steps_and_ranks_are_read_as_they_are_typed():
 
 
 # ---- recording -----------------------------------------------------------------------------------
-def profiler_of(folder: Path, rank: int = 0, **profile: Any) -> Profiler:
-    config = make_config(folder, profile=ProfileConfig(**{"steps": "4:6"} | profile))
-    run: Any = SimpleNamespace(folder=folder / "run", config=config)
-    return Profiler(run, rank, torch.device("cpu"))
-
-
-class Loop:
-    """A small loop as that of train.py, of two micro-batches per step."""
-
-    def __init__(self) -> None:
-        self.model = torch.nn.Linear(8, 8)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.batches = iter(DataLoader(torch.ones(1000, 8), batch_size=2))  # type: ignore[arg-type]
-
-    def train(self, profiler: Profiler, last: int, first: int = 1, fail_in: int = 0) -> None:
-        try:
-            profiler.start(first - 1)
-            for step in range(first, last + 1):
-                for _ in range(2):
-                    self.model(next(self.batches)).sum().backward()
-                if step == fail_in:
-                    raise ZeroDivisionError
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                profiler.step_ended(step)
-        except ZeroDivisionError:
-            pass
-        finally:
-            profiler.stop()
-
-
-def written(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "run").glob("profile/*"))
 
 
 def steps_in(path: Path) -> list[str]:
@@ -78,21 +39,6 @@ def steps_in(path: Path) -> list[str]:
     assert all(e["ts"] + e["dur"] <= then["ts"] for e, then in pairwise(ranges))
     assert {"aten::addmm", "Optimizer.step#AdamW.step"} <= {event["name"] for event in events}
     return [event["name"].removeprefix("ProfilerStep#") for event in ranges]
-
-
-STEM = "rank_00000_steps_4_6"
-
-
-def profile_with_little_room(folder: Path) -> list[str]:
-    """Profile where a file can have 20 kB; return the warnings."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger().addHandler(handler)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    Loop().train(profiler_of(folder), 10)
-    return warnings
 
 
 # ---- in a run ------------------------------------------------------------------------------------
