@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, records, status, train, weights
 from world import World, run_world
 
 from my_project import devices, files, sharding
@@ -57,11 +57,6 @@ def config_of(folder: Path, name: str, recipe: dict[str, Any], **settings: Any) 
     return make_config(folder, made, run_name=name, **settings)
 
 
-def same_weights(one: Config, other: Config) -> bool:
-    ours, theirs = weights(one.folder / "export"), weights(other.folder / "export")
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
-
-
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path, processes):
     config = config_of(tmp_path, "first", {"how": "raise at once"})
@@ -77,7 +72,7 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path):
     untried = config_of(tmp_path, "untried", {}, steps=5, evaluation__sanity_check=False)
     for config in (tried, untried):
         run_world(2, train, config)
-    assert same_weights(tried, untried)
+    assert_same_weights(tried, untried)
     assert [r["loss"] for r in records(tried)] == [r["loss"] for r in records(untried)]
 
 
@@ -160,7 +155,7 @@ def test_what_a_model_takes_from_its_first_batch_is_of_the_training(tmp_path):
     untried = change(tried, run_name="untried", evaluation__sanity_check=False)
     for config in (tried, untried):
         assert train(config) == 0
-    assert same_weights(tried, untried)
+    assert_same_weights(tried, untried)
 
 
 def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
@@ -172,7 +167,7 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
     assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000005"]
     assert train(change(config, recipe__how="")) == 0
     assert train(whole) == 0
-    assert same_weights(config, whole)
+    assert_same_weights(config, whole)
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5], "no step was taken twice"
 
 
@@ -215,7 +210,7 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, judged, 
     assert status(killed)["outcome"] in ("running", "failed")
     run_world(2, train, killed)
     run_world(2, train, whole)
-    assert same_weights(killed, whole)
+    assert_same_weights(killed, whole)
     for name in ("validation/accuracy", "validation/auroc"):
         ours, theirs = records(killed, name), records(whole, name)
         assert [r["step"] for r in ours] == [2, 4, 6, 8]
@@ -225,8 +220,7 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, judged, 
     manifests = [read_manifest(checkpoints(c.folder)[-1])["evaluation"] for c in (killed, whole)]
     assert manifests[0] == manifests[1]
     assert manifests[0]["evaluated_step"] == 8
-    ours, theirs = (weights(c.folder / "best") for c in (killed, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(killed, whole, part="best")
 
 
 @pytest.mark.slow

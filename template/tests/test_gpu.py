@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, records, status, train, weights
 from world import run_world
 
 pytestmark = pytest.mark.gpu
@@ -53,8 +53,7 @@ def test_deterministic_resume_is_bit_identical(tmp_path):
     run_world(1, train, whole)
     run_world(1, train, parts)
     run_world(1, train, change(parts, steps=10))
-    ours, theirs = weights(parts.folder / "export"), weights(whole.folder / "export")
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(parts, whole)
 
 
 @pytest.mark.parametrize("several", [2, 4, 8])
@@ -155,7 +154,6 @@ def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path
     )
     shards = list((fsdp.folder / "checkpoints/step_00000005").glob("model.rank_*.safetensors"))
     assert len(shards) == 2
-    theirs = weights(ddp.folder / "export")
     for processes in (2, 1):
         again = change(fsdp, run_name=f"on_{processes}")
         shutil.copytree(fsdp.folder, again.folder)
@@ -163,10 +161,7 @@ def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path
         shutil.rmtree(again.folder / "export")
         (again.folder / "status.json").write_text('{"outcome": "running", "steps": 10}')
         run_world(processes, train_sharded, again)
-        ours = weights(again.folder / "export")
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
+        assert_same_weights(again, ddp, 1e-4)
 
 
 @needs_two

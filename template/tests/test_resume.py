@@ -6,9 +6,8 @@ import signal
 import time
 
 import pytest
-import torch
 from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, records, status, train
 from world import run_world
 
 from my_project.config import Config, ConfigError
@@ -36,10 +35,7 @@ def interrupt_at(config: Config, step: int) -> int:
 
 
 def assert_same(run: Config, reference: Config, tolerance: float) -> None:
-    ours, theirs = weights(run.folder / "export"), weights(reference.folder / "export")
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
+    assert_same_weights(run, reference, tolerance)
     assert [r["step"] for r in records(run)] == list(range(1, 11))
     for name in ("loss", "gradient_norm", "learning_rate"):
         assert [r[name] for r in records(run)] == pytest.approx(

@@ -24,7 +24,7 @@ from my_project import contract, devices, optim, sharding
 from my_project.config import Config
 from my_project.files import wait_until
 from ragged import Deep
-from runs import change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, records, status, train
 from test_stopping import wait_for_records
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -119,10 +119,7 @@ def assert_same_run(ours: Config, theirs: Config) -> None:
     for name in ("validation/auroc", "validation/accuracy"):
         assert found[0][name] == pytest.approx(found[1][name], abs=1e-6)
     for part in ("export", "best"):
-        mine, others = weights(ours.folder / part), weights(theirs.folder / part)
-        assert mine.keys() == others.keys()
-        for name, value in mine.items():
-            torch.testing.assert_close(value, others[name], rtol=1e-9, atol=1e-9)
+        assert_same_weights(ours, theirs, 1e-9, part)
 
 
 def shards_of(config: Config, step: int) -> int:

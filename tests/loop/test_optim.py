@@ -214,8 +214,7 @@ def test_a_parameter_that_some_steps_do_not_use_trains_as_in_one_process(tmp_pat
         )  # fmt: skip
         run_world(processes, train, config)
         finals.append(weights(config.folder / "export"))
-    for name, value in finals[0].items():
-        torch.testing.assert_close(value, finals[1][name], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*finals, rtol=1e-9, atol=1e-9)
 
 
 def ddp_of_a_start_that_has_ended(config: Config) -> dict[str, bool]:

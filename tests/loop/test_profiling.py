@@ -6,12 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from documents import PROJECT
 from my_project.command_line import parse
 from my_project.config import ConfigError, ProfileConfig
 from ragged import Ragged
-from runs import change, make_config, train, weights
+from runs import assert_same_weights, change, make_config, train
 from world import run_world
 
 CONFIG = str(min((PROJECT / "configs").glob("*.yaml")))  # any; of a project its own
@@ -56,8 +55,7 @@ def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
     for rank in (0, 1):
         path = profiled.folder / f"profile/rank_0000{rank}_steps_3_5.json.gz"
         assert steps_in(path) == ["3", "4", "5"]
-    ours, theirs = (weights(config.folder / "export") for config in (profiled, plain))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(profiled, plain)
 
 
 def test_a_run_that_fails_in_the_window_fails_as_without_and_keeps_the_profile(tmp_path):

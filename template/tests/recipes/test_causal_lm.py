@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from documents import PROJECT, predict_as_typed, train_on_own_data
-from runs import change, make_config, records, train, weights
+from runs import assert_same_weights, change, make_config, records, train
 from torch.nn import functional as F
 from world import run_world
 
@@ -140,8 +140,7 @@ def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path):
     whole = change(stopped, run_name="whole", steps=10)
     assert train(whole) == 0
     assert train(change(stopped, steps=10)) == 0
-    ours, theirs = weights(stopped.folder / "export"), weights(whole.folder / "export")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(stopped, whole)
 
     command = f"python -m my_project predict {whole.folder}"
     assert predict_as_typed(command).strip()

@@ -167,8 +167,7 @@ def test_channels_last_does_not_change_the_weights(tmp_path):
         config = change(config, channels_last=channels_last, run_name=str(channels_last))
         run_world(1, train, config)
         exports.append(weights(config.folder / "export"))
-    for name, value in exports[0].items():
-        torch.testing.assert_close(value, exports[1][name], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(*exports, rtol=1e-3, atol=1e-4)
 
 
 def commands_of(path: Path) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from documents import PROJECT, predict_as_typed, train_on_own_data
-from runs import change, make_config, records, train, weights
+from runs import assert_same_weights, change, make_config, records, train
 from world import run_world
 
 from my_project import export
@@ -91,8 +91,7 @@ def test_it_resumes_exactly(tmp_path, whole):
     half = change(whole, run_name="half", runs_folder=str(tmp_path), steps=4)
     assert train(half) == 0
     assert train(change(half, steps=8)) == 0
-    ours, theirs = weights(half.folder / "export"), weights(whole.folder / "export")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(half, whole)
 
 
 def test_a_mask_holds_the_classes_and_shows_their_colors(tmp_path, whole, monkeypatch):
