@@ -402,9 +402,7 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts):
     )
     (hosts.folder / "configs").mkdir()
     (hosts.folder / "configs/image_classification.yaml").write_text(CONFIG)
-    for (container, of_rank), more, code in zip(
-        PODS, ("--stop_after 0s", ""), (75, 0), strict=True
-    ):
+    for container, of_rank, more, code in PODS:
         assert "/storage/runs" in container["args"][0]
         script = container["args"][0].replace("/storage/runs", "runs").rstrip()
         script += f" --steps 20 {more}"

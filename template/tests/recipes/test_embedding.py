@@ -177,19 +177,6 @@ def test_ngrams_are_the_same_on_every_machine():
     torch.testing.assert_close(lengths, torch.ones(2))
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"data": "cats"}, "data is cats, but must be python or pairs"),
-        ({"data": "pairs", "data_path": "nowhere"}, "nowhere/train.jsonl not found"),
-    ],
-)
-def test_unknown_or_missing_data_is_refused(tmp_path, settings, sentence):
-    config = dataclasses.replace(make_config(tmp_path), recipe=Embedding(**settings))
-    with pytest.raises(ConfigError, match=sentence):
-        train(config)
-
-
 @pytest.mark.slow
 def test_the_default_config_trains_on_the_standard_library(tmp_path):
     pairs = standard_library()
