@@ -232,7 +232,6 @@ def test_the_package_is_named_as_it_is_imported(tmp_path, folder, files, dotted,
     assert f" -m {dotted}.training.train " in last
 
 
-@pytest.mark.parametrize("has_git", [True, False])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -241,13 +240,11 @@ def test_the_package_is_named_as_it_is_imported(tmp_path, folder, files, dotted,
         (b"#runs/\nmy_runs/\nruns/old\n", b"#runs/\nmy_runs/\nruns/old\n/runs/\n"),
     ],
 )
-def test_git_ignores_the_run_folders_after_copying(tmp_path, monkeypatch, has_git, before, after):
+def test_git_ignores_the_run_folders_after_copying(tmp_path, before, after):
     repository, package, environment = make_repository(tmp_path, "src")
     file = repository / ".gitignore"
     if before is not None:
         file.write_bytes(before)
-    if not has_git:
-        monkeypatch.setenv("PATH", "/nowhere")
     for _ in range(2):
         copied("embedding", package)
         assert file.read_bytes() == after

@@ -446,14 +446,6 @@ def test_the_lists_of_a_refusal_hold_every_dependency():
 # Generating over a folder that exists
 
 
-def test_a_folder_that_exists_is_not_touched_without_f(template: Path, desk: Desk):
-    project = desk.generate(template)
-    (project / "Makefile").write_text("mine")
-    before = tree(project)
-    assert desk.cookiecutter(template).returncode != 0
-    assert tree(project) == before
-
-
 @pytest.mark.parametrize("package", ["my_project", "leafscan"])
 @pytest.mark.slow
 def test_f_deletes_and_alters_nothing_of_the_users(template: Path, desk: Desk, package: str):

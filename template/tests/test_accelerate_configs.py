@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documents import PROJECT
+from documents import PROJECT, card
 from runs import make_config
 
 from my_project import launch
@@ -16,13 +16,6 @@ from my_project.devices import check_launch
 CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
 # accepted and ignored by accelerate, or meant for something else
 IGNORED = {"rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16"}
-
-
-def card(path: Path) -> str:
-    """Read the comment at the head of a config."""
-    head = re.match(r"(#.*\n)+", path.read_text())
-    assert head, "a config opens with a card"
-    return re.sub(r"(?m)^# ?", "", head[0])
 
 
 def command_of(path: Path) -> str:
@@ -54,7 +47,6 @@ def test_no_key_is_unknown_or_ignored(path):
     assert config.num_processes % config.num_machines == 0
     assert str(config.mixed_precision) in ("no", "bf16", "fp16")
     assert keys.get("main_process_port", 0) or config.num_machines == 1, "0 would hang"
-    assert len(path.read_text().splitlines()) < 40
     assert f"accelerate launch --config_file accelerate_configs/{path.name} " in command_of(path)
 
 

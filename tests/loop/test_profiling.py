@@ -6,26 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from documents import PROJECT
-from my_project.command_line import parse
-from my_project.config import ConfigError, ProfileConfig
+from my_project.config import ProfileConfig
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, train
 from world import run_world
-
-CONFIG = str(min((PROJECT / "configs").glob("*.yaml")))  # any; of a project its own
-BASE = ["--config", CONFIG]
-
-
-# ---- settings ------------------------------------------------------------------------------------
-def test_steps_and_ranks_are_read_as_they_are_typed():
-    profile = parse([*BASE, "--profile.steps", "20:25", "--profile.ranks", "0,1"]).profile
-    assert (profile.window, profile.chosen_ranks) == ((20, 25), [0, 1])
-    for steps, ranks in (("25:20", "0"), ("0:5", "0"), ("20:25", "-1"), ("20:25", "x")):
-        with pytest.raises(ConfigError, match="such as"):
-            parse([*BASE, f"--profile.steps={steps}", f"--profile.ranks={ranks}"])
-    assert parse(BASE).profile.window is None
-
 
 # ---- recording -----------------------------------------------------------------------------------
 

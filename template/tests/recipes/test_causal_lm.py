@@ -357,22 +357,6 @@ def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_streamed_run_on_two_processes_and_a_resumed_one_learn_the_same(tmp_path):
-    write(tmp_path / "texts", 60)
-    config = config_of(
-        tmp_path, run_name="one", batches__global_batch_size=8, optim__schedule="constant"
-    )
-    recipe = recipe_of(tmp_path, lanes=4, sequence_length=8)
-    one = dataclasses.replace(config, recipe=recipe)
-    two = change(one, run_name="two", batches__micro_batch_size=2)
-    assert train(change(one, steps=7)) == 0
-    assert train(one) == 0
-    assert run_world(2, train, two) == [0, 0]
-    losses = [r["loss"] for r in records(two)]
-    assert [r["loss"] for r in records(one)] == pytest.approx(losses, rel=1e-5)
-
-
-@pytest.mark.slow
 def test_the_default_config_trains_on_the_standard_library(tmp_path):
     config = parse(["--config", str(PROJECT / "configs/causal_lm.yaml")])
     recipe = dataclasses.replace(config.recipe, cache_path=str(tmp_path / "cache"))

@@ -131,13 +131,6 @@ def test_samples_are_shown_beside_their_truth(whole):
         assert sheet.width > 4 * 128
 
 
-def test_pixels_to_ignore_are_neither_right_nor_wrong(tmp_path):
-    samples = [(torch.rand(3, 8, 16), torch.full((8, 16), IGNORE_INDEX))]
-    model = SMALL.build_model({"classes": ["a", "b"]})
-    text = SMALL.predict_samples(model, {"classes": ["a", "b"]}, samples, tmp_path)
-    assert text == "0.0% of the pixels of 1 samples right"
-
-
 def test_a_folder_of_images_and_a_torchvision_model(tmp_path):
     folder_of(tmp_path / "data", size=(40, 40))
     recipe = Segmentation(
