@@ -45,13 +45,14 @@ KINDS = {
     "out of host memory": lambda: bytearray(1 << 60),
     "full disk": lambda: raise_(OSError(errno.ENOSPC, "No space left on device")),
     "loader worker": lambda: raise_(RuntimeError("DataLoader worker (pid 7) exited unexpectedly")),
-    "loader worker, as its pipe closes": lambda: closed_pipe().recv(),
-    "loader worker, as its socket is gone": lambda: multiprocessing.connection.Client("/no/socket"),
+    "loader worker, a closed pipe": lambda: closed_pipe().recv(),
+    "loader worker, no socket": lambda: multiprocessing.connection.Client("/no/socket"),
     "exception, of a connection": lambda: raise_(ConnectionResetError("by peer")),
     "mismatched collectives": lambda: raise_(RuntimeError("gloo/transport: collective mismatch")),
     "lost contact": lambda: raise_(DistStoreError("Connection was likely closed.")),
     "not finite": lambda: raise_(NotFiniteError("skipped", skipped_from=3, skipped_to=5)),
 }
+ERRNO = {"full disk": "ENOSPC", "loader worker, no socket": "ENOENT"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,7 +74,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
         assert Path(found["at"]["file"]) == Path(__file__)
         assert found["at"]["function"] in ("raise_", "<lambda>")
     assert found.get("skipped_to") == (5 if cause == "not finite" else None)
-    assert found["errno"] == ("ENOSPC" if cause == "full disk" else None)
+    assert found["errno"] == ERRNO.get(kind)
     assert found["exit_code"] == (2 if cause == "setting" else 1)
     noted = run.status()
     assert (noted["outcome"], noted["step"]) == ("failed", 7)

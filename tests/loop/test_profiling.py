@@ -1,4 +1,4 @@
-"""The profiler: its settings, what it writes, and that it never ends a run."""
+"""The profiler: what it writes, and that it changes and ends no run."""
 
 import gzip
 import json
@@ -11,8 +11,6 @@ from ragged import Ragged
 from runs import assert_same_weights, change, make_config, train
 from world import run_world
 
-# ---- recording -----------------------------------------------------------------------------------
-
 
 def steps_in(path: Path) -> list[str]:
     """Return the ranges of steps in a trace; read as Perfetto and chrome://tracing do."""
@@ -24,7 +22,6 @@ def steps_in(path: Path) -> list[str]:
     return [event["name"].removeprefix("ProfilerStep#") for event in ranges]
 
 
-# ---- in a run ------------------------------------------------------------------------------------
 def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
     settings = {"steps": 6, "evaluation__every_steps": 4, "run_name": "plain"}
     plain = make_config(tmp_path, **settings)
