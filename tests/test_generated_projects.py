@@ -8,7 +8,6 @@ import datetime
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -46,37 +45,24 @@ def users_environment() -> dict[str, str]:
     return {**kept, "PATH": os.pathsep.join([f"{sys.base_prefix}/bin", *folders])}
 
 
-def run(command: str, folder: Path, environment: dict[str, str]) -> str:
-    """Run a command that must succeed, and return what it prints."""
-    done = subprocess.run(
-        ["bash", "-e", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}"
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("recipe", [choice(recipe) for recipe in CHOICES])
 def test_a_project_installed_as_its_readme_says_passes_its_own_checks(
     template: Path, tmp_path: Path, recipe: str
 ):
-    project = Desk(tmp_path).generate(template, **RENAMED, recipe=recipe)
+    desk = Desk(tmp_path)
+    project = desk.generate(template, **RENAMED, recipe=recipe)
     section = (project / "README.md").read_text().split("## Install\n")[1].split("\n## ")[0]
     _, install = re.findall(r"```bash\n(.*?)```", section, re.S)  # with uv, with pip
-    environment = users_environment()
+    desk.environment = users_environment()
+    bash = ["bash", "-e", "-c"]
     try:
         # pip only warns of an extra that it does not find.
-        assert "does not provide the extra" not in run(install, project, environment)
-        environment["PATH"] = f"{project}/.venv/bin:{environment['PATH']}"
-        shown = run("make lint test", project, environment)
+        shown = desk.succeed(*bash, f"exec 2>&1\n{install}", cwd=project)
+        assert "does not provide the extra" not in shown
+        desk.environment["PATH"] = f"{project}/.venv/bin:{desk.environment['PATH']}"
+        shown = desk.succeed(*bash, "exec 2>&1; make lint test", cwd=project)
         assert re.search(r"\d+ passed", shown)
         print(shown)
     finally:

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from test_manifests import manifests, values
-from two_hosts import PATIENCE, TwoHosts, available
+from two_hosts import PATIENCE, TwoHosts
 from two_hosts_runs import (
     CONFIG,
+    NEEDS_TWO_HOSTS,
+    PLAIN,
     PROJECT,
     STOPS_AT,
     assert_finished_with_the_right_weights,
@@ -26,17 +28,8 @@ from two_hosts_runs import (
     wait_for,
 )
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.slow,
-    pytest.mark.skipif(not available(), reason="needs root and iproute2 for network namespaces"),
-]
-ENVIRONMENT = {
-    "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-    "WHERE": "multi_node_cpu",
-}
+pytestmark = NEEDS_TWO_HOSTS
+ENVIRONMENT = PLAIN | {"WHERE": "multi_node_cpu"}
 SSHD = """
 HostKey {0}/host_key
 AuthorizedKeysFile {0}/key.pub
@@ -217,9 +210,11 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
     assert_finished_with_the_right_weights(hosts, 420)
 
 
-def test_slurm_requeues_a_job_that_fails_while_each_gains(hosts, slurm):
+def test_slurm_requeues_a_job_that_fails_while_each_gains_and_never_a_wrong_setting(hosts, slurm):
     """A process that is killed is started again in place; an exception ends the job."""
+    assert "error: this is no Slurm job" in slurm.call("bash", "launch/slurm.sbatch")
     job = submit(slurm, *STOPS_AT, *FAILS, "--checkpoints.every_steps", "2")
+    wrong = submit(slurm, "--optim.lr", "-1", "--run_name", "wrong")
     wait_for(hosts, lambda: steps(hosts) >= 3)
     os.kill(hosts.workers(1)[0], signal.SIGKILL)
     wait_for(hosts, lambda: ended(slurm, job, "FAILED"))
@@ -233,14 +228,9 @@ def test_slurm_requeues_a_job_that_fails_while_each_gains(hosts, slurm):
     assert f"not to be started again after an error: {newest}, as when this job began" in second
     assert f"job {job} is not requeued: exit code 1" in second
     assert slurm.about(job)["Restarts"] == "1"
-
-
-def test_slurm_never_requeues_a_wrong_setting_and_refuses_what_is_no_job(hosts, slurm):
-    job = submit(slurm, "--optim.lr", "-1")
-    wait_for(hosts, lambda: ended(slurm, job, "FAILED"))
-    assert f"job {job} is not requeued: exit code 2" in slurm.output(job)
-    assert slurm.about(job)["Restarts"] == "0"
-    assert "error: this is no Slurm job" in slurm.call("bash", "launch/slurm.sbatch")
+    assert ended(slurm, wrong, "FAILED")
+    assert f"job {wrong} is not requeued: exit code 2" in slurm.output(wrong)
+    assert slurm.about(wrong)["Restarts"] == "0"
 
 
 def test_slurm_ends_a_job_of_which_three_in_a_row_have_gained_nothing(hosts, slurm):
@@ -385,9 +375,9 @@ def test_slurm_sbatch_starts_one_process_per_gpu_of_the_job(noting):
 # ---- Kubernetes ----------------------------------------------------------------------------------
 POD = manifests("kubernetes.yaml")["Job"]["spec"]["template"]["spec"]["containers"][0]
 TRAIN_JOB = manifests("kubeflow.yaml")["TrainJob"]["spec"]["trainer"]
-PODS = {
-    "kubernetes.yaml": (POD, lambda rank: {"JOB_COMPLETION_INDEX": str(rank)}),
-    "kubeflow.yaml": (
+PODS = (
+    (POD, lambda rank: {"JOB_COMPLETION_INDEX": str(rank)}, "--stop_after 0s", 75),
+    (
         TRAIN_JOB,
         lambda rank: {
             "PET_NODE_RANK": str(rank),
@@ -396,33 +386,39 @@ PODS = {
             "PET_NPROC_PER_NODE": "8",
             "PET_MASTER_PORT": "29400",
         },
+        "",
+        0,
     ),
-}
+)
 
 
-@pytest.mark.parametrize("name", PODS)
-def test_what_the_pods_run_trains_on_two_hosts(hosts, name):
-    """The container's own command, with what the pods' environment would hold, wrong ranks too."""
-    container, of_rank = PODS[name]
+def test_what_the_pods_run_trains_on_two_hosts(hosts):
+    """By each container's own command, with what its pods would have, wrong ranks too.
+
+    The pods of the Job are told to stop, and those of the TrainJob go on with the run.
+    """
     (hosts.folder / "hosts").write_text(
         "127.0.0.1 localhost\n10.77.0.1 host0 tiny-0.training tiny-node-0-0.tiny\n10.77.0.2 host1\n"
     )
     (hosts.folder / "configs").mkdir()
     (hosts.folder / "configs/image_classification.yaml").write_text(CONFIG)
-    assert "/storage/runs" in container["args"][0]
-    script = container["args"][0].replace("/storage/runs", "runs").rstrip() + " --steps 20"
-    given = values(container) | {"RUN": "tiny"}
-    sizes = {"NODES": "2", "GPUS": "8", "WHERE": "multi_node", "GRACE": "600"}
-    assert given == sizes | {"RUN": "tiny"}
+    for container, of_rank, more, code in PODS:
+        assert "/storage/runs" in container["args"][0]
+        script = container["args"][0].replace("/storage/runs", "runs").rstrip()
+        script += f" --steps 20 {more}"
+        given = values(container) | {"RUN": "tiny"}
+        sizes = {"NODES": "2", "GPUS": "8", "WHERE": "multi_node", "GRACE": "600"}
+        assert given == sizes | {"RUN": "tiny"}
+        hosts.commands.clear()
+        for host in (0, 1):
+            hosts.start(
+                host, *container["command"], script,
+                **given | ENVIRONMENT | {"GPUS": "2"} | of_rank(host),
+                **{"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "1"},
+            )  # fmt: skip
+        assert hosts.wait(300) == [code] * 2, hosts.output(0) + hosts.output(1)
     for host in (0, 1):
-        hosts.start(
-            host, *container["command"], script,
-            **given | ENVIRONMENT | {"GPUS": "2"} | of_rank(host),
-            **{"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "1"},
-        )  # fmt: skip
-    assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
-    for host in (0, 1):
-        assert f"node {host} of 2 (host{host}, veth0)" in hosts.output(host)
+        assert hosts.output(host).count(f"node {host} of 2 (host{host}, veth0)") == len(PODS)
     assert_finished_with_the_right_weights(hosts, 20)
 
 
@@ -480,10 +476,6 @@ def test_preflight_names_at_once_all_that_differs_on_a_host(hosts):
     ("fault", "sentences"),
     [
         (
-            "absent",
-            (f"node 1 of 2 did not connect to host0 within {JOIN:g} s; connected: 0 (host0)",),
-        ),
-        (
             "address",
             (
                 "Also, 10.77.0.9 is not an address of node 0, host0",
@@ -492,13 +484,16 @@ def test_preflight_names_at_once_all_that_differs_on_a_host(hosts):
         ),
         (
             "rank",
-            (
-                "node 1 of 2 did not connect",
-                "Also, host0 is not an address of node 0, host1",
-            ),
+            ("node 1 of 2 did not connect", "Also, host0 is not an address of node 0, host1"),
         ),
         ("interface", ("host0 (veth0 10.77.0.1) does not reach host1 (inner0 10.99.0.1)",) * 2),
-        ("cable", ("node 1 of 2 did not connect", "node 0 did not answer at host0:29500")),
+        (
+            "cable",
+            (
+                f"node 1 of 2 did not connect to host0 within {JOIN:g} s; connected: 0 (host0)",
+                "node 0 did not answer at host0:29500",
+            ),
+        ),
     ],
 )
 def test_a_wrong_launch_ends_in_time_and_names_its_cause(hosts, fault, sentences):

@@ -3,11 +3,11 @@
 import os
 import re
 import shlex
-import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from test_copy import succeed
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -18,28 +18,15 @@ REPOSITORY = Path(__file__).parents[1]
 )
 def test_make_train_reaches_its_accuracy_and_shows_it_again():
     """The first call trains; the second neither installs, generates nor trains."""
-    shown = make("train")
+    outside = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    shown = succeed("make train", REPOSITORY, outside)
     block = shown.split("--- finished: runs/image_classification -")[1]
     assert float(re.findall(r"validation/accuracy ([\d.]+)", block)[0]) >= 0.97
     assert "weights  runs/image_classification/export" in block
-    again = make("train")
+    again = succeed("make train", REPOSITORY, outside)
     assert "validation/accuracy" in again
     for trace in ("uv pip install", "cookiecutter --no-input", "step 10 of"):
         assert trace not in again
-
-
-def make(target: str) -> str:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run(
-        ["make", target],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("readme", ["README.md", "recipes/README.md", "CONTRIBUTING.md"])
@@ -88,9 +75,6 @@ def test_the_tree_shown_is_that_of_a_project():
         assert path.is_dir() if name.endswith("/") else path.is_file(), path
 
 
-PICTURES = REPOSITORY / "docs/pictures"
-
-
 def test_root_folders_are_linked_file_by_file():
     """One truth: each linked file exists in the root folder, and each root file is linked."""
     for folder, place, suffix in [
@@ -116,14 +100,6 @@ def test_what_a_recipe_needs_stands_at_its_head_and_in_its_extra():
         head = tomllib.loads(re.sub(r"(?m)^# ?", "", text.split("# ///")[1].split("\n", 1)[1]))
         extra = project["optional-dependencies"][path.stem]
         assert set(head["dependencies"]) - set(project["dependencies"]) == set(extra), path.stem
-
-
-def test_every_recipe_has_a_paragraph_on_your_own_data_which_a_test_runs():
-    text = (REPOSITORY / "template/docs/your-own-recipe.md").read_text()
-    for recipe in sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml")):
-        assert f"\n### {recipe}\n" in text.split("\n## Your own data\n")[1]
-        (tests,) = (REPOSITORY / "template/tests").rglob(f"test_{recipe}.py")
-        assert f'train_on_own_data("{recipe}"' in tests.read_text()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from two_hosts import ADDRESSES, TwoHosts, available
+from two_hosts import ADDRESSES, TwoHosts
 from two_hosts_runs import (
     CONFIG,
+    NEEDS_TWO_HOSTS,
+    PLAIN,
     PROJECT,
     STOPS_AT,
     assert_finished_with_the_right_weights,
@@ -23,18 +25,8 @@ from two_hosts_runs import (
     wait_for,
 )
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.slow,
-    pytest.mark.skipif(not available(), reason="needs root and iproute2 for network namespaces"),
-]
-
-ENVIRONMENT = {
-    "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
+pytestmark = NEEDS_TWO_HOSTS
+ENVIRONMENT = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @pytest.fixture
@@ -85,7 +77,7 @@ def test_sigterm_on_one_host_saves_on_both_at_one_step_and_the_run_goes_on(hosts
     assert_finished_with_the_right_weights(hosts, 60)
 
 
-@pytest.mark.parametrize(("what", "host"), [("kill", 0), ("kill", 1), ("stop", 1), ("cable", None)])
+@pytest.mark.parametrize(("what", "host"), [("kill", 0), ("stop", 1), ("cable", None)])
 def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
     launch(hosts, *STOPS_AT)
     wait_for(hosts, lambda: steps(hosts) >= 10)
@@ -284,12 +276,11 @@ def curve(folder: Path) -> list[float]:
     return [line[name] for line in lines for name in names if name in line]
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_planner_predicts_the_bytes_on_the_wire(hosts, accumulation):
+def test_the_planner_predicts_the_bytes_on_the_wire(hosts):
     """Of 20 steps, by the counters of the interface; within 5 %."""
     (hosts.folder / "tiny.yaml").write_text(
         "recipe: {class_path: wide.Wide}\n"
-        f"batches: {{global_batch_size: {2 * accumulation}, micro_batch_size: 1, workers: 0}}\n"
+        "batches: {global_batch_size: 4, micro_batch_size: 1, workers: 0}\n"
         "steps: 26\noptim: {lr: 0.0}\ntelemetry: {trackers: []}\n"
     )
     launch(hosts, processes=1, path=str(Path(__file__).parent))

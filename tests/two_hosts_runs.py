@@ -2,12 +2,19 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from two_hosts import PATIENCE, TwoHosts
+import pytest
+from two_hosts import PATIENCE, TwoHosts, available
 
+NEEDS_TWO_HOSTS = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(not available(), reason="needs root and iproute2 for network namespaces"),
+]
 PROJECT = Path(__file__).parents[1] / "template"
 CONFIG = f"""
 run_name: tiny
@@ -20,6 +27,11 @@ telemetry: {{every_steps: 1, trackers: []}}
 distributed: {{timeout_seconds: {5 * PATIENCE:g}, startup_timeout_seconds: {60 * PATIENCE:g}}}
 """
 STOPS_AT = ("--steps", "100000")
+PLAIN = {
+    "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def run_folder(hosts: TwoHosts) -> Path:
@@ -45,18 +57,13 @@ def wait_for(hosts: TwoHosts, condition, seconds: float = 300) -> None:
 
 def reference_weights(folder: Path, total: int) -> dict:
     """Train the same on one process, in this one's child, without a network."""
-    import subprocess
-
     from safetensors.torch import load_file
 
-    environment = {
-        "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
-        "ACCELERATE_USE_CPU": "1",
-    }
     subprocess.run(
         [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml", "--run_name", "alone",
          "--recipe.init_args.seconds", "0", "--runs_folder", "alone", "--steps", str(total)],
-        cwd=folder, env=dict(os.environ) | environment, check=True, capture_output=True,
+        cwd=folder, env=os.environ | PLAIN | {"ACCELERATE_USE_CPU": "1"}, check=True,
+        capture_output=True,
     )  # fmt: skip
     return load_file(folder / "alone/alone/export/model.safetensors")
 

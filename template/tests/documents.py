@@ -50,6 +50,13 @@ def commands(text: str) -> list[str]:
     return [line for block in joined for line in block.strip().splitlines()]
 
 
+def card(path: Path) -> str:
+    """Return the comment at the head of a config."""
+    head = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))
+    assert head, "a config opens with a card"
+    return re.sub(r"(?m)^# ?", "", head[0])
+
+
 def train_as_typed(command: str, more: str = "") -> Any:
     """Run `python -m my_project train ...` here, which is faster, and return its config.
 
@@ -88,19 +95,16 @@ def train_on_own_data(recipe: str, folder: Path) -> dict[str, Any]:
     return {config.run_name: config for config in configs}
 
 
-def run_as_typed(
-    command: str, folder: Path, *, typed: str = "", **environment: str
-) -> subprocess.CompletedProcess:
+def run_as_typed(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
     """Run a command as a user does in a project.
 
     Args:
         command: as a document has it.
         folder: the project's.
-        typed: what comes from the keyboard.
         environment: more variables.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=600, env=os.environ | {"PATH": path} | environment, input=typed,
+        timeout=600, env=os.environ | {"PATH": path} | environment,
     )  # fmt: skip

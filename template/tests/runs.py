@@ -49,6 +49,16 @@ def weights(folder: Path) -> dict[str, Any]:
     return load_file(folder / "model.safetensors")
 
 
+def assert_same_weights(
+    one: Config, other: Config, tolerance: float = 0.0, part: str = "export"
+) -> None:
+    """Compare exported weights, or those of best/; to the bit without a tolerance."""
+    import torch
+
+    ours, theirs = weights(one.folder / part), weights(other.folder / part)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 def status(config: Config) -> dict[str, Any]:
     return json.loads((config.folder / "status.json").read_text())
 

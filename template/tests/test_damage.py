@@ -14,7 +14,7 @@ from ragged import Ragged
 from runs import change, make_config, records, status, train
 from world import run_world
 
-from my_project import files, run_folder
+from my_project import files
 from my_project.checkpoint import resuming
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError
@@ -282,13 +282,3 @@ def test_a_full_or_read_only_disk_is_one_sentence(tmp_path, options):
             train(config)
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-
-
-def test_a_folder_that_fails_after_the_checks_is_one_sentence_on_every_process(tmp_path):
-    def fail(self) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_folder.Run, "begin", fail)
-        with pytest.raises(ConfigError, match=r"cannot be written to \(.*No space left"):
-            train(make_config(tmp_path))

@@ -1,12 +1,11 @@
 """An evaluation loses no training: it is tried first, and the state is saved before it."""
 
+import argparse
 import dataclasses
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, records, status, train, weights
+from test_resume import interrupt_at, make_disk_slow
 from world import World, run_world
 
-from my_project import devices, files, sharding
-from my_project.checkpoint import saving
+from my_project import commands
 from my_project.checkpoint.resuming import checkpoints
-from my_project.config import Config
-from my_project.evaluate import sanity_check
+from my_project.config import Config, ConfigError
 from my_project.files import manifest_text, read_manifest
 
 Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +55,6 @@ def config_of(folder: Path, name: str, recipe: dict[str, Any], **settings: Any) 
     return make_config(folder, made, run_name=name, **settings)
 
 
-def same_weights(one: Config, other: Config) -> bool:
-    ours, theirs = weights(one.folder / "export"), weights(other.folder / "export")
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
-
-
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path, processes):
     config = config_of(tmp_path, "first", {"how": "raise at once"})
@@ -77,24 +70,8 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path):
     untried = config_of(tmp_path, "untried", {}, steps=5, evaluation__sanity_check=False)
     for config in (tried, untried):
         run_world(2, train, config)
-    assert same_weights(tried, untried)
+    assert_same_weights(tried, untried)
     assert [r["loss"] for r in records(tried)] == [r["loss"] for r in records(untried)]
-
-
-def states_around_the_sanity_check(config: Config) -> list[tuple]:
-    with devices.start(config) as accelerator:
-        data_info = config.recipe.prepare_data()
-        _, validation_sets = config.recipe.build_datasets(data_info)
-        model = sharding.RecipeModule(config.recipe.build_model(data_info))
-        states = [(torch.get_rng_state().tolist(), random.getstate())]
-        sanity_check(accelerator, config, model, validation_sets)
-        return [*states, (torch.get_rng_state().tolist(), random.getstate())]
-
-
-@pytest.mark.slow
-def test_the_sanity_check_restores_the_random_state(tmp_path):
-    ((before, after),) = run_world(1, states_around_the_sanity_check, config_of(tmp_path, "a", {}))
-    assert before == after
 
 
 class Opened(torch.utils.data.Dataset):
@@ -160,7 +137,7 @@ def test_what_a_model_takes_from_its_first_batch_is_of_the_training(tmp_path):
     untried = change(tried, run_name="untried", evaluation__sanity_check=False)
     for config in (tried, untried):
         assert train(config) == 0
-    assert same_weights(tried, untried)
+    assert_same_weights(tried, untried)
 
 
 def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
@@ -172,18 +149,12 @@ def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
     assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000005"]
     assert train(change(config, recipe__how="")) == 0
     assert train(whole) == 0
-    assert same_weights(config, whole)
+    assert_same_weights(config, whole)
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5], "no step was taken twice"
 
 
 def train_on_a_slow_disk(config: Config) -> int:
-    flush = files.flush_to_disk
-
-    def slowly(path: Path) -> None:
-        time.sleep(0.5)
-        flush(path)
-
-    files.flush_to_disk = saving.flush_to_disk = slowly
+    make_disk_slow()
     return train(config)
 
 
@@ -215,7 +186,7 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, judged, 
     assert status(killed)["outcome"] in ("running", "failed")
     run_world(2, train, killed)
     run_world(2, train, whole)
-    assert same_weights(killed, whole)
+    assert_same_weights(killed, whole)
     for name in ("validation/accuracy", "validation/auroc"):
         ours, theirs = records(killed, name), records(whole, name)
         assert [r["step"] for r in ours] == [2, 4, 6, 8]
@@ -225,8 +196,7 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, judged, 
     manifests = [read_manifest(checkpoints(c.folder)[-1])["evaluation"] for c in (killed, whole)]
     assert manifests[0] == manifests[1]
     assert manifests[0]["evaluated_step"] == 8
-    ours, theirs = (weights(c.folder / "best") for c in (killed, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(killed, whole, part="best")
 
 
 @pytest.mark.slow
@@ -321,22 +291,10 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
     assert status(all_steps)["step"] == 6
 
 
-def stop_at_the_last_step(config: Config) -> int:
-    loss = Ragged.loss
-
-    def told_to_stop(self: Any, model: Any, batch: Any, step: int) -> Any:
-        if step == config.steps - 1:  # type: ignore[operator]
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss(self, model, batch, step)
-
-    Ragged.loss = told_to_stop  # type: ignore[method-assign]
-    return train(config)
-
-
 @pytest.mark.slow
 def test_told_to_stop_a_run_saves_and_leaves_the_evaluation_to_the_next_start(tmp_path):
     config = config_of(tmp_path, "told", {}, steps=4)
-    assert run_world(2, stop_at_the_last_step, config) == [75, 75]
+    assert run_world(2, interrupt_at, config, 3) == [75, 75]
     assert (status(config)["outcome"], status(config)["step"]) == ("preempted", 4)
     assert not records(config, "validation/accuracy")
     assert run_world(2, train, config) == [0, 0]
@@ -365,36 +323,33 @@ def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_t
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def evaluate(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "my_project", "evaluate", "--trust", "ragged.Ragged",
-         *arguments],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+def evaluate(folder: Path, is_json: bool = True) -> None:
+    arguments = argparse.Namespace(folder=str(folder), trust=["ragged.Ragged"], json=is_json)
+    assert commands.print_evaluation(arguments) == 0
 
 
 @pytest.mark.slow
-def test_evaluate_gives_what_training_reported_of_exports_and_checkpoints(tmp_path):
+def test_evaluate_gives_what_training_reported_of_exports_and_checkpoints(tmp_path, capsys):
     """Also of a checkpoint with averaged weights, which are those that training evaluates."""
     config = make_config(tmp_path, steps=6, optim__ema_decay=0.9, optim__lr=0.3)
     run_world(2, train, config)
     reported = status(config)["result"]
     checkpoint = checkpoints(config.folder)[-1]
     for folder in (config.folder, checkpoint):
-        done = evaluate(str(folder), "--json")
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
+        capsys.readouterr()
+        evaluate(folder)
+        found = json.loads(capsys.readouterr().out)
         for name in ("validation/accuracy", "validation/auroc"):
             assert found[name] == pytest.approx(reported[name], abs=1e-6)
     raw = dict(weights(checkpoint))
     assert not torch.equal(raw["0.weight"], weights(config.folder / "export")["0.weight"])
-    table = evaluate(str(config.folder)).stdout
+    evaluate(config.folder, is_json=False)
+    table = capsys.readouterr().out
     assert f"{reported['validation/auroc']:.4f}" in table
     assert "validation/auroc" in table
 
     content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-3] ^= 64
     (checkpoint / "model.safetensors").write_bytes(content)
-    done = evaluate(str(checkpoint))
-    assert done.returncode == 2
-    assert "model.safetensors is damaged: its hash is not the one in manifest.json" in done.stderr
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: its hash is not"):
+        evaluate(checkpoint)

@@ -22,7 +22,6 @@ from world import TESTS, run_world
 from my_project import commands
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
-from my_project.checkpoint.shards import model_tensors
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
 
@@ -51,30 +50,6 @@ def test_exports_have_the_plain_keys_whatever_wrapped_the_model(tmp_path, export
         plain.load_state_dict(found, strict=True)
         for key, value in found.items():  # the same run, whatever wrapped it
             torch.testing.assert_close(value, weights(export)[key], rtol=1e-4, atol=1e-5)
-
-
-def test_a_state_without_shards_is_the_one_of_torchs_distributed_checkpoints():
-    """A plain model avoids the import; tied, checkpointed and compiled parts keep their keys."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    class Wrapped(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = torch.nn.Linear(4, 4)
-            self.tied = torch.nn.Linear(4, 4, bias=False)
-            self.tied.weight = self.first.weight
-            self.norm = checkpoint_wrapper(torch.nn.BatchNorm1d(4))
-            self.inner = torch.compile(checkpoint_wrapper(torch.nn.Linear(4, 4)), backend="eager")
-            self.register_buffer("left_out", torch.zeros(1), persistent=False)
-
-    model = Wrapped()
-    found, expected = model_tensors(model), get_model_state_dict(model)
-    assert [*found] == [*expected]
-    assert {"norm.running_mean", "inner.weight", "tied.weight"} <= found.keys()
-    for name, tensor in found.items():
-        assert tensor.data_ptr() == expected[name].data_ptr()
-        assert not tensor.requires_grad
 
 
 def run_predict(*arguments: str) -> subprocess.CompletedProcess:

@@ -1,7 +1,7 @@
 """overfit_batches: the first global batches again and again, and an evaluation on them."""
 
 import pytest
-from ragged import Ragged, Samples, Streamed
+from ragged import Ragged, Streamed
 from runs import make_config, records, status, train
 from world import run_world
 
@@ -41,21 +41,6 @@ def test_the_batches_are_those_of_the_first_steps(tmp_path):
     assert [int(data[i]["index"]) for i in range(len(data))] == wanted
     assert len(wanted) == 32
     assert sets == {"validation": data}
-
-
-class AtOnce(Samples):
-    """A dataset that reads several samples at once, as those of Hugging Face do."""
-
-    def __getitems__(self, indices: list[int]) -> list:
-        self.read = indices
-        return [self[index] for index in indices]
-
-
-def test_a_dataset_that_reads_several_samples_at_once_still_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("ragged.Samples", AtOnce)
-    data, _ = contract.build_datasets(Ragged(), {"features": 6}, overfitting(tmp_path))
-    samples = data.__getitems__([0, 3])
-    assert data.dataset.read == [int(sample["index"]) for sample in samples]
 
 
 def test_what_cannot_be_overfitted_is_refused(tmp_path):

@@ -4,14 +4,17 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
-import torch
 from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, records, status, train
 from world import run_world
 
+from my_project import files
+from my_project.checkpoint import resuming, saving
 from my_project.config import Config, ConfigError
+from my_project.run_folder import Run
 
 # 4 steps make an epoch; step 6 lies in the middle of the second
 FIRST = 6
@@ -36,10 +39,7 @@ def interrupt_at(config: Config, step: int) -> int:
 
 
 def assert_same(run: Config, reference: Config, tolerance: float) -> None:
-    ours, theirs = weights(run.folder / "export"), weights(reference.folder / "export")
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
+    assert_same_weights(run, reference, tolerance)
     assert [r["step"] for r in records(run)] == list(range(1, 11))
     for name in ("loss", "gradient_norm", "learning_rate"):
         assert [r[name] for r in records(run)] == pytest.approx(
@@ -80,18 +80,19 @@ def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path
     assert_same(config, uninterrupted, 0.0)
 
 
-def what_is_saved_when_it_leaves(config: Config) -> list[str]:
-    """Stop at step 4 with a slow disk; list the checkpoints at the moment in which main returns."""
-    from my_project import files
-    from my_project.checkpoint import resuming, saving
-
+def make_disk_slow() -> None:
     flush = files.flush_to_disk
 
-    def slowly(path) -> None:
+    def slowly(path: Path) -> None:
         time.sleep(0.5)
         flush(path)
 
     files.flush_to_disk = saving.flush_to_disk = slowly
+
+
+def what_is_saved_when_it_leaves(config: Config) -> list[str]:
+    """Stop at step 4 with a slow disk; list the checkpoints at the moment in which main returns."""
+    make_disk_slow()
     assert interrupt_at(config, 4) == 75
     return [folder.name for folder in resuming.checkpoints(config.folder)]
 
@@ -171,33 +172,18 @@ def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path):
         train(make_config(tmp_path, resume=str(tmp_path / "nowhere")))
 
 
-def train_while_another_does(config: Config) -> str:
-    import subprocess
-    import sys
-
-    from my_project.run_folder import Run
-
-    run = Run(config, rank=0)
-    code = (
-        "import sys, runs, pathlib; from my_project.run_folder import Run\n"
-        "Run(runs.make_config(pathlib.Path(sys.argv[1])), rank=0)"
-    )
-    other = subprocess.run(
-        [sys.executable, "-c", code, config.runs_folder],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.lock
-    return other.stderr
+def open_run(config: Config) -> None:
+    Run(config, rank=0)
 
 
-@pytest.mark.slow
 def test_two_launches_cannot_use_one_run_folder(tmp_path):
-    message = run_world(1, train_while_another_does, make_config(tmp_path))[0]
-    assert "is in use by process" in message
-    assert "choose another --run_name" in message
-    assert "TransientError" in message, "exit code 1: the other one may be about to end"
+    config = make_config(tmp_path)
+    mine = Run(config, rank=0)
+    with pytest.raises(RuntimeError, match="is in use by process") as refusal:
+        run_world(1, open_run, config)
+    assert mine.lock
+    assert "choose another --run_name" in str(refusal.value)
+    assert "TransientError" in str(refusal.value), "exit code 1: the other one may be about to end"
 
 
 def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_path):

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -27,12 +26,9 @@ from documents import (
     text_of,
     train_as_typed,
 )
-from ragged import Ragged
 from runs import status
-from torch import Tensor, nn
 
 SOURCE = PROJECT / "src/my_project"
-MORE = len(SOURCE.name) - 10  # letters of the package's name than in the template
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -132,16 +128,6 @@ def test_the_commands_of_watching_runs_run_as_they_stand(project):
         cwd=project, env=os.environ | {"PYTHONPATH": str(project / "src")}, check=False,
     )  # fmt: skip
     assert done.returncode == 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Booked(Ragged):
-    """Write down the samples of each micro-batch that the loss is given."""
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        with open("book", "a") as file:
-            file.write(f"{step + 1} {batch['index'].tolist()}\n")
-        return super().loss(model, batch, step)
 
 
 OWN = text_of("docs/your-own-recipe.md", "## A recipe in 40 lines")

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing.connection
 import signal
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def raise_(error: BaseException) -> None:
     raise error
 
 
+def closed_pipe() -> multiprocessing.connection.Connection:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    return ours
+
+
 KINDS = {
     "setting": lambda: raise_(ConfigError("lr is -1.")),
     "exception": lambda: raise_(KeyError("labels")),
@@ -38,20 +45,26 @@ KINDS = {
     "out of host memory": lambda: bytearray(1 << 60),
     "full disk": lambda: raise_(OSError(errno.ENOSPC, "No space left on device")),
     "loader worker": lambda: raise_(RuntimeError("DataLoader worker (pid 7) exited unexpectedly")),
+    "loader worker, a closed pipe": lambda: closed_pipe().recv(),
+    "loader worker, no socket": lambda: multiprocessing.connection.Client("/no/socket"),
+    "exception, of a connection": lambda: raise_(ConnectionResetError("by peer")),
     "mismatched collectives": lambda: raise_(RuntimeError("gloo/transport: collective mismatch")),
     "lost contact": lambda: raise_(DistStoreError("Connection was likely closed.")),
     "not finite": lambda: raise_(NotFiniteError("skipped", skipped_from=3, skipped_to=5)),
 }
+ERRNO = {"full disk": "ENOSPC", "loader worker, no socket": "ENOENT"}
 
 
-@pytest.mark.parametrize("cause", KINDS)
-def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, cause):
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, kind):
+    cause, _, _ = kind.partition(",")
     run = Run(make_config(tmp_path), rank=0)
     run.begin()
+    run.hosts = ["here", "here"]
     run.step, run.progress_time = 7, 123.5
     monkeypatch.setattr(failures.LAUNCHER, "stop_signal", "SIGTERM")
     with pytest.raises((Exception, KeyboardInterrupt)), failures_recorded(run):
-        KINDS[cause]()
+        KINDS[kind]()
     (found,) = failures.read_errors(run.folder, run.token)
     facts = {"rank": 0, "step": 7, "launch": run.token, "progress_time": 123.5, "cause": cause}
     assert facts | {"signal": "SIGTERM"} == {name: found[name] for name in (*facts, "signal")}
@@ -61,7 +74,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ca
         assert Path(found["at"]["file"]) == Path(__file__)
         assert found["at"]["function"] in ("raise_", "<lambda>")
     assert found.get("skipped_to") == (5 if cause == "not finite" else None)
-    assert found["errno"] == ("ENOSPC" if cause == "full disk" else None)
+    assert found["errno"] == ERRNO.get(kind)
     assert found["exit_code"] == (2 if cause == "setting" else 1)
     noted = run.status()
     assert (noted["outcome"], noted["step"]) == ("failed", 7)

@@ -14,7 +14,7 @@ from my_project.checkpoint import exporting
 from my_project.config import Config
 from my_project.run_folder import Run
 from ragged import Ragged
-from runs import change, make_config, records, train, weights
+from runs import assert_same_weights, change, make_config, records, train, weights
 from test_fsdp_on_cpu import ask_for_fsdp
 from world import run_world
 
@@ -96,9 +96,8 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_is_saved_and_re
     assert state["scaler"]["_growth_tracker"] == 1
     rest = run_world(2, train_fp16, change(parts, steps=9), sharded)
     assert [a + b for a, b in zip(first, rest, strict=True)] == found
-    ours, theirs = weights(parts.folder / "export"), weights(whole.folder / "export")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert all(value.isfinite().all() for value in theirs.values())
+    assert_same_weights(parts, whole)
+    assert all(value.isfinite().all() for value in weights(whole.folder / "export").values())
 
 
 def test_a_model_with_sync_batch_norm_is_exported_as_the_plain_one(tmp_path, monkeypatch):

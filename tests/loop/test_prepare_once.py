@@ -7,17 +7,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from my_project.files import TransientError
+from my_project.files import TransientError, wait_until
 from my_project.loading import prepare_once
 from my_project.loading.prepare_once import first_alone, in_turn, until_all_are_done
 from world import World, run_world
 
 
 def wait_for(folder: Path, pattern: str, count: int) -> None:
-    deadline = time.monotonic() + 600
-    while len(list(folder.glob(pattern))) < count:
-        assert time.monotonic() < deadline, f"fewer than {count} {pattern}"
-        time.sleep(0.01)
+    assert wait_until(lambda: len(list(folder.glob(pattern))) >= count, 600, 0.01), pattern
 
 
 def prepare(folder: Path, nodes: int) -> list[str]:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import test_launch
 from my_project.config import Config
+from my_project.files import wait_until
 from ragged import Ragged
 from runs import make_config, train
 from test_launch import outcome, steps_done
@@ -22,11 +22,8 @@ from world import run_world
 ACCELERATE, LAUNCH = "accelerate.commands.launch", "my_project.launch"
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def wait_for(condition: Callable[[], object]) -> None:
+    assert wait_until(lambda: bool(condition()), 120, 0.05)
 
 
 def script(text: str, *arguments: str, **environment: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The profiler: its settings, what it writes, and that it never ends a run."""
+"""The profiler: what it writes, and that it changes and ends no run."""
 
 import gzip
 import json
@@ -6,29 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from documents import PROJECT
-from my_project.command_line import parse
-from my_project.config import ConfigError, ProfileConfig
+from my_project.config import ProfileConfig
 from ragged import Ragged
-from runs import change, make_config, train, weights
+from runs import assert_same_weights, change, make_config, train
 from world import run_world
 
-CONFIG = str(min((PROJECT / "configs").glob("*.yaml")))  # any; of a project its own
-BASE = ["--config", CONFIG]
 
-
-# ---- settings ------------------------------------------------------------------------------------
-def test_steps_and_ranks_are_read_as_they_are_typed():
-    profile = parse([*BASE, "--profile.steps", "20:25", "--profile.ranks", "0,1"]).profile
-    assert (profile.window, profile.chosen_ranks) == ((20, 25), [0, 1])
-    for steps, ranks in (("25:20", "0"), ("0:5", "0"), ("20:25", "-1"), ("20:25", "x")):
-        with pytest.raises(ConfigError, match="such as"):
-            parse([*BASE, f"--profile.steps={steps}", f"--profile.ranks={ranks}"])
-    assert parse(BASE).profile.window is None
-
-
-# ---- recording -----------------------------------------------------------------------------------
 def steps_in(path: Path) -> list[str]:
     """Return the ranges of steps in a trace; read as Perfetto and chrome://tracing do."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -39,7 +22,6 @@ def steps_in(path: Path) -> list[str]:
     return [event["name"].removeprefix("ProfilerStep#") for event in ranges]
 
 
-# ---- in a run ------------------------------------------------------------------------------------
 def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
     settings = {"steps": 6, "evaluation__every_steps": 4, "run_name": "plain"}
     plain = make_config(tmp_path, **settings)
@@ -54,8 +36,7 @@ def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
     for rank in (0, 1):
         path = profiled.folder / f"profile/rank_0000{rank}_steps_3_5.json.gz"
         assert steps_in(path) == ["3", "4", "5"]
-    ours, theirs = (weights(config.folder / "export") for config in (profiled, plain))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(profiled, plain)
 
 
 def test_a_run_that_fails_in_the_window_fails_as_without_and_keeps_the_profile(tmp_path):

@@ -1,27 +1,20 @@
 """Every command in the README is run, as it stands there but for what makes it short."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT, commands, text_of
+from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT, commands, run_as_typed, text_of
 
 README = text_of("README.md")
 SHORT = " --steps 4 --evaluation.every_steps null"
-BIN = Path(sys.executable).parent
 NEEDS_TOOLS = r"my_project[ .](tools|runs|report|doctor|planner|preflight)|--preflight"
 
 
 def run(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    search = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT / "src")}
-    return subprocess.run(
-        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=600, env=dict(os.environ) | search | environment,
-    )  # fmt: skip
+    return run_as_typed(command, folder, PYTHONPATH=str(PROJECT / "src"), **environment)
 
 
 @pytest.fixture(scope="module")

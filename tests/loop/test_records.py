@@ -228,16 +228,6 @@ def test_steps_that_are_skipped_are_counted_in_their_interval(tmp_path):
     assert [r["loss"] is None for r in records(config)] == [False, True, False]
 
 
-@pytest.mark.slow
-def test_the_slowest_rank_is_recorded(tmp_path):
-    """With time to spare for a busy machine, on which any rank may be late for a moment."""
-    recipe = Ragged(seconds=0.5, slow_rank=1, validation_samples=0)
-    config = make_config(tmp_path, recipe, steps=6, batches__micro_batch_size=8)
-    run_world(2, train, config)
-    slowest = [record["slowest_rank"] for record in records(config)]
-    assert slowest.count(1) >= 4
-
-
 # ---- MFU -----------------------------------------------------------------------------------------
 def test_mfu_is_recorded_for_any_recipe(tmp_path):
     """By hand: two linear layers, forward; backward for both weights and one input."""

@@ -15,7 +15,7 @@ from my_project.config import Config
 from my_project.records import samples
 from my_project.run_folder import Run
 from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, records, status, train, weights
 from world import run_world
 
 PICTURE = b"not looked at"
@@ -92,8 +92,7 @@ def test_the_curve_is_the_same_with_and_without_samples_and_where_they_fail(tmp_
         assert run_world(2, train, config) == [0, 0]
         ours, theirs = records(config, "loss"), records(plain, "loss")
         assert [record["loss"] for record in ours] == [record["loss"] for record in theirs]
-        ours, theirs = weights(config.folder / "export"), weights(plain.folder / "export")
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert_same_weights(config, plain)
     assert len(folders_of(shown)) == 3, "of rank 0 alone"
 
 

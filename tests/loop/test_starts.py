@@ -73,30 +73,6 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     assert found["unknown_starts"] == 0
 
 
-def test_six_starts_with_five_kills_are_counted_by_the_clock(tmp_path):
-    """Each trains 10 s and is killed after 40; elapsed_seconds says 60 of all of them."""
-    path = tmp_path / "metrics.jsonl"
-    for i in range(6):
-        at = 45 * i
-        append(
-            path,
-            record("start", 10 * i, at + 4),
-            record("checkpoint", 10 * i + 10, at + 15, seconds=0.0),
-        )
-        last = (10 * i, 10 * i + 30, 10 * i + 10)
-        outcome = "killed" if i < 5 else "finished"
-        append(
-            tmp_path / "starts.jsonl",
-            line("start", f"{i}.0", at),
-            end(f"{i}.0", at + 44, at + 5, outcome, *last),
-        )
-    found = goodput(tmp_path)
-    assert found["calendar"]["seconds"] == 269
-    assert found["launcher"]["seconds"] == 6 * 44
-    assert found["calendar"]["kept"] == pytest.approx(60 / 269, abs=1e-3)
-    assert found["calendar"]["lost"] == pytest.approx(5 * 29 / 269, abs=1e-3)
-
-
 def test_steps_whose_checkpoint_was_damaged_are_lost_too(tmp_path):
     append(
         tmp_path / "starts.jsonl",

@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from documents import PROJECT, blocks, predict_as_typed, text_of, train_on_own_data
 from runs import change, make_config, records, train, weights
+from safetensors.torch import load_file
 from world import run_world
 
-from my_project import commands, export, sharding
+from my_project import export, sharding
 from my_project.blocks import recompute_activations
 from my_project.checkpoint import exporting, resuming
 from my_project.command_line import parse
@@ -150,19 +151,10 @@ def test_the_loss_ignores_the_prompt_and_includes_the_end_of_text(folder):
 
 def test_a_pair_of_texts_is_tokenized_as_a_pair(folder):
     recipe = recipe_of(folder, second_text_column="prompt")
-    model, samples = model_of(recipe), samples_of(recipe)
+    samples = samples_of(recipe)
     batch = recipe.collate(samples)
     first_only = recipe_of(folder).collate(samples)
     assert batch["input_ids"].shape[1] > first_only["input_ids"].shape[1]
-    data_info = {"classes": ["fruit", "tool"]}
-    lines = "a pear\neat: ", "a pear"
-    logits: list[torch.Tensor] = []
-    model.register_forward_hook(lambda model, arguments, output: logits.append(output.logits))
-    for one in (recipe, recipe_of(folder)):
-        for argument in (*lines, "a pear eat: "):
-            assert one.predict(model, data_info, argument)
-    assert not torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[3], logits[5]), "without a second text, a line break equals a space"
 
 
 @pytest.mark.slow
@@ -188,14 +180,8 @@ def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path, folder, settin
     assert train(stopped) == 0
     assert train(change(stopped, steps=6)) == 0
     name = "adapter_model.safetensors" if settings.get("lora_rank") else "model.safetensors"
-    ours, theirs = (load_safetensors(config.folder / "export" / name) for config in (stopped, one))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def load_safetensors(path) -> dict:
-    from safetensors.torch import load_file
-
-    return load_file(path)
+    ours, theirs = (load_file(config.folder / "export" / name) for config in (stopped, one))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def logits_of(recipe, model) -> torch.Tensor:
@@ -376,21 +362,6 @@ def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
             torch.testing.assert_close(logits_of(recipe, model), wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_evaluating_an_export_gives_the_metrics_of_training(tmp_path, folder, capsys):
-    import argparse
-
-    for run_name, settings in {"whole": {}, "lora": {"lora_rank": 2}}.items():
-        config = config_of(tmp_path, folder, run_name, **settings)
-        assert train(config) == 0
-        capsys.readouterr()
-        arguments = argparse.Namespace(folder=str(config.folder), trust=[], json=True)
-        assert commands.print_evaluation(arguments) == 0
-        results = json.loads(capsys.readouterr().out)
-        last = records(config, "validation/loss")[-1]
-        for name in ("validation/loss", "validation/accuracy"):
-            assert results[name] == pytest.approx(last[name], rel=1e-5)
-
-
 def test_the_frozen_weights_may_be_bfloat16(tmp_path, folder, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     config = config_of(tmp_path, folder, lora_rank=2, frozen_dtype="bfloat16")
@@ -488,12 +459,6 @@ def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
     recipe.export(model, recipe.prepare_data(), tmp_path / "export")
     adapter = json.loads((tmp_path / "export/adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "someone/tiny"
-    finetune._snapshot.cache_clear()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    # as if only the tokenizer had been downloaded
-    (cached / "snapshots/0123456789/model.safetensors").unlink()
-    with pytest.raises(ValueError, match="someone/tiny"):
-        dataclasses.replace(recipe, lora_rank=0).prepare_data()
     finetune._snapshot.cache_clear()
 
 

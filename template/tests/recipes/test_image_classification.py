@@ -1,13 +1,8 @@
 """The recipe image_classification: every kind of data, any model, and its card's accuracy."""
 
-import dataclasses
 import json
-import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +10,7 @@ import torch
 from documents import (
     PROJECT,
     blocks,
+    card,
     predict_as_typed,
     text_of,
     train_as_typed,
@@ -45,42 +41,11 @@ def images_by_class(folder, splits=("train", "validation"), count=6):
                 )
 
 
-def cifar10(folder):
-    """Write the files that torchvision's downloader leaves, with random images."""
-    import hashlib
-    import pickle
-
-    import numpy as np
-    from torchvision.datasets import CIFAR10
-
-    base = folder / "cifar-10-batches-py"
-    base.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    checksums = {}
-    for name, _ in [*CIFAR10.train_list, *CIFAR10.test_list]:
-        data = generator.integers(0, 255, (4, 3072), dtype=np.uint8)
-        (base / name).write_bytes(pickle.dumps({"data": data, "labels": [0, 1, 2, 9]}))
-        checksums[name] = hashlib.md5((base / name).read_bytes()).hexdigest()
-    names = [f"class {i}" for i in range(10)]
-    (base / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
-    checksums["batches.meta"] = hashlib.md5((base / "batches.meta").read_bytes()).hexdigest()
-    return checksums
-
-
-def recipe_for(data, folder, monkeypatch) -> ImageClassification:
+def recipe_for(data, folder) -> ImageClassification:
     """Write data of one kind as a user has it on disk, and return the recipe that reads it."""
     options = {"image_size": 16, "data_path": str(folder), **NO_NETWORK}
     if data == "digits":
         return ImageClassification(data="digits", **NO_NETWORK)
-    if data == "cifar10":
-        from torchvision.datasets import CIFAR10
-
-        checksums = cifar10(folder)
-        for attribute in ("train_list", "test_list"):
-            files = [[name, checksums[name]] for name, _ in getattr(CIFAR10, attribute)]
-            monkeypatch.setattr(CIFAR10, attribute, files)
-        monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": checksums["batches.meta"]})
-        return ImageClassification(data="cifar10", **options)
     images_by_class(folder)
     if data == "folder":
         return ImageClassification(data="folder", **options)
@@ -95,11 +60,11 @@ def recipe_for(data, folder, monkeypatch) -> ImageClassification:
 
 
 @pytest.mark.filterwarnings("ignore")  # from libraries that read images
-@pytest.mark.parametrize("data", ["digits", "cifar10", "folder", "parquet", "hugging_face"])
+@pytest.mark.parametrize("data", ["digits", "folder", "parquet", "hugging_face"])
 def test_every_kind_of_data_yields_images_and_labels(tmp_path, monkeypatch, data):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    recipe = recipe_for(data, tmp_path / "data", monkeypatch)
+    recipe = recipe_for(data, tmp_path / "data")
     data_info = json.loads(json.dumps(recipe.prepare_data()))
     train_set, validation = recipe.build_datasets(data_info)
     size = data_info["image_size"]
@@ -112,15 +77,6 @@ def test_every_kind_of_data_yields_images_and_labels(tmp_path, monkeypatch, data
         assert data_info["classes"] == ["bright", "dark"]
         image, label = validation["validation"][0]
         assert (image.mean() > 0) == (data_info["classes"][label] == "bright")
-
-
-def test_digits_are_split_without_overlap():
-    train_set, validation = ImageClassification().build_datasets(
-        ImageClassification().prepare_data()
-    )
-    assert len(train_set) + len(validation["validation"]) == 1797
-    labels = torch.tensor([label for _, label in train_set.read.__self__])
-    assert torch.bincount(labels).min() > 100
 
 
 def test_any_torchvision_model_fits_any_data():
@@ -167,34 +123,13 @@ def test_channels_last_does_not_change_the_weights(tmp_path):
         config = change(config, channels_last=channels_last, run_name=str(channels_last))
         run_world(1, train, config)
         exports.append(weights(config.folder / "export"))
-    for name, value in exports[0].items():
-        torch.testing.assert_close(value, exports[1][name], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(*exports, rtol=1e-3, atol=1e-4)
 
 
 def commands_of(path: Path) -> list[str]:
     """Read the commands in the comment at the head of a config, continuation lines joined."""
-    head = re.match(r"(#.*\n)+", path.read_text())
-    assert head, "a config opens with a card"
-    text = re.sub(r"(?m)^# ?", "", head[0])
-    commands = re.findall(r"(?m)^  ((?:.*\\\n)*.*)$", text)
+    commands = re.findall(r"(?m)^  ((?:.*\\\n)*.*)$", card(path))
     return [" ".join(command.replace("\\\n", " ").split()) for command in commands]
-
-
-@pytest.mark.slow
-def test_the_default_config_reaches_the_accuracy_on_its_card(tmp_path):
-    command = commands_of(PROJECT / "configs/image_classification.yaml")[0]
-    bin_folder = Path(sys.executable).parent
-    done = subprocess.run(
-        ["bash", "-c", f"{command} --runs_folder {shlex.quote(str(tmp_path))}"],
-        cwd=PROJECT,
-        env=os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": "src"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    status = json.loads((tmp_path / "image_classification/status.json").read_text())
-    assert status["result"]["validation/accuracy"] >= 0.97
 
 
 def test_a_wrong_data_path_is_refused_in_one_sentence(tmp_path):
@@ -263,12 +198,6 @@ def test_labels_are_words_or_numbers(tmp_path, train_labels, validation_labels, 
     assert data_info["classes"] == classes
     _, sets = recipe.build_datasets(data_info)
     assert [label for _, label in sets["validation"]] == numbers
-    for setting in ("image_column", "label_column"):
-        wrong = dataclasses.replace(recipe, **{setting: "none"})
-        with pytest.raises(
-            ValueError, match=f"{setting} is none, but the data has only image, lab"
-        ):
-            wrong.prepare_data()
 
 
 @pytest.fixture
@@ -296,7 +225,7 @@ def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_pat
     assert capsys.readouterr().out == f"{answer}\n"
 
 
-def test_the_commands_of_the_card_show_answers_and_classify_a_picture(exported, tmp_path):
+def test_the_commands_of_the_card_show_answers_and_classify_a_picture(exported):
     from PIL import Image
 
     _, *predict = commands_of(PROJECT / "configs/image_classification.yaml")
@@ -308,15 +237,6 @@ def test_the_commands_of_the_card_show_answers_and_classify_a_picture(exported, 
     assert re.fullmatch(r"\d+ of 16 validation samples right", title)
     with Image.open(path) as drawn:
         assert drawn.width > 4 * 144
-    (tmp_path / "text.png").write_text("no image")
-    for name, problem in {
-        "runs": "runs is a folder; give an image file",
-        "no.png": "no.png does not exist; give an image file",
-        "text.png": "text.png is not an image that torchvision reads",
-    }.items():
-        command = f"python -m my_project predict runs/image_classification {name}"
-        with pytest.raises(ConfigError, match=problem):
-            predict_as_typed(command)
 
 
 @pytest.mark.slow
