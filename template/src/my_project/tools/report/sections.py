@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ...failures import first_failure, own_frame
+from ...failures import first_failure, place_of
 from ...files import format_seconds
 from ...starts import PARTS, WORDS, goodput
-from ..reader import NOT_COMPARED, PACKAGE, format_number
+from ..reader import NOT_COMPARED, PACKAGE, format_number, time_of
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis
 from .history import PHASES, History, number, text
@@ -89,10 +89,10 @@ def summary(runs: list[History]) -> str:
         {name: one.get(name, "") for name in differing} | facts(run)
         for one, run in zip(settings, runs, strict=True)
     ]
-    keys = [key(f"c{i}") * (len(runs) > 1) for i in range(len(runs))]
-    commands = zip(keys, map(typed, runs), strict=True)
-    table = by_run([run.name for run in runs], columns)
-    return table + "".join(f"<p>{one}{command}</p>" for one, command in commands)
+    parts = [by_run([run.name for run in runs], columns)]
+    for i, run in enumerate(runs):
+        parts.append(f"<p>{key(f'c{i}') * (len(runs) > 1)}{typed(run)}</p>")
+    return "".join(parts)
 
 
 def facts(run: History) -> dict[str, str]:
@@ -127,27 +127,21 @@ def remarks(run: History) -> str:
         return paragraphs(*lines)
     place, launch = "", text(run.run.about.get("launch"))
     if failure := first_failure(run.run.failures.get(launch, [])):
-        reason, step = failure["reason"], failure.get("step")
-        place = f"Rank {failure['rank']} on {failure['host']}"
-        place += f", at step {as_typed(step)}" * (step is not None)
-        with suppress(KeyError, TypeError):  # damaged frames
-            if frame := own_frame(failure["frames"]):
-                place += f", in {frame['file']}, line {frame['line']}, in {frame['function']}"
+        reason, step = failure["reason"], failure["step"]
+        place = f"Rank {failure['rank']} on {failure['host']}" + f", step {step}" * bool(step)
+        with suppress(KeyError, TypeError):  # damaged
+            place += f", in {place_of(failure['at'])}" * bool(failure["at"])
     command = shlex.join(["python", "-m", PACKAGE, "doctor", str(run.run.folder)])
     lines = paragraphs(reason or "The reason is not known.", place, *lines)
     return f'<b class="failed">{lines}</b>More: <code>{escape(command, 1000)}</code>'
 
 
 def typed(run: History) -> str:
-    """Return the command as it was typed, as far as run.json has it."""
+    """Return the command as it was typed, as far as run.json has it; no line ends in a word."""
     command = words(run.run.about.get("launcher")) or words(run.run.about.get("command"))
     command = [Path(word).name for word in command[:1]] + command[1:]
-    return f"<code>{' '.join(map(word, command))}</code>" if command else ""
-
-
-def word(text: str) -> str:
-    """Return a word of a command, which no line ends within."""
-    return f"<span>{escape(shlex.quote(text), 2000)}</span>"
+    spans = (f"<span>{escape(shlex.quote(word), 2000)}</span>" for word in command)
+    return f"<code>{' '.join(spans)}</code>"
 
 
 def words(value: Any) -> list[str]:
@@ -222,46 +216,36 @@ def speed(runs: list[History], x: Axis, groups: int) -> str:
         chart(title, column(runs, name, "", factor), x, groups, from_zero=True)
         for title, name, factor in SPEED
     ]
-    shares = [goodput(run.run.folder) for run in runs]
-    notes = [
-        f"{run.short}: of {known.get('unknown_starts', 'all')} starts the time is not known: they"
-        " were by accelerate launch or torchrun, or of an earlier version."
-        for run, known in zip(runs, shares, strict=True)
-        if known.get("unknown_starts", True)
-    ]
-    notes += [
-        f"{run.short}: the slowest was {rank} in {count / run.slowest.total():.0%} of intervals."
-        for run in runs
-        for rank, count in run.slowest.most_common(1)
-    ]
-    spent = [in_parts(one) | phases_of(run) for one, run in zip(shares, runs, strict=True)]
-    top = by_run([run.short for run in runs], spent) + paragraphs(*notes)
+    top = by_run([run.short for run in runs], [goodput_of(run) | ranks_of(run) for run in runs])
     return f'{top}<div class="charts">{"".join(charts)}</div>' if any(charts) else top
 
 
-def in_parts(shares: dict[str, Any]) -> dict[str, str]:
+def goodput_of(run: History) -> dict[str, str]:
     """Return what the time since the first launch was spent on, by its name."""
-    if not shares:
-        return {}
-    calendar, launcher = shares["calendar"], shares["launcher"]
+    if not (shares := goodput(run.run.folder)):
+        return {"Starts of unknown time": "all"}
+    calendar, launcher, unknown = (shares[n] for n in ("calendar", "launcher", "unknown_starts"))
     rows = {"Time since the first launch": format_seconds(calendar["seconds"])}
     parts = {name: calendar[name] for name in (*PARTS, "down")}
     rows |= {WORDS.get(n, n): f"{share:.1%}" * (share >= 0.0005) for n, share in parts.items()}
     rows["Time with a launcher"] = format_seconds(launcher["seconds"])
-    return rows | {"kept of it": f"{launcher['kept']:.1%}"}
+    rows["kept of it"] = f"{launcher['kept']:.1%}"
+    return rows | {"Starts of unknown time": str(unknown or "")}
 
 
-def phases_of(run: History) -> dict[str, str]:
-    """Return the share of each phase in the time of the run since its first record."""
+def ranks_of(run: History) -> dict[str, str]:
+    """Return the share of each phase in the time of rank 0, and which rank was the slowest."""
     elapsed = run.curves.get("elapsed_seconds", np.zeros(len(run.steps)))
     seconds = np.nan_to_num(np.diff(elapsed, prepend=elapsed[:1])).clip(0) + 1e-9
-    shares = {}
+    rows = {}
     for name in PHASES:
         values = run.curves.get(f"{name}_share", np.zeros(0))
         kept = np.flatnonzero(np.isfinite(values))  # communication is measured in some steps only
         share = np.average(values[kept], weights=seconds[kept]) if len(kept) else None
-        shares[f"Rank 0: {name}"] = "" if share is None else f"{share:.1%}"
-    return shares
+        rows[f"Rank 0: {name}"] = "" if share is None else f"{share:.1%}"
+    for rank, count in run.slowest.most_common(1):
+        rows["Slowest"] = f"{rank}, in {count / run.slowest.total():.0%} of intervals"
+    return rows
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -311,14 +295,14 @@ def starts(run: History) -> str:
     """Return a table of the starts of a run, the newest first, and changes of its numerics."""
     rows = []
     for start in run.starts:
-        when = ""
-        with suppress(OverflowError, ValueError, OSError):
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(number(start.get("time"))))
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_of(start)))
         hosts = ", ".join(f"{host} x {count}" for host, count in start["hosts"].items())
         is_last = start is run.starts[-1]
         end = start["end"] or (run.run.state if is_last else "killed, failed or extended")
         steps = f"{start['step']:,} to {start['last']:,}"
-        rows.append([when, steps, start["world_size"], hosts, start["changed"], end])
+        rows.append(
+            [when * bool(time_of(start)), steps, start["world_size"], hosts, start["changed"], end]
+        )
     return table(["When", "Steps", "Processes", "Hosts", "Changed", "How it ended"], rows[::-1])
 
 
