@@ -50,7 +50,7 @@ def test_a_tool_that_meets_another_format_says_so_and_shows_what_it_can(tmp_path
     assert train(config) == 0
     path = config.folder / "run.json"
     about = json.loads(path.read_text())
-    assert reader.format_problem(config.folder) == ""
+    assert reader.read_run(config.folder).problems == []
     path.write_text(json.dumps(about | {"format": RUN_FORMAT + 1}))
     words = [sys.executable, "-m", "my_project"]
     for command in (["runs", str(tmp_path)], ["doctor", str(config.folder)]):

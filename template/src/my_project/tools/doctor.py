@@ -16,7 +16,6 @@ sentences), and earlier_failures (starts of this run that failed before).
 
 import argparse
 import json
-import re
 import shutil
 import textwrap
 import time
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from signal import SIGKILL, Signals
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..failures import (
     CONSEQUENCES,
@@ -38,7 +37,7 @@ from ..failures import (
     late,
     place_of,
 )
-from ..files import ConfigError, format_seconds, is_locked, kind_of, printable, read_json, step_of
+from ..files import ConfigError, format_seconds, is_locked, printable, read_json, step_of
 from ..process import PREEMPTED
 from . import flight_recorder
 from .reader import Run, check_run, is_run, parser_of, read_folder, time_of
@@ -112,14 +111,11 @@ ENDED_FROM_OUTSIDE += ("lost node", "interrupted")
 
 
 # ---- the newest start ----------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Exit:
+class Exit(NamedTuple):
     """How a process ended, as its launcher wrote."""
 
     code: int  # negative: the signal
-    by_launcher: (
-        bool  # killed by the launcher, since it did not end after the failure of another rank
-    )
+    by_launcher: bool  # killed by it, since it did not end after the failure of another rank
     says: str
 
 
@@ -178,11 +174,12 @@ def newest_start(run: Run, locked: bool | None) -> Start:
         # torchrun may have restarted the processes, which write into the same folder
         ours = [one for one in start.failures if one["launch"] in ("", launch)]
         reports = [*reports, *ours, *([noted] if "rank" in noted else [])]
-        _add_opened(start)
+        hosts = run.about.get("hosts")
+        start.hosts = dict(enumerate(map(str, hosts if isinstance(hosts, list) else ())))
     by_rank = {one["rank"]: one for one in reversed(reports)}
     start.failures = sorted(by_rank.values(), key=lambda one: one["time"])
     start.hosts |= {one["rank"]: one["host"] for one in start.failures}
-    largest = max([start.world_size - 1, *start.hosts, *start.logs])
+    largest = max([0, *start.hosts, *start.logs])
     start.world_size = min(largest, MOST_RANKS) + 1
     return start
 
@@ -208,18 +205,6 @@ def _read_logs(start: Start, opened: float) -> Start:
     return start
 
 
-def _add_opened(start: Start) -> None:
-    """Add the world size and the hosts of a start that opened the run, as far as they are known."""
-    about = start.run.about
-    starts = [one for one in start.run.records if kind_of(one) == "start"][-1:]
-    hosts = [one.get("hosts") for one in starts if time_of(one) > start.began - COPIED_SECONDS]
-    known = [about.get("hosts"), *hosts, [about.get("host") or ""]]
-    known = next(one for one in known if isinstance(one, list) and one)
-    start.hosts = dict(enumerate(map(str, known)))
-    size = str(_dict(about.get("environment")).get("WORLD_SIZE"))
-    start.world_size = int(size) if re.fullmatch(r"[0-9]{1,6}", size) else 1
-
-
 def _exits(ended: dict[str, Any], path: Path) -> dict[int, Exit]:
     """Return by rank how processes ended of which one failed, as their launcher wrote, in order."""
     found, killed = {}, ended.get("killed")
@@ -227,8 +212,7 @@ def _exits(ended: dict[str, Any], path: Path) -> dict[int, Exit]:
     for text, code in codes.items() if {*codes.values()} - {0, PREEMPTED} else ():
         if text.isdecimal() and isinstance(code, int) and code != PREEMPTED:
             by_launcher = isinstance(killed, list) and int(text) in killed
-            says = f"{path}: rank {text}: {code}"
-            found[int(text)] = Exit(code=code, by_launcher=by_launcher, says=says)
+            found[int(text)] = Exit(code, by_launcher, f"{path}: rank {text}: {code}")
     return found
 
 
@@ -444,7 +428,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
     first |= {"time": time_of(cause) or None, "at": place_of(cause.get("at"))}
-    found = {
+    return {
         "run": str(folder),
         "outcome": outcome,
         "happened": _happened(start, outcome, now or time.time(), locked),
@@ -466,7 +450,6 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         "damaged": [] if start.is_unopened else run.problems,
         "earlier_failures": len(run.failures.keys() - {"", str(run.about.get("launch"))}),
     }
-    return _shown(found)
 
 
 def _outcome(start: Start, locked: bool | None) -> str:
@@ -484,7 +467,8 @@ def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> st
     if start.is_unopened:
         return f"the newest start did not open the run; before it: {status.get('outcome')}, {text}"
     if outcome != "running":
-        return f"{text}: {status['reason']}" if status.get("reason") else text
+        reason = "" if outcome == "failed" else status.get("reason")  # that is told as the first
+        return f"{text}: {reason}" if reason else text
     limit = start.run.settings.get("distributed.timeout_seconds", 600)
     text += f", the last record is {format_seconds(max(0.0, now - last))} old"
     if now - last > limit:
@@ -512,31 +496,22 @@ def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- output --------------------------------------------------------------------------------------
-def _shown(value: Any) -> Any:
-    """Return texts in one line each, without control characters, and not too long."""
-    if isinstance(value, dict):
-        return {name: _shown(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_shown(one) for one in value]
-    return printable(" ".join(value.split()))[:LONGEST] if isinstance(value, str) else value
-
-
 def print_diagnosis(found: dict[str, Any]) -> None:
     """Print it as text; the last line is what to do."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    print(f"--- {found['outcome']}: {found['run']} ".ljust(width, "-"))
+    print(printable(f"--- {found['outcome']}: {found['run']} ").ljust(width, "-"))
     pairs = [("what", found["happened"])]
     if first := found["first"]:
-        clock = time.strftime("%H:%M:%S", time.localtime(first["time"])) if first["time"] else ""
-        when = [
-            f"{name} {first[name]}" for name in ("rank", "host", "step") if first[name] is not None
-        ]
-        pairs.append(("first", f"{', '.join([*when, clock])}: {first['what']}"))
+        known = [name for name in ("rank", "host", "step") if first[name] is not None]
+        where = ", ".join(f"{name} {first[name]}" for name in known)
+        clock = time.strftime(" at %H:%M:%S", time.localtime(first["time"])) * bool(first["time"])
+        pairs.append(("first", f"{where}{clock}: {first['what']}".removeprefix(": ")))
         pairs += [("at", first["at"]), ("says", first["says"] or "")]
     for name in ("known", "likely", "others", "damaged", "look_at", "remedy"):
         pairs += [(name.replace("_", " ") * (not i), text) for i, text in enumerate(found[name])]
     for name, text in pairs:
         if text:
+            text = printable(" ".join(text.split()))[:LONGEST]
             lines = textwrap.wrap(text, width - 11, break_long_words=False, break_on_hyphens=False)
             print(f"  {name:8} " + f"\n{'':11}".join(lines))
 

@@ -23,7 +23,6 @@ import argparse
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--in-node-gb-per-second", type=float, default=300.0, help="all-reduce bus bandwidth")
     add("--over-nodes-gb-per-second", type=float, default=40.0, help="the same over all nodes")
     add("--latency-us", type=float, default=20.0, help="latency of one message over the network")
-    add(
-        "--save-seconds", type=float, help="what a save costs: the report's; recommends an interval"
-    )
+    add("--save-seconds", type=float, help="of a save, by the report: recommends an interval")
     add("--restart-seconds", type=float, default=60.0, help="from a failure to the next step")
     add("--hours-between-failures", type=float, help="default: as published for 1,024 GPUs, 7.9")
     add("--simulate", action="store_true", help="print one simulated step in place of a plan")
@@ -60,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 ARGUMENTS = parser().parse_known_args() if __name__ == "__main__" else None  # before torch
 
 from ..loading.layout import batch_layout
-from .reader import prefixed, print_table
+from .reader import format_number, print_table
 from .simulate import Collective, Simulation, Simulator, sharding_refusal
 
 GB = 1e9
@@ -90,12 +87,9 @@ def step_seconds(kind: str, step: Simulation, cluster: argparse.Namespace) -> tu
         step: a simulated one.
         cluster: the options that describe it.
     """
-    peak = cluster.gpu_tflops * 1e12 * cluster.mfu
-    micro_batch_seconds = step.micro_batch * (
-        1 / cluster.samples_per_second
-        if cluster.samples_per_second
-        else step.flops_per_sample / peak
-    )
+    flops = cluster.gpu_tflops * 1e12 * cluster.mfu  # per second
+    speed = cluster.samples_per_second or flops / step.flops_per_sample
+    micro_batch_seconds = step.micro_batch / speed
     compute = micro_batch_seconds * step.accumulation
     communicate = sum(collective_seconds(one, step, cluster) for one in step.collectives)
     reduces = "all-reduce" if kind == "DDP" else "reduce-scatter"  # by bucket or block
@@ -187,18 +181,10 @@ def plan(
             fits = step.peak_bytes <= free_bytes
             limits[key] = limit if fits else 0
             compute, seconds = step_seconds(kind, step, cluster)
-            row = asdict(step) | {
-                "kind": kind,
-                "config": where,
-                "fits": fits,
-                "peak_bytes": step.peak_bytes,
-                # DDP builds the model in each process; else rank 0 does, and scatters it
-                "host_bytes": step.model_bytes * (gpus if kind == "DDP" else 1),
-                "sent": step.sent_bytes(),
-                "seconds": seconds,
-                "efficiency": compute / seconds,
-            }
-            rows.append(row)
+            row = {"kind": kind, "config": where, "fits": fits, "seconds": seconds}
+            # DDP builds the model in each process; else rank 0 does, and scatters it
+            row |= {"host_bytes": step.model_bytes * (gpus if kind == "DDP" else 1)}
+            rows.append(row | {"efficiency": compute / seconds} | step.as_dict())
             if fits and (nodes, gpus) != whole:
                 break
     return sorted(rows, key=lambda row: row["nodes"] * row["gpus_per_node"])
@@ -268,8 +254,7 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     global_batch = batch_layout(simulator.config.batches, nodes * gpus).global_batch_size
     if arguments.simulate:
         step = simulator.step(arguments.where, nodes, gpus)
-        known = asdict(step) | {"peak_bytes": step.peak_bytes, "sent": step.sent_bytes()}
-        print(json.dumps(known)) if arguments.json else show_step(step, arguments)
+        print(json.dumps(step.as_dict())) if arguments.json else show_step(step, arguments)
         return
     if arguments.measured:
         measured = json.loads(arguments.measured.read_text(encoding="utf-8"))
@@ -292,18 +277,17 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
 
 def show_plan(rows: list[dict[str, Any]], cluster: argparse.Namespace) -> None:
     """Print the model, and the steps that were predicted."""
-    flops = prefixed(rows[0]["flops_per_sample"])
-    print(f"{prefixed(rows[0]['parameters'])} parameters, {flops}FLOPs for a sample")
+    parameters, flops = (format_number(rows[0][n]) for n in ("parameters", "flops_per_sample"))
+    print(f"{parameters} parameters, {flops} FLOPs for a sample")
     table = [["GPUs", "config", "memory", "batch", "sent", "network", "step", "efficiency"]]
     for row in rows:
         memory = f"{row['peak_bytes'] / GB + cluster.reserved_gb:.1f} GB"
         cells = [f"{row['nodes']} x {row['gpus_per_node']}", row["config"], memory]
         if row["fits"]:
+            sizes = (sum(row["sent"].values()), row["sent"]["network"])
             cells += [f"{row['micro_batch']} x {row['accumulation']}"]
-            cells += [
-                f"{prefixed(size)}B" for size in (sum(row["sent"].values()), row["sent"]["network"])
-            ]
-            cells += [f"{prefixed(row['seconds'])}s", f"{row['efficiency']:.0%}"]
+            cells += [f"{format_number(size)}B" for size in sizes]
+            cells += [f"{row['seconds']:.3g} s", f"{row['efficiency']:.0%}"]
         else:
             cells += ["does not fit", "", "", "", ""]
         table.append(cells)
@@ -315,7 +299,7 @@ def show_step(step: Simulation, cluster: argparse.Namespace) -> None:
     world_size = step.nodes * step.gpus_per_node
     global_batch = step.micro_batch * world_size * step.accumulation
     print(f"one step of rank 0 of {world_size}, on {step.nodes} x {step.gpus_per_node} GPUs")
-    print(f"{prefixed(step.parameters)} parameters, precision {step.precision}")
+    print(f"{format_number(step.parameters)} parameters, precision {step.precision}")
     print(
         f"global batch {global_batch} = micro-batch {step.micro_batch} x processes {world_size} x"
         f" accumulation {step.accumulation}"
@@ -325,7 +309,7 @@ def show_step(step: Simulation, cluster: argparse.Namespace) -> None:
     print_table("Memory of a GPU at the peak, in GB", memory)
     table = [["operation", "GPUs", "in a node", "number", "size", "sent by a GPU"]]
     for one in step.collectives:
-        sizes = [f"{prefixed(size)}B" for size in (one.size_bytes, one.sent_bytes)]
+        sizes = [f"{format_number(size)}B" for size in (one.size_bytes, one.sent_bytes)]
         counts = (one.group_size, one.group_per_node, one.number)
         table.append([one.operation, *map(str, counts), *sizes])
     print_table("Collectives of a GPU in a step", table)

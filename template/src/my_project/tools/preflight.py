@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.cuda import nccl
+from torch.utils.benchmark import Timer
 
 from .. import cli, devices
 from ..collectives import gather_on_main, on_main_then_broadcast
@@ -43,14 +44,14 @@ from ..config import to_yaml
 from ..files import wait_until, write_atomically
 from ..loading import layout
 from ..process import process_name, world
-from ..run_folder import installed, not_shared
-from .reader import prefixed, print_table
+from ..run_folder import installed, not_shared, source_hash
+from .reader import format_number, print_table
 
 MB = 1_000_000
-# The time limit of a check, which is not reached by nodes that send 256 MB to each other node twice
-# at 100 MB/s.
+# The time limit of a check, which is not reached by nodes that send 256 MB to each other node three
+# times at 100 MB/s.
 SECONDS = 60.0
-SECONDS_PER_NODE = 5.0
+SECONDS_PER_NODE = 8.0
 MAX_CLOCK_SKEW_SECONDS = 5.0
 SLOW_LINK = 0.5  # of the median; a slower pair of nodes is reported
 SLOW_GPU = 0.8  # of the median; GPUs of one kind differ by some percent
@@ -102,23 +103,17 @@ def must_agree(config: Config, device: torch.device) -> dict[str, str]:
         "config": hashlib.sha256(to_yaml(config).encode()).hexdigest()[:8],
     }
     if device.type == "cuda":
-        found |= {
-            "nccl": ".".join(map(str, nccl.version())),
-            "gpu": torch.cuda.get_device_name(device),
-        }
+        found["nccl"] = ".".join(map(str, nccl.version()))
+        found["gpu"] = torch.cuda.get_device_name(device)
     return found
 
 
 def code_digest(config: Config) -> str:
     """Return a hash of the project's modules and the recipe's."""
-    folder = Path(__file__).parent.parent  # the package
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
-    if recipe := inspect.getsourcefile(type(config.recipe)):
-        files["the recipe"] = Path(recipe)
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(name.encode() + files[name].read_bytes())
-    return digest.hexdigest()[:8]
+    files = sorted(Path(__file__).parent.parent.rglob("*.py"))  # of the package
+    recipe = inspect.getsourcefile(type(config.recipe))
+    hashes = [source_hash(path) for path in (*files, recipe)]
+    return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
 
 
 def compute(device: torch.device) -> dict[str, float]:
@@ -129,20 +124,14 @@ def compute(device: torch.device) -> dict[str, float]:
     right = columns[None].expand(size, size).to(torch.bfloat16).contiguous()
     expected = size * (rows[:, None] * columns[None]).to(torch.bfloat16)  # exact: few bits are set
     product = torch.empty_like(left)
-    seconds = seconds_per_call(device, lambda: torch.matmul(left, right, out=product))
+    seconds = seconds_per_call(lambda: torch.matmul(left, right, out=product))
     return {"flops": 2 * size**3 / seconds, "wrong_values": int((product != expected).sum())}
 
 
-def seconds_per_call(device: torch.device, call: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the mean time of calls after the first, which opens connections or picks kernels."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else bool
-    call()
-    synchronize()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    synchronize()
-    return (time.perf_counter() - started) / repeats
+def seconds_per_call(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the mean time of calls after two that open connections or pick kernels."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.timeit(repeats).mean  # it waits for the GPU
 
 
 def folder_problem(accelerator: Accelerator, config: Config) -> str:
@@ -182,7 +171,7 @@ def all_reduce(device: torch.device, size: int, groups: list[list[int]]) -> tupl
     dist.all_reduce(values, group=group)
     wrong = int((values != sum(rank + 1 for rank in ranks)).sum())
     values.zero_()
-    seconds = seconds_per_call(device, lambda: dist.all_reduce(values, group=group))
+    seconds = seconds_per_call(lambda: dist.all_reduce(values, group=group))
     dist.destroy_process_group(group)
     return 2 * (1 - 1 / len(ranks)) * size / seconds, wrong
 
@@ -207,7 +196,7 @@ def shifted(accelerator: Accelerator, size: int) -> list[float]:
                 for work in dist.batch_isend_irecv(both):
                     work.wait()
 
-            seconds.append(seconds_per_call(accelerator.device, exchange, repeats=1))
+            seconds.append(seconds_per_call(exchange, repeats=1))
     return seconds
 
 
@@ -235,8 +224,8 @@ def slow(measured: dict[str, float], fraction: float) -> list[str]:
     """Return a message for each of 3 or more that is slower than a fraction of the median."""
     median = statistics.median(measured.values()) if len(measured) > 2 else 0.0
     return [
-        f"{name}: {prefixed(speed)} per second, the median is {prefixed(median)}: check cooling,"
-        " cable, adapter and switch of a node that is named several times, or remove it."
+        f"{name}: {format_number(speed)} per second, the median is {format_number(median)}: check"
+        " cooling, cable, adapter and switch of a node that is named several times, or remove it."
         for name, speed in measured.items()
         if speed < fraction * median
     ]

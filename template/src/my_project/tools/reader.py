@@ -63,12 +63,11 @@ class Run:
 
     def each_record(self) -> Iterator[dict[str, Any]]:
         """Yield the records of metrics.jsonl one by one; {} for a damaged line."""
+        path = self.folder / "metrics.jsonl"
         try:
-            yield from each_record(self.folder / "metrics.jsonl")
-        except FileNotFoundError:
-            return
-        except OSError:  # a folder, no permission
-            yield {}
+            yield from each_record(path)
+        except OSError:
+            yield from [{}] * path.exists()  # a folder, no permission
 
 
 def read_run(folder: Path) -> Run:
@@ -87,17 +86,18 @@ def read_folder(folder: Path) -> Run:
     state = status.get("outcome", "damaged")
     if state == "running" and is_locked(folder) is False:
         state = "interrupted"
-    run = Run(folder=folder, status=status, state=state, about={}, settings={})
-    run.about = read_json(folder / "run.json")
+    about = read_json(folder / "run.json")
+    run = Run(folder=folder, status=status, state=state, about=about, settings={})
     with suppress(ConfigError):
         run.settings = flat(read_yaml(folder / "config.yaml"))
-    contents = {"config.yaml": run.settings, "status.json": status, "run.json": run.about}
-    damaged = [name for name, content in contents.items() if not content]
-    run.problems += [
-        f"{name} is missing or damaged, so what it says is not known." for name in damaged
-    ]
-    if problem := format_problem(folder):
-        run.problems.append(problem)
+    contents = {"config.yaml": run.settings, "status.json": status, "run.json": about}
+    for name, content in contents.items():
+        if not content:
+            run.problems.append(f"{name} is missing or damaged, so what it says is not known.")
+    version = about.get("format", 0)
+    if about and version != RUN_FORMAT:
+        problem = f"run.json has format {version} of a run folder, and this version reads"
+        run.problems.append(f"{problem} {RUN_FORMAT}: what it does not know is left out.")
     return run
 
 
@@ -135,18 +135,6 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in PARTS_OF_A_RUN)
 
 
-def format_problem(folder: Path) -> str:
-    """Return a line about a run folder of another format than the one read here; "" for that."""
-    about = read_json(folder / "run.json")
-    found = about.get("format", 0)
-    if not about or found == RUN_FORMAT:
-        return ""
-    return (
-        f"{folder} has format {found} of a run folder, and this version reads {RUN_FORMAT}: what it"
-        " does not know is left out."
-    )
-
-
 def parser_of(tool: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a tool's command line."""
     return argparse.ArgumentParser(
@@ -159,11 +147,11 @@ def parser_of(tool: str, description: str | None) -> argparse.ArgumentParser:
 
 # ---- how numbers and times are shown -------------------------------------------------------------
 def format_number(value: float | None) -> str:
-    """Format a number in four digits: 0.4312, 3021, 312k, 1.21M; NaN and None: not finite."""
+    """Format a number in four digits: 0.4312, 3021, 31.2k, 1.21M; NaN and None: not finite."""
     if value is None or not math.isfinite(value):
         return "not finite"
-    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 10 * unit:
+    for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(unit, 1e4):
             return f"{value / unit:.4g}{suffix}"
     return f"{value:.4g}"
 
@@ -176,10 +164,3 @@ def print_table(title: str, rows: list[list[str]]) -> None:
         print(
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-
-
-def prefixed(number: float) -> str:
-    """Return three digits and the prefix of a unit: 1.01 G, 836, 21.4 m."""
-    units = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-    prefix = next((prefix for prefix, size in units.items() if number >= size), "")
-    return f"{number / units[prefix]:.3g} {prefix}"

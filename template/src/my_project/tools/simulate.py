@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
 from types import SimpleNamespace
@@ -25,10 +25,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
@@ -115,6 +113,10 @@ class Simulation:
     def peak_bytes(self) -> int:
         """Return the peak memory of a rank."""
         return sum(self.memory_bytes.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, and what follows from them."""
+        return asdict(self) | {"peak_bytes": self.peak_bytes, "sent": self.sent_bytes()}
 
     def sent_bytes(self) -> dict[str, float]:
         """Sum what a rank sends, in groups that are on one node and in the others."""
@@ -204,15 +206,10 @@ class Simulator:
 
 @contextmanager
 def _as_rank_0(launched: launch.Launch) -> Iterator[None]:
-    """Set the environment that accelerate launch gives to rank 0, in a fake process group."""
+    """Set the environment of rank 0 in this launch, in a fake process group."""
     kept = {name: text for name, text in os.environ.items() if not OF_THIS_MACHINE.match(name)}
     with patch.dict(os.environ, kept, clear=True):
-        typed = launch_command_parser().parse_args([*launched.flags, "-m", launched.module])
-        arguments, _, _ = _validate_launch_command(typed)
-        if arguments.use_fsdp or arguments.multi_gpu:
-            os.environ.update(prepare_multi_gpu_env(arguments))
-        else:
-            os.environ.update(prepare_simple_launcher_cmd_env(arguments)[1])
+        os.environ |= launched.environments(0)[0]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(launched.world_size)}
         dist.init_process_group("fake", rank=0, world_size=launched.world_size, store=FakeStore())
         try:

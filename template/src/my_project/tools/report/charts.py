@@ -76,7 +76,8 @@ def linear_axis(low: float, high: float) -> Axis:
 def step_axis(last: int) -> Axis:
     """Return the axis of steps, from 0 to the last one."""
     labels = linear_axis(0, max(last, 4)).labels
-    return Axis(0, max(last, 1), {step: text for step, text in labels.items() if step <= last})
+    kept = {step: text for step, text in labels.items() if 0 < step <= last}
+    return Axis(0, max(last, 1), {0: "step 0"} | kept)
 
 
 def value_axis(values: np.ndarray, *, from_zero: bool) -> Axis:

@@ -34,8 +34,8 @@ figure:first-child{grid-column:1/-1}
 figure:first-child .plot{height:270px}
 figcaption,summary{font-weight:600}
 .legend{display:flex;flex-wrap:wrap;gap:0 16px;margin:2px 0 8px}
-.bar{display:flex;height:22px}
-.bar span{background:var(--c)}
+code span{display:inline-block}
+details{margin-top:20px}
 .key{width:22px;height:8px;margin-right:5px}
 .plot{position:relative;height:200px;margin:0 10px 27px 46px;touch-action:pan-y}
 .plot svg{position:absolute;width:100%;height:100%;overflow:visible}
@@ -55,18 +55,18 @@ path.dots{stroke-width:6;stroke-dasharray:none}
 .skipped{--c:var(--bad);stroke-width:3}
 .spike{--c:var(--text);stroke-width:3}
 .c0{--c:light-dark(#0072b2,#4da6e0)}
-.c1{--c:light-dark(#d55e00,#ff8a47);stroke-dasharray:9 2}
-.c2{--c:light-dark(#009e73,#35c398);stroke-dasharray:4 2}
-.c3{--c:light-dark(#b3579a,#e08cc6);stroke-dasharray:10 2 2 2}
-.c4{--c:light-dark(#c98a00,#e6ae33);stroke-dasharray:2 2}
-.c5{--c:light-dark(#4aa8e0,#9fd4f5);stroke-dasharray:15 3}
-.c6{--c:light-dark(#7a828b,#9aa4af);stroke-dasharray:7 2 2 2 2 2}
-.c7{--c:light-dark(#6b4bb8,#a88df0);stroke-dasharray:4 2 1 2}
-.scroll{overflow-x:auto;margin:8px 0}
+.c1{--c:light-dark(#d55e00,#ff8a47);stroke-dasharray:8 4}
+.c2{--c:light-dark(#009e73,#35c398);stroke-dasharray:4 4}
+.c3{--c:light-dark(#b3579a,#e08cc6);stroke-dasharray:10 4 1 4}
+.c4{--c:light-dark(#c98a00,#e6ae33);stroke-dasharray:1 4}
+.c5{--c:light-dark(#4aa8e0,#9fd4f5);stroke-dasharray:15 5}
+.c6{--c:light-dark(#7a828b,#9aa4af);stroke-dasharray:7 4 1 4 1 4}
+.c7{--c:light-dark(#6b4bb8,#a88df0);stroke-dasharray:4 4 1 4}
+.scroll{overflow-x:auto;margin:8px 0 24px}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 td p{margin:0}
 th,td:first-child{overflow-wrap:normal}
-h1+.scroll td{min-width:125px}
+.runs th{overflow-wrap:anywhere}
 th,td{min-width:90px;max-width:800px;padding:5px 18px 5px 0;text-align:left;vertical-align:top;
 border-bottom:1px solid var(--grid)}
 img{max-width:100%;margin:0 16px 16px 0;image-rendering:pixelated}

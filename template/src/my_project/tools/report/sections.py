@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ...failures import first_failure, own_frame
+from ...failures import first_failure, place_of
 from ...files import format_seconds
 from ...starts import PARTS, WORDS, goodput
-from ..reader import NOT_COMPARED, PACKAGE, format_number
+from ..reader import NOT_COMPARED, PACKAGE, format_number, time_of
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis
 from .history import PHASES, History, number, text
@@ -21,13 +21,13 @@ from .page import Html, escape, table
 
 MOST_METRICS = 12  # charts of results
 MOST_EVENTS = 25  # the newest, in a table
+MOST_WORDS = 500  # of a command
 PICTURE_BYTES, PICTURES_BYTES = 100_000, 150_000  # of one, and of all
 REMARKS = {
     "running": "This page shows the run as it was when the page was written.",
     "interrupted": "Killed, or its machine is down. The same command as before continues it.",
     "preempted": "It saved and stopped. The same command as before continues it.",
 }
-NO_LAUNCHER = "started by accelerate launch or torchrun, or by an earlier version"
 SPEED = (  # title, column, factor
     ("Samples per second", "samples_per_second", 1),
     ("Tokens per second", "tokens_per_second", 1),
@@ -48,7 +48,8 @@ def body(runs: list[History], title: str) -> str:
     parts = [f"<h1>{escape(title)}</h1>{summary(runs)}"]
     parts += [section("Curves", curves), section("Speed", rates)]
     for run in runs:
-        part = section("Evaluations", evaluations(run)) + section("Starts", starts(run))
+        part = section("Evaluations", evaluations(run, PICTURES_BYTES // len(runs)))
+        part += section("Starts", starts(run))
         rows = [[name, as_typed(value)] for name, value in run.run.settings.items()]
         part += section("Settings", table([], rows)) + section("Provenance", provenance(run))
         head = f"<summary>More of {escape(run.name)}</summary>"
@@ -58,9 +59,9 @@ def body(runs: list[History], title: str) -> str:
     return f"{''.join(parts)}<footer>{foot}</footer>"
 
 
-def section(title: str, content: str) -> str:
+def section(title: str, content: str, level: str = "h2") -> str:
     """Return content below a title; "" without content."""
-    return f"<h2>{title}</h2>{content}" if content else ""
+    return f"<{level}>{title}</{level}>{content}" if content else ""
 
 
 def paragraphs(*texts: str) -> str:
@@ -69,8 +70,17 @@ def paragraphs(*texts: str) -> str:
 
 
 # ---- the top -------------------------------------------------------------------------------------
+def by_run(runs: list[str], columns: list[dict[str, str]]) -> str:
+    """Return a table with a column for each run, below its name, without rows that are empty."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    heads = [Html(key(f"c{i}") + escape(name)) for i, name in enumerate(runs)]
+    shown = table(["", *heads] * (len(runs) > 1), [row for row in rows if any(row[1:])])
+    return f'<div class="runs">{shown}</div>'
+
+
 def summary(runs: list[History]) -> str:
-    """Return a table with a column for each run: the settings that differ, its main numbers."""
+    """Return the settings that differ and the main numbers of each run, and its command."""
     settings = [{name: as_typed(value) for name, value in run.run.settings.items()} for run in runs]
     known = [one for one in settings if one]  # of the others config.yaml is damaged
     names = dict.fromkeys(name for one in known for name in one if name not in NOT_COMPARED)
@@ -79,30 +89,34 @@ def summary(runs: list[History]) -> str:
         {name: one.get(name, "") for name in differing} | facts(run)
         for one, run in zip(settings, runs, strict=True)
     ]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    heads = [Html(key(f"c{i}") + escape(run.name)) for i, run in enumerate(runs)]
-    return table(["", *heads] if len(runs) > 1 else [], [row for row in rows if any(row[1:])])
+    parts = [by_run([run.name for run in runs], columns)]
+    for i, run in enumerate(runs):
+        parts.append(f"<p>{key(f'c{i}') * (len(runs) > 1)}{typed(run)}</p>")
+    return "".join(parts)
 
 
 def facts(run: History) -> dict[str, str]:
-    """Return the outcome and the main numbers of a run by name; "" for what is not known."""
+    """Return the outcome and the main numbers of a run by name, as far as they are known."""
     status, state, (metric, best) = run.run.status, run.run.state, run.best
     elapsed = number(run.last.get("elapsed_seconds"))
     badge = state if state in ("finished", "failed", *REMARKS) else "damaged"
-    start = run.starts[-1] if run.starts else None
-    result = format_number(best["results"][metric]) if best else ""
     known = {
         "Outcome": Html(f'<span class="state {badge}">{escape(state, 30)}</span>'),
         "Remarks": Html(remarks(run)),
         "Steps": f"{max(run.last['step'], status.get('step', 0)):,} of {status.get('steps', 0):,}",
-        "Best result": f"{metric} {result} at step {best['step']:,}" if best else "",
-        "Duration": f"{format_seconds(elapsed)}, without work done again" if elapsed >= 0 else "",
-        "Processes": f"{start['world_size']}, hosts: {len(start['hosts'])}" if start else "",
     }
+    if best:
+        result = format_number(best["results"][metric])
+        known[f"Best {metric}"] = f"{result} at step {best['step']:,}"
+    if elapsed >= 0:
+        known["Duration, without work done again"] = format_seconds(elapsed)
+    for start in run.starts[-1:]:
+        known["Processes"] = f"{start['world_size']}, hosts: {len(start['hosts'])}"
     for title, name, factor in SPEED[:3]:
-        median = np.nanmedian(run.curves[name]) * factor if name in run.curves else None
-        known[title] = "" if median is None else f"{format_number(float(median))} (median)"
-    return known | {"Command": typed(run.run.about)}
+        if name in run.curves:
+            median = float(np.nanmedian(run.curves[name]) * factor)
+            known[f"{title}, median"] = format_number(median)
+    return known
 
 
 def remarks(run: History) -> str:
@@ -113,26 +127,26 @@ def remarks(run: History) -> str:
         return paragraphs(*lines)
     place, launch = "", text(run.run.about.get("launch"))
     if failure := first_failure(run.run.failures.get(launch, [])):
-        reason, step = failure["reason"], failure.get("step")
-        place = f"Rank {failure['rank']} on {failure['host']}"
-        place += f", at step {as_typed(step)}" * (step is not None)
-        with suppress(KeyError, TypeError):  # damaged frames
-            if frame := own_frame(failure["frames"]):
-                place += f", in {frame['file']}, line {frame['line']}, in {frame['function']}"
+        reason, step = failure["reason"], failure["step"]
+        place = f"Rank {failure['rank']} on {failure['host']}" + f", step {step}" * bool(step)
+        with suppress(KeyError, TypeError):  # damaged
+            place += f", in {place_of(failure['at'])}" * bool(failure["at"])
     command = shlex.join(["python", "-m", PACKAGE, "doctor", str(run.run.folder)])
     lines = paragraphs(reason or "The reason is not known.", place, *lines)
     return f'<b class="failed">{lines}</b>More: <code>{escape(command, 1000)}</code>'
 
 
-def typed(about: dict[str, Any]) -> str:
-    """Return the command as it was typed, as far as run.json has it."""
-    command = words(about.get("launcher")) or words(about.get("command"))
-    return shlex.join([Path(command[0]).name, *command[1:]] if command else [])
+def typed(run: History) -> str:
+    """Return the command as it was typed, as far as run.json has it; no line ends in a word."""
+    command = words(run.run.about.get("launcher")) or words(run.run.about.get("command"))
+    command = [Path(word).name for word in command[:1]] + command[1:]
+    spans = (f"<span>{escape(shlex.quote(word), 2000)}</span>" for word in command)
+    return f"<code>{' '.join(spans)}</code>"
 
 
 def words(value: Any) -> list[str]:
     """Return a recorded command; [] if there is none."""
-    return [text(word) for word in value] if isinstance(value, list) else []
+    return [text(word) for word in value[:MOST_WORDS]] if isinstance(value, list) else []
 
 
 # ---- charts --------------------------------------------------------------------------------------
@@ -202,57 +216,40 @@ def speed(runs: list[History], x: Axis, groups: int) -> str:
         chart(title, column(runs, name, "", factor), x, groups, from_zero=True)
         for title, name, factor in SPEED
     ]
-    rows = [[run.short, *shares] for run in runs if any(shares := phases_of(run))]
-    notes = [
-        f"{run.short}: the slowest was {rank} in {count / run.slowest.total():.0%} of intervals."
-        for run in runs
-        for rank, count in run.slowest.most_common(1)
-    ]
-    top = "".join(map(goodput_bar, runs))
-    top += table(["Time of rank 0", *PHASES], rows) + paragraphs(*notes)
+    top = by_run([run.short for run in runs], [goodput_of(run) | ranks_of(run) for run in runs])
     return f'{top}<div class="charts">{"".join(charts)}</div>' if any(charts) else top
 
 
-def goodput_bar(run: History) -> str:
-    """Return a bar of what the time since the first launch was spent on."""
+def goodput_of(run: History) -> dict[str, str]:
+    """Return what the time since the first launch was spent on, by its name."""
     if not (shares := goodput(run.run.folder)):
-        return paragraphs(f"{run.short}: goodput is not known: {NO_LAUNCHER}.")
-    calendar, unknown = shares["calendar"], shares["unknown_starts"]
-    names = {name: f"c{i}" for i, name in enumerate((*PARTS, "down")) if calendar[name] >= 0.0005}
-    parts = "".join(
-        f'<span class="{color}" style="width:{calendar[name]:.2%}"></span>'
-        for name, color in names.items()
-    )
-    legend = "".join(
-        f"<span>{key(color)}{WORDS.get(name, name)} {calendar[name]:.1%}</span>"
-        for name, color in names.items()
-    )
-    launcher = shares["launcher"]
-    said = (
-        f"{run.short}: of {format_seconds(calendar['seconds'])} since the first launch"
-        f" {calendar['kept']:.1%} trained steps that were kept, of"
-        f" {format_seconds(launcher['seconds'])} with a launcher {launcher['kept']:.1%}."
-    )
-    left_out = f"Not known is the time of {unknown} starts: {NO_LAUNCHER}." * bool(unknown)
-    bar = f'<div class="bar">{parts}</div><div class="legend">{legend}</div>'
-    return paragraphs(said) + bar + paragraphs(left_out)
+        return {"Starts of unknown time": "all"}
+    calendar, launcher, unknown = (shares[n] for n in ("calendar", "launcher", "unknown_starts"))
+    rows = {"Time since the first launch": format_seconds(calendar["seconds"])}
+    parts = {name: calendar[name] for name in (*PARTS, "down")}
+    rows |= {WORDS.get(n, n): f"{share:.1%}" * (share >= 0.0005) for n, share in parts.items()}
+    rows["Time with a launcher"] = format_seconds(launcher["seconds"])
+    rows["kept of it"] = f"{launcher['kept']:.1%}"
+    return rows | {"Starts of unknown time": str(unknown or "")}
 
 
-def phases_of(run: History) -> list[str]:
-    """Return the share of each phase in the time of the run since its first record, as text."""
+def ranks_of(run: History) -> dict[str, str]:
+    """Return the share of each phase in the time of rank 0, and which rank was the slowest."""
     elapsed = run.curves.get("elapsed_seconds", np.zeros(len(run.steps)))
     seconds = np.nan_to_num(np.diff(elapsed, prepend=elapsed[:1])).clip(0) + 1e-9
-    shares = []
+    rows = {}
     for name in PHASES:
         values = run.curves.get(f"{name}_share", np.zeros(0))
         kept = np.flatnonzero(np.isfinite(values))  # communication is measured in some steps only
         share = np.average(values[kept], weights=seconds[kept]) if len(kept) else None
-        shares.append("" if share is None else f"{share:.1%}")
-    return shares
+        rows[f"Rank 0: {name}"] = "" if share is None else f"{share:.1%}"
+    for rank, count in run.slowest.most_common(1):
+        rows["Slowest"] = f"{rank}, in {count / run.slowest.total():.0%} of intervals"
+    return rows
 
 
 # ---- events --------------------------------------------------------------------------------------
-def evaluations(run: History) -> str:
+def evaluations(run: History, most_bytes: int) -> str:
     """Return a table of the newest evaluations and the best, and the newest samples."""
     (_, best), shown = run.best, run.evaluations[: -MOST_EVENTS - 1 : -1]
     names = list(dict.fromkeys(name for one in shown for name in one["results"]))[:MOST_EVENTS]
@@ -264,18 +261,19 @@ def evaluations(run: History) -> str:
     parts = [table([f"Step (newest of {len(run.evaluations):,})", *names], rows)]
     for newest in shown[:1]:
         sample = escape(text(newest.get("sample")), 4000)
-        parts.append(f"<h3>Samples of step {newest['step']:,}</h3>")
-        parts.append(f"<pre>{sample}</pre>" * bool(sample))
-        parts.append(pictures(run.run.folder, words(newest.get("pictures"))[:MOST_EVENTS]))
+        samples = f"<pre>{sample}</pre>" * bool(sample)
+        names = words(newest.get("pictures"))[:MOST_EVENTS]
+        samples += pictures(run.run.folder, names, most_bytes)
+        parts.append(section(f"Samples of step {newest['step']:,}", samples, "h3"))
     return "".join(parts)
 
 
-def pictures(folder: Path, names: list[str]) -> str:
+def pictures(folder: Path, names: list[str], most_bytes: int) -> str:
     """Return pictures of a run folder."""
-    left, shown = PICTURES_BYTES, []
+    shown = []
     for name in names:
-        data = read_picture(folder, name, min(left, PICTURE_BYTES))
-        left -= len(data)
+        data = read_picture(folder, name, min(most_bytes, PICTURE_BYTES))
+        most_bytes -= len(data)
         kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
         source = f"data:image/{kind};base64,{b64encode(data).decode()}"
         image = f'<img src="{source}" alt="{escape(name)}">'
@@ -297,14 +295,14 @@ def starts(run: History) -> str:
     """Return a table of the starts of a run, the newest first, and changes of its numerics."""
     rows = []
     for start in run.starts:
-        when = ""
-        with suppress(OverflowError, ValueError, OSError):
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(number(start.get("time"))))
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_of(start)))
         hosts = ", ".join(f"{host} x {count}" for host, count in start["hosts"].items())
         is_last = start is run.starts[-1]
         end = start["end"] or (run.run.state if is_last else "killed, failed or extended")
         steps = f"{start['step']:,} to {start['last']:,}"
-        rows.append([when, steps, start["world_size"], hosts, start["changed"], end])
+        rows.append(
+            [when * bool(time_of(start)), steps, start["world_size"], hosts, start["changed"], end]
+        )
     return table(["When", "Steps", "Processes", "Hosts", "Changed", "How it ended"], rows[::-1])
 
 
