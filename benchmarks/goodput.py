@@ -23,7 +23,7 @@ from pathlib import Path
 from launches import ROOT, Run
 
 sys.path.insert(0, str(ROOT / "template/src"))
-from my_project.tools.planner import best_interval_seconds, predicted_goodput  # noqa: E402
+from my_project.tools.planner import best_interval_seconds, predicted_goodput
 
 CONFIG = """\
 recipe: {{class_path: ragged.Ragged, init_args: {{validation_samples: 0, seconds: {sleep}}}}}
@@ -100,15 +100,14 @@ def main() -> None:
             flush=True,
         )
         steps = round(60 * options.minutes * predicted / step)
-        config = CONFIG.format(sleep=SLEEP_SECONDS, steps=steps, minutes=interval / 60)
-        with Run(folder, "killed", config) as run:
+        config = {"steps": steps, "minutes": interval / 60}
+        with Run(folder, "killed", CONFIG.format(sleep=SLEEP_SECONDS, **config)) as run:
             kills = kill_until_the_end(run, options.every, draw)
             restarts = (run.folder / "starts.jsonl").read_text().count('"event": "start"') - 1
-            is_finished = run.status.get("outcome") == "finished"
-            if not is_finished:
+            if run.status.get("outcome") != "finished":
                 raise SystemExit(f"the launcher gave up after {kills} kills:\n{run.output()}")
             weights, shares = run.weights(), run.status["goodput"]["launcher"]
-        with Run(folder, "nobody_kills", config.replace(f"seconds: {SLEEP_SECONDS}", "seconds: 0.0")) as run:
+        with Run(folder, "nobody_kills", CONFIG.format(sleep=0.0, **config)) as run:
             is_same = run.weights() == weights
     seconds = shares.pop("seconds")
     measured = shares["kept"]

@@ -9,7 +9,7 @@ step, 1 follows the beginning of a save and 1 a restart in place, with less than
 victim is a rank or, one time in three, the launcher; of a start without processes the launcher.
 Order, instants and victims are drawn with a fixed seed. A run that has ended is started again by
 the same command; its weights must be those of a run that nobody killed. Printed is where each kill
-fell. Ctrl-C ends all that was started.
+fell. Ctrl-C ends all that was started, and prints the table of the runs until then.
 """
 
 import argparse
@@ -71,8 +71,7 @@ def wait_for(moment: str, run: Run, start_seconds: float, draw: random.Random) -
     if moment == "starting":
         seconds = draw.uniform(0, start_seconds)
     elif moment == "restarting":
-        killed = run.begun
-        wait(run, lambda: sum(one.create_time() > killed for one in run.workers) == 2)
+        wait(run, lambda: len(set(run.workers) - set(run.before)) == 2)
         seconds = draw.uniform(0, LONGEST_WAIT_SECONDS)
     else:
         wait(run, lambda: run.has_stepped)
@@ -92,7 +91,7 @@ def kill(run: Run, victim: str, draw: random.Random) -> str:
     if run.status.get("outcome") == "finished":
         moment = "ending"
     elif not run.has_stepped:
-        moment = "restarting" if run.has_restarted else "starting"
+        moment = "restarting" if run.before else "starting"
     victim = victim or draw.choice(("launcher", "rank", "rank"))
     with suppress(psutil.NoSuchProcess):
         if victim == "rank" and ranks:
@@ -107,6 +106,28 @@ def kill(run: Run, victim: str, draw: random.Random) -> str:
     return ""
 
 
+def killed_in_a_run(run: Run, kills: int, start_seconds: float, draw: random.Random) -> Counter:
+    """Kill a run at most so many times; return where the kills fell.
+
+    Args:
+        run: not started yet.
+        kills: how many.
+        start_seconds: what a start takes.
+        draw: draws order, instants and victims.
+    """
+    found: Counter[str] = Counter()
+    plan = [("starting", ""), *sum(draw.sample(PARTS, len(PARTS)), ())]
+    for moment, victim in plan[:kills]:
+        run.start()
+        wait_for(moment, run, start_seconds, draw)
+        if run.has_stepped and not run.before:  # other load changes it
+            start_seconds = run.wait_for_first_step()
+        if not (where := kill(run, victim, draw)):
+            break  # the run has ended
+        found[where] += 1
+    return found
+
+
 def main() -> None:
     """Kill, and print what was killed and when."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -114,27 +135,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw, killed, runs = random.Random(options.seed), Counter(), 0
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, suppress(KeyboardInterrupt):
         folder = Path(name)
         with Run(folder, "nobody_kills", CONFIG) as run:
             run.start()
             start_seconds = run.wait_for_first_step()
             wanted = run.weights()
         while killed.total() < options.kills:
-            runs += 1
-            plan = [("starting", ""), *sum(draw.sample(PARTS, len(PARTS)), ())]
             with Run(folder, f"run_{runs}", CONFIG) as run:
-                for moment, victim in plan[: options.kills - killed.total()]:
-                    run.start()
-                    wait_for(moment, run, start_seconds, draw)
-                    if run.has_stepped and not run.has_restarted:  # other load changes it
-                        start_seconds = run.wait_for_first_step()
-                    if not (where := kill(run, victim, draw)):
-                        break  # the run has ended
-                    killed[where] += 1
+                left = options.kills - killed.total()
+                here = killed_in_a_run(run, left, start_seconds, draw)
                 if run.weights() != wanted:
                     kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
-                    raise SystemExit(f"run {runs} has other weights: {kept}, seed {options.seed}")
+                    raise SystemExit(f"{run.name} has other weights: {kept}, seed {options.seed}")
+            killed, runs = killed + here, runs + 1
             print(f"{killed.total()} kills, {runs} runs, the same bits", flush=True)
     for where, number in sorted(killed.items()):
         print(f"{number:4d} {where}")

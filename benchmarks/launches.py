@@ -49,7 +49,7 @@ class Run:
         self.folder = parent / "runs" / name
         self.launcher: subprocess.Popen | None = None
         self.begun = 0.0  # when the newest start, or restart in place, began; time.time()
-        self.has_restarted = False  # in place
+        self.before: list[psutil.Process] = []  # the training processes before a restart in place
 
     def __enter__(self) -> "Run":
         return self
@@ -71,7 +71,7 @@ class Run:
     def start(self) -> subprocess.Popen:
         """Start the launcher, or leave the one that runs."""
         if self.launcher is None or not self.is_running:
-            self.begun, self.has_restarted = time.time(), False
+            self.begun, self.before = time.time(), []
             (self.parent / f"{self.name}.yaml").write_text(self.config)
             command = [sys.executable, "-m", "my_project", "train", f"{self.name}.yaml"]
             paths = (ROOT / "template/src", ROOT / "template/tests")
@@ -108,7 +108,7 @@ class Run:
 
     def kill(self, worker: psutil.Process) -> None:
         """Kill a training process; the launcher starts all of them again."""
-        self.begun, self.has_restarted = time.time(), True
+        self.begun, self.before = time.time(), self.workers
         worker.kill()
 
     def output(self) -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 from launches import ROOT, WHERE, kill_with_descendants, workers
 
 sys.path.insert(0, str(ROOT / "tests"))
-from two_hosts import ADDRESSES, TwoHosts  # noqa: E402
+from two_hosts import ADDRESSES, TwoHosts
 
 SETTINGS = (
     "--steps 100000 --telemetry.every_steps 1 --checkpoints.every_steps 10 --telemetry.trackers []"
