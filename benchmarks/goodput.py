@@ -23,6 +23,7 @@ from pathlib import Path
 from launches import ROOT, Run
 
 sys.path.insert(0, str(ROOT / "template/src"))
+from my_project.starts import each_start
 from my_project.tools.planner import best_interval_seconds, predicted_goodput
 
 CONFIG = """\
@@ -103,21 +104,22 @@ def main() -> None:
         config = {"steps": steps, "minutes": interval / 60}
         with Run(folder, "killed", CONFIG.format(sleep=SLEEP_SECONDS, **config)) as run:
             kills = kill_until_the_end(run, options.every, draw)
-            restarts = (run.folder / "starts.jsonl").read_text().count('"event": "start"') - 1
             if run.status.get("outcome") != "finished":
                 raise SystemExit(f"the launcher gave up after {kills} kills:\n{run.output()}")
             weights, shares = run.weights(), run.status["goodput"]["launcher"]
+            starts = each_start(run.folder)
         with Run(folder, "nobody_kills", CONFIG.format(sleep=0.0, **config)) as run:
             is_same = run.weights() == weights
-    seconds = shares.pop("seconds")
-    measured = shares["kept"]
+    seconds, measured = shares.pop("seconds"), shares["kept"]
     points = 100 * (measured - predicted)
+    first = starts[0]["first_step_time"] - starts[0]["began"]
     print(f"{steps} steps, {seconds:.0f} s: {steps * step / seconds:.2%} by the warm-up's step")
+    print(f"first start {first:.1f} s: {measured * seconds / (seconds - first):.2%} after it")
     print(", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
     print("| a kill every | kills | restarts | goodput | predicted | points | weights |")
     print("|---|---|---|---|---|---|---|")
     print(
-        f"| {options.every:.0f} s | {kills} | {restarts} | {measured:.2%} | {predicted:.2%}"
+        f"| {options.every:.0f} s | {kills} | {len(starts) - 1} | {measured:.2%} | {predicted:.2%}"
         f" | {points:+.2f} | {'the same bits' if is_same else 'DIFFERENT'} |"
     )
     if not is_same:
