@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 from launches import ROOT, WHERE, kill_with_descendants, workers
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -89,10 +89,10 @@ def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[s
         try:
             for _ in range(kills):
                 wait_for_step(folder, newest_step(folder) + draw.randrange(12, 30), launcher)
-                victim = draw.choice([one for each in launchers for one in workers(each.pid)])
+                running = [one for each in launchers for one in workers(each.pid)]
                 killed = time.monotonic()
-                victim.send_signal(signal.SIGKILL)
-                time.sleep(0.1)  # the others may end the step that they are in
+                draw.choice(running).kill()
+                psutil.wait_procs(running, 60)  # the others may end the step that they are in
                 before = newest_step(folder)
                 wait_for_step(folder, before + 1, launcher)
                 found["seconds"].append(time.monotonic() - killed)
