@@ -40,7 +40,7 @@ def note(step: int) -> None:
         return
     found: dict[str, Any] = {"time": time.time(), "cpu_seconds": time.process_time()}
     stat = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    ticks = int(stat[11]) + int(stat[12])  # utime and stime of the launcher
+    ticks = sum(map(int, stat[11:15]))  # of the launcher, and of its children that have ended
     found["launcher_cpu_seconds"] = ticks / os.sysconf("SC_CLK_TCK")
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         name, _, rest = line.partition(":")

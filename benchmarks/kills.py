@@ -1,95 +1,131 @@
 """Kill a run at random instants, start it again, and compare its weights bit by bit; Linux.
 
     python benchmarks/kills.py              200 kills, about 30 minutes on 2 cores
-    python benchmarks/kills.py --kills 20
+    python benchmarks/kills.py --kills 16
 
-Two CPU processes train the recipe of the tests with a checkpoint at every second step. The victim
-is a rank or, one time in three, the launcher; the instant (importing, starting, stepping, saving,
-restarting) and the victim are drawn with a fixed seed. A run that has ended is started again by the
-same command. After five kills a run may end; its weights must be those of a run that nobody killed.
+Two CPU processes train the recipe of the tests with a checkpoint at every second step. Of 8 kills
+in a run, 2 hit its start (imports included), 4 any instant of the first seconds after the first
+step, 1 follows the beginning of a save and 1 a restart in place, with less than 0.5 s between. The
+victim is a rank or, one time in three, the launcher; of a start without processes the launcher.
+Order, instants and victims are drawn with a fixed seed. A run that has ended is started again by
+the same command; its weights must be those of a run that nobody killed. Printed is where each kill
+fell. Ctrl-C ends all that was started, and prints the table of the runs until then.
 """
 
 import argparse
-import json
-import os
 import random
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from restart import WHERE, workers
+from launches import Run
 
-ROOT = Path(__file__).resolve().parent.parent
-KILLS_PER_RUN = 5
-LONGEST_WAIT_SECONDS = 7.0
+# Each part of a run's kills: an instant, and the victim where it must be one.
+PARTS = (
+    (("stepping", "launcher"), ("starting", "")),
+    (("stepping", "rank"), ("restarting", "")),
+    (("stepping", ""),),
+    (("stepping", ""),),
+    (("saving", ""),),
+)
+STEPPING_SECONDS = 2.0
+LONGEST_WAIT_SECONDS = 0.5  # after the beginning of a save or a restart
 CONFIG = """\
 recipe: {class_path: ragged.Ragged, init_args: {dropout: 0.2, seconds: 0.02}}
 batches: {global_batch_size: 16, micro_batch_size: 4, workers: 0}
 optim: {lr: 0.01, ema_decay: 0.9}
-steps: 60
+steps: 200
 checkpoints: {every_steps: 2}
 telemetry: {every_steps: 1, trackers: []}
 """
 
 
-class Launches:
-    """The launches of one run in a folder."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        paths = (ROOT / "template/src", ROOT / "template/tests")
-        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-        self.folder, self.name = folder, name
-        self.process: subprocess.Popen | None = None
-
-    def start(self) -> subprocess.Popen:
-        """Start the launcher, or leave the one that runs."""
-        if self.process is None or self.process.poll() is not None:
-            command = [sys.executable, "-m", "my_project.launch", "--config_file", WHERE]
-            command += ["-m", "my_project.train", "--config", "tiny.yaml", "--run_name", self.name]
-            with (self.folder / f"{self.name}.txt").open("a") as output:
-                self.process = subprocess.Popen(
-                    command, cwd=self.folder, env=self.environment, stdout=output, stderr=output
-                )
-        return self.process
-
-    @property
-    def status(self) -> dict:
-        """Return the content of status.json; {} without one."""
-        path = self.folder / "runs" / self.name / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    def weights(self) -> bytes:
-        """Start until the run has finished; return the exported file."""
-        for _ in range(10):
-            if self.status.get("outcome") == "finished":
-                break
-            self.start().wait(300)
-        else:
-            raise RuntimeError((self.folder / f"{self.name}.txt").read_text()[-3000:])
-        return (self.folder / "runs" / self.name / "export/model.safetensors").read_bytes()
+def is_saving(run: Run) -> bool:
+    """Return whether the newest start is writing a checkpoint."""
+    with suppress(FileNotFoundError):
+        partial = run.folder.glob("checkpoints/.step_*.partial")
+        return any(path.stat().st_mtime > run.begun for path in partial)
+    return False
 
 
-def kill(launcher: subprocess.Popen, draw: random.Random) -> str:
-    """Kill a process of a launch; return what it was, or "" if there was none."""
+def wait(run: Run, condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, or the launcher has ended."""
+    while run.is_running and not condition():
+        time.sleep(0.005)
+
+
+def wait_for(moment: str, run: Run, start_seconds: float, draw: random.Random) -> None:
+    """Wait for an instant in a moment of a run, or for its end.
+
+    Args:
+        moment: starting, stepping, saving or restarting.
+        run: the run.
+        start_seconds: what the last complete start has taken.
+        draw: draws the instant.
+    """
+    if moment == "starting":
+        seconds = draw.uniform(0, start_seconds)
+    elif moment == "restarting":
+        wait(run, lambda: len(set(run.workers) - set(run.before)) == 2)
+        seconds = draw.uniform(0, LONGEST_WAIT_SECONDS)
+    else:
+        wait(run, lambda: run.has_stepped)
+        seconds = draw.uniform(0, STEPPING_SECONDS)
+        if moment == "saving":
+            wait(run, lambda: is_saving(run))
+            seconds = LONGEST_WAIT_SECONDS * draw.random() ** 4  # most saves are short
+    time.sleep(seconds)
+
+
+def kill(run: Run, victim: str, draw: random.Random) -> str:
+    """Kill a process of a launch; return in which moment and which, or "" if there was none."""
+    launcher, ranks = run.launcher, run.workers
+    if launcher is None or not run.is_running:
+        return ""
+    moment = "saving" if is_saving(run) else "stepping"
+    if run.status.get("outcome") == "finished":
+        moment = "ending"
+    elif not run.has_stepped:
+        moment = "restarting" if run.before else "starting"
+    victim = victim or draw.choice(("launcher", "rank", "rank"))
     with suppress(psutil.NoSuchProcess):
-        ranks = workers(launcher.pid)
-        if draw.random() < 1 / 3 or not ranks:
-            family = psutil.Process(launcher.pid).children(recursive=True)
-            launcher.kill()
-            launcher.wait()
-            left = psutil.wait_procs(family, 60)[1]
-            if left:
-                raise RuntimeError(f"outlived their launcher by 60 s: {left}")
-            return "launcher" if ranks else "launcher before it had processes"
-        victim = draw.choice(ranks)
-        victim.kill()
-        return "rank"
+        if victim == "rank" and ranks:
+            run.kill(draw.choice(ranks))
+            return f"{moment}, rank"
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+        launcher.wait()
+        if left := psutil.wait_procs(family, 60)[1]:
+            raise RuntimeError(f"outlived their launcher by 60 s: {left}")
+        return f"{moment}, launcher{'' if ranks else ' without processes'}"
     return ""
+
+
+def killed_in_a_run(run: Run, kills: int, start_seconds: float, draw: random.Random) -> Counter:
+    """Kill a run at most so many times; return where the kills fell.
+
+    Args:
+        run: not started yet.
+        kills: how many.
+        start_seconds: what a start takes.
+        draw: draws order, instants and victims.
+    """
+    found: Counter[str] = Counter()
+    plan = [("starting", ""), *sum(draw.sample(PARTS, len(PARTS)), ())]
+    for moment, victim in plan[:kills]:
+        run.start()
+        wait_for(moment, run, start_seconds, draw)
+        if run.has_stepped and not run.before:  # other load changes it
+            start_seconds = run.wait_for_first_step()
+        if not (where := kill(run, victim, draw)):
+            break  # the run has ended
+        found[where] += 1
+    return found
 
 
 def main() -> None:
@@ -99,26 +135,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw, killed, runs = random.Random(options.seed), Counter(), 0
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, suppress(KeyboardInterrupt):
         folder = Path(name)
-        (folder / "tiny.yaml").write_text(CONFIG)
-        wanted = Launches(folder, "nobody_kills").weights()
+        with Run(folder, "nobody_kills", CONFIG) as run:
+            run.start()
+            start_seconds = run.wait_for_first_step()
+            wanted = run.weights()
         while killed.total() < options.kills:
-            runs += 1
-            run = Launches(folder, f"run_{runs}")
-            for _ in range(min(KILLS_PER_RUN, options.kills - killed.total())):
-                launcher = run.start()
-                time.sleep(draw.uniform(0, LONGEST_WAIT_SECONDS))
-                saved = any((folder / "runs" / run.name).glob("checkpoints/step_*"))
-                if what := kill(launcher, draw) if launcher.poll() is None else "":
-                    killed[f"{what}, {'after' if saved else 'before'} the first checkpoint"] += 1
-                if run.status.get("outcome") == "finished":
-                    break
-            if run.weights() != wanted:
-                raise SystemExit(f"run {runs} has other weights (seed {options.seed})")
+            with Run(folder, f"run_{runs}", CONFIG) as run:
+                left = options.kills - killed.total()
+                here = killed_in_a_run(run, left, start_seconds, draw)
+                if run.weights() != wanted:
+                    kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
+                    raise SystemExit(f"{run.name} has other weights: {kept}, seed {options.seed}")
+            killed, runs = killed + here, runs + 1
             print(f"{killed.total()} kills, {runs} runs, the same bits", flush=True)
-    for what, number in killed.most_common():
-        print(f"{number:4d} {what}")
+    for where, number in sorted(killed.items()):
+        print(f"{number:4d} {where}")
 
 
 if __name__ == "__main__":

@@ -16,22 +16,20 @@ import argparse
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
+from launches import ROOT, WHERE, kill_with_descendants, workers
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from two_hosts import ADDRESSES, TwoHosts  # noqa: E402
+from two_hosts import ADDRESSES, TwoHosts
 
-WHERE = str(ROOT / "accelerate_configs/cpu_2_processes.yaml")
 SETTINGS = (
     "--steps 100000 --telemetry.every_steps 1 --checkpoints.every_steps 10 --telemetry.trackers []"
     " --evaluation.every_steps null --evaluation.sanity_check false --run_name restarting"
@@ -54,22 +52,6 @@ def wait_for_step(folder: Path, step: int, launcher: subprocess.Popen) -> None:
         if launcher.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError((folder / "output").read_text()[-3000:])
         time.sleep(0.01)
-
-
-def workers(launcher: int) -> list[psutil.Process]:
-    """Return the training processes, by rank.
-
-    A forked one has its rank in its name, one that was started by a command in its environment.
-    """
-    found = {}
-    for process in psutil.Process(launcher).children(recursive=True):
-        with suppress(psutil.Error, OSError):
-            name = Path(f"/proc/{process.pid}/comm").read_text()
-            rank = name.removeprefix("rank ").strip() if name.startswith("rank ") else ""
-            rank = rank or process.environ().get("RANK", "")
-            if rank and int(rank) not in found:  # a loader worker comes after its parent
-                found[int(rank)] = process
-    return [found[rank] for rank in sorted(found)]
 
 
 def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[str, list[float]]:
@@ -107,10 +89,10 @@ def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[s
         try:
             for _ in range(kills):
                 wait_for_step(folder, newest_step(folder) + draw.randrange(12, 30), launcher)
-                victim = draw.choice([one for each in launchers for one in workers(each.pid)])
+                running = [one for each in launchers for one in workers(each.pid)]
                 killed = time.monotonic()
-                victim.send_signal(signal.SIGKILL)
-                time.sleep(0.1)  # the others may end the step that they are in
+                draw.choice(running).kill()
+                psutil.wait_procs(running, 60)  # the others may end the step that they are in
                 before = newest_step(folder)
                 wait_for_step(folder, before + 1, launcher)
                 found["seconds"].append(time.monotonic() - killed)
@@ -118,10 +100,7 @@ def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[s
                 found["CPU s of a worker"].append(times.user + times.system)
         finally:
             for each in launchers:
-                for process in psutil.Process(each.pid).children(recursive=True):
-                    process.kill()
-                each.kill()
-                each.wait()
+                kill_with_descendants(each)
     return found
 
 

@@ -1,12 +1,13 @@
 """Time a launch from the command line to the end of the first step, and the memory it takes.
 
     python benchmarks/start.py                 5 rounds, about 5 minutes on 2 cores; Linux
-    python benchmarks/start.py --rounds 10 --processes 1
+    python benchmarks/start.py --rounds 3 --processes 8 --cases "train, torchrun" "train, ours"
 
-Started in turn, round by round: a plain script under torchrun, and the train module of the project
-under torchrun, under accelerate launch and by its own command. All train the same MLP on CPU
+Started in turn, round by round: the train module of the project under torchrun, under accelerate
+launch and by its own command, and a plain script under torchrun. All train the same MLP on CPU
 processes (first_step.py). Other load on the machine changes the seconds, so CPU time is shown too:
-of the processes until step 1 has ended, all together, and of the launcher.
+of the processes until step 1 has ended, all together, and of the launcher with all that it has
+waited for. Ratios are those of a round to its first case; all are medians.
 """
 
 import argparse
@@ -27,11 +28,12 @@ optim: {{lr: 1.0e-3, weight_decay: 0.05}}
 telemetry: {{trackers: []}}
 steps: 20
 """
+TORCHRUN, ACCELERATE, OURS = "train, torchrun", "train, accelerate launch", "train, ours"
 PLAIN = "plain script, torchrun"
 
 
 def commands(folder: Path, processes: int) -> dict[str, list[str]]:
-    """Return the commands by name; the first one is what the others are compared with."""
+    """Return the commands by name."""
     config = folder / "mlp.yaml"
     config.write_text(CONFIG.format(size=32 * processes), encoding="utf-8")
     where = folder / "where.yaml"  # cpu_2_processes.yaml for any number
@@ -45,10 +47,10 @@ def commands(folder: Path, processes: int) -> dict[str, list[str]]:
     train = ["-m", "my_project.train", "--config", str(config), "--runs_folder"]
     command = [*python, "my_project", "train", str(config), "--where", str(where), "--runs_folder"]
     return {
+        TORCHRUN: [*torchrun, *train, str(folder / "a")],
+        ACCELERATE: [*launch, *train, str(folder / "b")],
+        OURS: [*command, str(folder / "c")],
         PLAIN: [*torchrun, str(ROOT / "benchmarks/first_step.py")],
-        "ours, torchrun": [*torchrun, *train, str(folder / "a")],
-        "ours, accelerate launch": [*launch, *train, str(folder / "b")],
-        "ours, python -m my_project train": [*command, str(folder / "c")],
     }
 
 
@@ -84,24 +86,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
+    names = (TORCHRUN, ACCELERATE, OURS, PLAIN)
+    parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--source", type=Path, default=ROOT / "template/src", help="another copy")
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}
     for number in range(options.rounds + 1):
         with tempfile.TemporaryDirectory() as folder:
             cases = commands(Path(folder), options.processes)
-            for name, command in cases.items():
-                numbers = start(command, options.processes, options.source)
+            for name in options.cases:
+                numbers = start(cases[name], options.processes, options.source)
                 if number:  # the first round compiles modules and reads them from the disk
                     found.setdefault(name, []).append(numbers)
-    columns = [*found[PLAIN][0]]
+    baseline = found[options.cases[0]]
+    columns = [*baseline[0]]
     print(f"| {options.rounds} rounds | {' | '.join(columns)} | seconds, ratio | CPU s, ratio |")
     print("|---" * (len(columns) + 3) + "|")
     for name, rounds in found.items():
         shown = [f"{statistics.median(r[column] for r in rounds):.4g}" for column in columns]
         ratios = []
         for parts in (columns[:1], columns[1:3]):
-            pairs = zip(rounds, found[PLAIN], strict=True)
+            pairs = zip(rounds, baseline, strict=True)
             each = [sum(a[p] for p in parts) / sum(b[p] for p in parts) for a, b in pairs]
             ratios.append(f"{statistics.median(each):.2f}")
         print(f"| {name} | {' | '.join(shown + ratios)} |")

@@ -1,0 +1,130 @@
+"""Measure goodput under fire, beside what the planner predicts; Linux.
+
+    python benchmarks/goodput.py                          a kill every 5 minutes, for 25 minutes
+    python benchmarks/goodput.py --every 60 --minutes 10
+
+Two CPU processes train the recipe of the tests, whose steps sleep 0.2 s. In each `--every` seconds
+one worker is killed (SIGKILL), at an instant that is drawn with a fixed seed, and the launcher
+starts both again. A warm-up measures first what a save and a restart cost; the planner's formulas
+give the interval between saves and the goodput to expect. The goodput is that of status.json over
+the launcher's time: its first start, the saves and the steps done again are lost. The final weights
+must be those of a run that nobody killed, bit for bit. Ctrl-C ends all that was started.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from launches import ROOT, Run
+
+sys.path.insert(0, str(ROOT / "template/src"))
+from my_project.starts import each_start
+from my_project.tools.planner import best_interval_seconds, predicted_goodput
+
+CONFIG = """\
+recipe: {{class_path: ragged.Ragged, init_args: {{validation_samples: 0, seconds: {sleep}}}}}
+batches: {{global_batch_size: 2, micro_batch_size: 1, workers: 0}}
+optim: {{lr: 0.01}}
+steps: {steps}
+checkpoints: {{every_minutes: {minutes}}}
+telemetry: {{trackers: []}}
+"""
+SLEEP_SECONDS = 0.2
+WARM_UP_KILLS = 4
+WARM_UP_SECONDS = 6.0  # before each of them
+WARM_UP_INTERVAL_SECONDS = 1.0  # between saves
+
+
+def warm_up(folder: Path, draw: random.Random) -> tuple[float, float, float]:
+    """Return the mean seconds of a save, of a restart to the end of its first step, and of a step.
+
+    Args:
+        folder: of the run.
+        draw: draws the rank to kill.
+    """
+    config = CONFIG.format(
+        sleep=SLEEP_SECONDS, steps=100_000, minutes=WARM_UP_INTERVAL_SECONDS / 60
+    )
+    restarts = []
+    with Run(folder, "warm_up", config) as run:
+        run.start()
+        run.wait_for_first_step()
+        for _ in range(WARM_UP_KILLS):
+            time.sleep(WARM_UP_SECONDS)
+            run.kill(draw.choice(run.workers))
+            restarts.append(run.wait_for_first_step())
+        time.sleep(WARM_UP_SECONDS)
+        text = (run.folder / "metrics.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    saves = [one["seconds"] for one in records if one["kind"] == "checkpoint"]
+    steps = [one["step_seconds"] for one in records if one["kind"] == "interval"]
+    return statistics.mean(saves), statistics.mean(restarts), statistics.mean(steps)
+
+
+def kill_until_the_end(run: Run, every: float, draw: random.Random) -> int:
+    """Kill a rank at a random instant of each interval while the run goes on; return how many."""
+    run.start()
+    run.wait_for_first_step()
+    first, kills = time.time(), 0
+    while True:
+        instant = first + every * (kills + draw.random())
+        rank = draw.randrange(2)
+        while time.time() < instant or len(found := run.workers) < 2:
+            time.sleep(0.05)
+            if not run.is_running:
+                return kills
+        run.kill(found[rank])
+        kills += 1
+
+
+def main() -> None:
+    """Predict, train while workers are killed, and print the table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=float, default=300.0, help="seconds")
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save, restart, step = warm_up(folder, draw)
+        interval = best_interval_seconds(save, options.every)
+        predicted = predicted_goodput(interval, save, restart, options.every)
+        print(
+            f"warm-up: a save costs {save:.4f} s, a restart {restart:.2f} s, a step {step:.4f} s\n"
+            f"planner: a save every {interval:.2f} s, a goodput of {predicted:.2%}",
+            flush=True,
+        )
+        steps = round(60 * options.minutes * predicted / step)
+        config = {"steps": steps, "minutes": interval / 60}
+        with Run(folder, "killed", CONFIG.format(sleep=SLEEP_SECONDS, **config)) as run:
+            kills = kill_until_the_end(run, options.every, draw)
+            if run.status.get("outcome") != "finished":
+                raise SystemExit(f"the launcher gave up after {kills} kills:\n{run.output()}")
+            weights, shares = run.weights(), run.status["goodput"]["launcher"]
+            starts = each_start(run.folder)
+        with Run(folder, "nobody_kills", CONFIG.format(sleep=0.0, **config)) as run:
+            is_same = run.weights() == weights
+    seconds, measured = shares.pop("seconds"), shares["kept"]
+    points = 100 * (measured - predicted)
+    first = starts[0]["first_step_time"] - starts[0]["began"]
+    print(f"{steps} steps, {seconds:.0f} s: {steps * step / seconds:.2%} by the warm-up's step")
+    print(f"first start {first:.1f} s: {measured * seconds / (seconds - first):.2%} after it")
+    print(", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
+    print("| a kill every | kills | restarts | goodput | predicted | points | weights |")
+    print("|---|---|---|---|---|---|---|")
+    print(
+        f"| {options.every:.0f} s | {kills} | {len(starts) - 1} | {measured:.2%} | {predicted:.2%}"
+        f" | {points:+.2f} | {'the same bits' if is_same else 'DIFFERENT'} |"
+    )
+    if not is_same:
+        raise SystemExit("other weights than those of a run that nobody killed")
+
+
+if __name__ == "__main__":
+    main()
