@@ -34,6 +34,12 @@ KINDS = {
 }
 
 
+def fill_up(path: Path) -> None:
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Config:
     """A finished run of 6 steps with checkpoints of steps 2, 4 and 6."""
@@ -275,9 +281,7 @@ def test_a_full_or_read_only_disk_is_one_sentence(tmp_path, options):
     config = make_config(tmp_path)
     try:
         if options != "ro":
-            with suppress(OSError), (tmp_path / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(1024))
+            fill_up(tmp_path / "filler")
         with pytest.raises(ConfigError, match=r"cannot be written to \(.*(space|Read-only)"):
             train(config)
     finally:

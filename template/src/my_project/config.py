@@ -8,6 +8,7 @@ changes the training curve, so an existing run continues only with the same valu
 """
 
 import dataclasses
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -31,21 +32,26 @@ REMOVED = {
 }
 
 
-def may_change(default: Any) -> Any:
-    """Declare a field that may change between two starts of a run."""
-    return field(default=default, metadata={"changes_curve": False})
+def may_change(default: Any, **limits: float) -> Any:
+    """Declare a field that may change between two starts of a run; limits as of limited."""
+    return field(default=default, metadata={"changes_curve": False} | limits)
+
+
+def limited(default: Any = dataclasses.MISSING, **limits: float) -> Any:
+    """Declare a number with the limits `least` and `most`, both inclusive."""
+    return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchesConfig:
     """Which samples a step sees, and how they are loaded."""
 
-    global_batch_size: int
+    global_batch_size: int = limited(least=1)
     """Samples per optimizer step, over all ranks."""
-    micro_batch_size: int = may_change(0)
+    micro_batch_size: int = may_change(0, least=0)
     """The most samples per forward pass and rank; 0: no limit. A rank whose part of the global
     batch is smaller takes all of it. global = micro x world size x accumulation."""
-    workers: int | None = may_change(None)
+    workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
     """Seed the random generators for each sample from (seed, epoch, index), so that augmentation
@@ -75,15 +81,15 @@ class OptimConfig:
     """After the warmup. wsd: constant, then a linear decay over the last decay_steps."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
-    decay_steps: int = 0
+    decay_steps: int = limited(0, least=0)
     """wsd only: the length of the final decay, in steps."""
-    final_lr_fraction: float = 0.0
+    final_lr_fraction: float = limited(0.0, least=0, most=1)
     """The learning rate at the end, as a fraction of lr."""
-    clip_norm: float | None = 1.0
+    clip_norm: float | None = limited(1.0, least=1e-30)
     """Maximum gradient norm over all parameters; null: no clipping."""
-    ema_decay: float | None = None
+    ema_decay: float | None = limited(None, least=0, most=1)
     """Decay of an EMA of the weights, evaluated and exported in their place; null: no EMA."""
-    max_skipped_steps: int = may_change(20)
+    max_skipped_steps: int = may_change(20, least=1)
     """End the run after this many consecutive skipped steps. A step is skipped when its gradient
     is not finite or its loss has no items."""
 
@@ -92,9 +98,9 @@ class OptimConfig:
 class EvaluationConfig:
     """When to evaluate, and which result is best. The end of a run is always evaluated."""
 
-    every_steps: int | None = may_change(None)
+    every_steps: int | None = may_change(None, least=1)
     """Steps between evaluations; null: only at the end."""
-    batch_size: int = may_change(0)
+    batch_size: int = may_change(0, least=0)
     """Samples per forward pass and rank; 0: the micro-batch size."""
     sanity_check: bool = may_change(True)
     """Before the first step of a new run, evaluate one micro-batch of each validation set and
@@ -105,7 +111,7 @@ class EvaluationConfig:
     """A result such as validation/accuracy; its best weights are exported to best/."""
     best_mode: Literal["max", "min"] = may_change("max")
     """Whether a higher or a lower best_metric is better."""
-    patience: int | None = may_change(None)
+    patience: int | None = may_change(None, least=1)
     """Stop early after this many evaluations without a better best_metric; null: never."""
 
 
@@ -113,16 +119,16 @@ class EvaluationConfig:
 class CheckpointsConfig:
     """When to save the full training state, and which checkpoints to keep."""
 
-    every_steps: int | None = may_change(None)
+    every_steps: int | None = may_change(None, least=1)
     """Steps between checkpoints; null: only at the end."""
-    every_minutes: float | Literal["auto"] | None = may_change("auto")
+    every_minutes: float | Literal["auto"] | None = may_change("auto", least=0)
     """Minutes without a save after which one is made by time; auto: 10 where every_steps is null,
     else none; null or 0: none. It is not counted in keep, replaces only earlier saves by time, and
     waits while steps are skipped."""
-    keep: int = may_change(2)
+    keep: int = may_change(2, least=1)
     """Number of newest checkpoints to keep. With evaluation.best_metric the one of the best step is
     kept too, if one was saved at that step."""
-    keep_every_steps: int | None = may_change(None)
+    keep_every_steps: int | None = may_change(None, least=1)
     """Also keep checkpoints at multiples of this step; null: none."""
     background: bool = may_change(True)
     """Write in a thread while training goes on: a step waits only for the copy into host memory,
@@ -140,10 +146,10 @@ class CheckpointsConfig:
 class DistributedConfig:
     """Settings of the process group, DDP and memory that accelerate's YAML files lack."""
 
-    startup_timeout_seconds: int = may_change(1800)
+    startup_timeout_seconds: int = may_change(1800, least=1)
     """Time without progress after which a rank is stalled in startup, an evaluation, a save, or the
     step after one of these; timeout_seconds if that is longer."""
-    timeout_seconds: int = may_change(600)
+    timeout_seconds: int = may_change(600, least=1)
     """Time without progress after which a rank is stalled in a step. Every rank then writes its
     stack trace into errors/ and ends."""
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
@@ -161,7 +167,7 @@ class DistributedConfig:
 class TelemetryConfig:
     """What is logged, how often, and where to."""
 
-    every_steps: int = may_change(10)
+    every_steps: int = may_change(10, least=1)
     """Steps between records in metrics.jsonl and the trackers."""
     trackers: list[str] = field(
         default_factory=lambda: ["tensorboard"], metadata={"changes_curve": False}
@@ -215,11 +221,11 @@ class Config:
     recipe: Recipe
     """The recipe to train: class_path and init_args (recipe.py)."""
     batches: BatchesConfig
-    steps: int | None = may_change(None)
+    steps: int | None = may_change(None, least=1)
     """Optimizer steps of the whole run. Set either this or epochs."""
-    epochs: float | None = may_change(None)
+    epochs: float | None = may_change(None, least=1e-9)
     """Passes over the training set; may be fractional."""
-    overfit_batches: int | None = None
+    overfit_batches: int | None = limited(None, least=1)
     """Train only on the first so many global batches, again and again, and evaluate on the same
     samples, to see whether the model can learn at all; null: train on all."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -238,7 +244,7 @@ class Config:
     stop_after: str | None = may_change(None)
     """Save and exit after this time, such as 3h55m, counted from the start of the process; the
     same command continues the run."""
-    seed: int = 0
+    seed: int = limited(0, least=0)
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Literal["no", "bf16", "fp16"] | None = may_change(None)
     """Mixed precision; null: the accelerate config's."""
@@ -262,37 +268,9 @@ class Config:
             )
         if not self.run_name or self.run_name in {".", ".."} or "/" in self.run_name:
             raise ConfigError(f"run_name {self.run_name!r} must be a folder name without '/'.")
-        at_least = {
-            "steps": (self.steps, 1),
-            "epochs": (self.epochs, 1e-9),
-            "overfit_batches": (self.overfit_batches, 1),
-            "batches.global_batch_size": (self.batches.global_batch_size, 1),
-            "batches.micro_batch_size": (self.batches.micro_batch_size, 0),
-            "batches.workers": (self.batches.workers, 0),
-            "optim.decay_steps": (self.optim.decay_steps, self.optim.schedule == "wsd"),
-            "optim.clip_norm": (self.optim.clip_norm, 1e-30),
-            "optim.max_skipped_steps": (self.optim.max_skipped_steps, 1),
-            "evaluation.every_steps": (self.evaluation.every_steps, 1),
-            "evaluation.batch_size": (self.evaluation.batch_size, 0),
-            "evaluation.patience": (self.evaluation.patience, 1),
-            "checkpoints.every_steps": (self.checkpoints.every_steps, 1),
-            "checkpoints.every_minutes": (self.checkpoints.minutes, 0),
-            "checkpoints.keep": (self.checkpoints.keep, 1),
-            "checkpoints.keep_every_steps": (self.checkpoints.keep_every_steps, 1),
-            "telemetry.every_steps": (self.telemetry.every_steps, 1),
-            "distributed.timeout_seconds": (self.distributed.timeout_seconds, 1),
-            "distributed.startup_timeout_seconds": (self.distributed.startup_timeout_seconds, 1),
-            "seed": (self.seed, 0),
-        }
-        for name, (value, least) in at_least.items():
-            if value is not None and not value >= least:
-                raise ConfigError(f"{name} is {value}, but must be at least {least + 0}.")
-        for name, value in {
-            "optim.ema_decay": self.optim.ema_decay,
-            "optim.final_lr_fraction": self.optim.final_lr_fraction,
-        }.items():
-            if value is not None and not 0 <= value <= 1:
-                raise ConfigError(f"{name} is {value}, but must be between 0 and 1.")
+        check_limits(self)
+        if self.optim.schedule == "wsd" and not self.optim.decay_steps:
+            raise ConfigError("optim.decay_steps is 0, but must be at least 1 for wsd.")
         if self.stop_after is not None:
             seconds_of(self.stop_after)
         _ = self.profile.window, self.profile.chosen_ranks  # refuse what is neither
@@ -306,6 +284,18 @@ class Config:
     def folder(self) -> Path:
         """Return the path of the run folder."""
         return Path(self.runs_folder) / self.run_name
+
+
+def check_limits(settings: Any, prefix: str = "") -> None:
+    """Refuse a number that is not within the limits of its field."""
+    for f in dataclasses.fields(settings):
+        name, value = f"{prefix}{f.name}", getattr(settings, f.name)
+        if dataclasses.is_dataclass(value) and name != "recipe":
+            check_limits(value, f"{name}.")
+        elif isinstance(value, (int, float)):
+            least, most = f.metadata.get("least", -math.inf), f.metadata.get("most", math.inf)
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {value}, but must be between {least} and {most}.")
 
 
 def seconds_of(duration: str) -> int:

@@ -97,14 +97,12 @@ class Run:
             "reason": mask(reason),
             "first_step_time": self.first_step_time,
             "from_step": self.from_step,
-        }
-        if "result" in more:
-            more["result"] = finite(more["result"])
-        record |= {
             "seconds": round(time.monotonic() - self.began, 1),
             "paused_seconds": round(self.paused_seconds, 3),
+            **more,
         }
-        record |= more
+        if "result" in record:
+            record["result"] = finite(record["result"])
         try:
             write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
         except OSError as error:  # a full disk must not end the run

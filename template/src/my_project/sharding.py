@@ -160,7 +160,7 @@ def blocks(accelerator: Accelerator, model: nn.Module) -> list[nn.Module]:
         choose_blocks(plugin, model)
         names = set(plugin.transformer_cls_names_to_wrap or ())
     elif not (names := repeated_layers(model)):
-        names = set(sharded_blocks(model, MIN_BLOCK_PARAMETERS)[0])
+        names = sharded_blocks(model, MIN_BLOCK_PARAMETERS)
     found = [module for module in model.modules() if type(module).__name__ in names]
     inner = {id(part) for block in found for part in block.modules() if part is not block}
     return [block for block in found if id(block) not in inner]
@@ -222,8 +222,11 @@ def shard(
     plugin.cpu_ram_efficient_loading = False  # sharded_start does that
     autocast = None
     if accelerator.mixed_precision != "no":  # accelerate's prepare adds autocast to DDP only
-        plugin.mixed_precision_policy = precision_policy(plugin.mixed_precision_policy)
-        autocast = accelerator.device.type, plugin.mixed_precision_policy.param_dtype
+        kind = plugin.mixed_precision_policy.param_dtype
+        # accelerate's policy also casts outputs: of what a loss returns, bf16 keeps 3 digits
+        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
+        autocast = accelerator.device.type, kind
     if optimizer.state:
         raise ConfigError(
             f"{type(optimizer).__name__} makes its state in its constructor, before FSDP shards the"
@@ -257,14 +260,6 @@ def shard(
     return prepared
 
 
-def precision_policy(chosen: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return a policy: weights and inputs of blocks in the chosen type, gradients in float32.
-
-    Accelerate's policy also casts outputs: of what a loss returns, bf16 keeps 3 digits.
-    """
-    return MixedPrecisionPolicy(param_dtype=chosen.param_dtype, reduce_dtype=torch.float32)
-
-
 def choose_blocks(plugin: Any, model: nn.Module) -> None:
     """Replace accelerate's size-based wrapping with the classes that sharded_blocks chooses.
 
@@ -273,18 +268,15 @@ def choose_blocks(plugin: Any, model: nn.Module) -> None:
     """
     if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
-        plugin.transformer_cls_names_to_wrap = sharded_blocks(model, plugin.min_num_params)[0]
+        plugin.transformer_cls_names_to_wrap = sorted(sharded_blocks(model, plugin.min_num_params))
 
 
-def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], int]:
-    """Choose the classes whose modules FSDP2 gathers one at a time.
+def sharded_blocks(model: nn.Module, least: int) -> set[str]:
+    """Return the names of the classes whose modules FSDP2 gathers one at a time.
 
     They are repeated layers that have at least `least` parameters. Elsewhere, from the leaves up, a
     module becomes a block if it has as many, and no block in it. With a module all modules of its
     class are blocks; the root keeps the remaining parameters.
-
-    Returns:
-        The names of the classes, the numbers of parameters of the blocks, and that of the root.
     """
     wrapped = model  # peft wraps a model in two modules, and calls it without its hooks
     while len(inner := list(wrapped.children())) == 1 and not list(wrapped.parameters(False)):
@@ -302,10 +294,6 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], 
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
         return kind.forward is not nn.Module.forward and inside.items() <= holders.items()
 
-    def own_parameters(module: nn.Module) -> float:
-        # each module that holds a tied weight counts its part
-        return sum(p.numel() / holders[id(p)] for p in module.parameters(recurse=False))
-
     layers = repeated_layers(model)
     classes = {
         type(module)
@@ -319,7 +307,9 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], 
         """Return the parameters that are in no block, and add to the classes."""
         if type(module) in classes:
             return 0
-        count = own_parameters(module) + sum(map(choose, module.children()))
+        # each module that holds a tied weight counts its part
+        own = sum(p.numel() / holders[id(p)] for p in module.parameters(recurse=False))
+        count = own + sum(map(choose, module.children()))
         is_around_blocks = any(type(inner) in classes for inner in module.modules())
         if count < least or is_around_blocks or not can_be_block(module):
             return count
@@ -327,18 +317,7 @@ def sharded_blocks(model: nn.Module, least: int) -> tuple[list[str], list[int], 
         return 0
 
     choose(model)
-    blocks: list[int] = []
-
-    def measure(module: nn.Module) -> float:
-        """Return the parameters that are in no block, and note those of the blocks."""
-        count = own_parameters(module) + sum(map(measure, module.children()))
-        if type(module) not in classes:
-            return count
-        blocks.append(round(count))
-        return 0
-
-    root = round(measure(model))
-    return sorted(kind.__name__ for kind in classes), blocks, root
+    return {kind.__name__ for kind in classes}
 
 
 def strict_ddp(model: Any) -> DistributedDataParallel | None:

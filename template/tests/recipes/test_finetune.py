@@ -516,11 +516,10 @@ def test_the_models_that_peft_wraps_are_no_sharding_units(folder):
     from my_project.sharding import sharded_blocks
 
     model = model_of(recipe_of(folder, task="causal_lm", lora_rank=2))
-    names, blocks, root = sharded_blocks(model, 100)
+    names = sharded_blocks(model, 100)
     assert "GPT2LMHeadModel" not in names
-    assert not {"Linear", "PeftModelForCausalLM", "LoraModel"} & set(names)
+    assert not {"Linear", "PeftModelForCausalLM", "LoraModel"} & names
     assert "GPT2Block" in names
-    assert sum(blocks) + root == sum(p.numel() for p in model.parameters())
 
 
 def test_a_folder_without_weights_makes_a_new_model(tmp_path, folder):

@@ -169,22 +169,13 @@ def log_start(
     if not accelerator.is_main_process:
         return
     logger.info(
-        "%s: %s on %d process(es), %s, precision %s",
-        run.folder,
-        accelerator.device,
-        layout.world_size,
-        accelerator.distributed_type.value,
-        accelerator.mixed_precision,
+        f"{run.folder}: {accelerator.device} on {layout.world_size} process(es),"
+        f" {accelerator.distributed_type.value}, precision {accelerator.mixed_precision}"
     )
     logger.info(
-        "global batch %d = micro-batch %d x processes %d x accumulation %d; %d steps;"
-        " %d parameters",
-        layout.global_batch_size,
-        layout.micro_batch_size,
-        layout.world_size,
-        layout.accumulation,
-        run.total_steps,
-        sum(p.numel() for p in model.parameters()),
+        f"global batch {layout.global_batch_size} = micro-batch {layout.micro_batch_size}"
+        f" x processes {layout.world_size} x accumulation {layout.accumulation};"
+        f" {run.total_steps} steps; {sum(p.numel() for p in model.parameters())} parameters"
     )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 
