@@ -20,7 +20,7 @@ CEILINGS = {
     "lines of train.py and all that it imports": 6_320,
     "files of train.py and all that it imports": 45,
     "lines of the package without tools/": 8_325,
-    "lines of tools/": 2_267,
+    "lines of tools/": 2_190,
     "lines of template/tests": 4_190,
     "lines of template/tests and tests": 14_624,
     "settings": 54,
