@@ -17,10 +17,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_220,
-    "files of train.py and all that it imports": 44,
-    "lines of the package without tools/": 8_202,
-    "lines of tools/": 2_267,
+    "lines of train.py and all that it imports": 5_912,
+    "files of train.py and all that it imports": 43,
+    "lines of the package without tools/": 7_920,
+    "lines of tools/": 2_190,
     "lines of template/tests": 4_190,
     "lines of template/tests and tests": 14_731,
     "settings": 52,

@@ -149,7 +149,9 @@ CONFIGS = KINDS | {
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_damaged_config_is_one_sentence(copied, kind):
     (copied.folder / "config.yaml").write_bytes(CONFIGS[kind])
-    with pytest.raises(ConfigError, match=r"config\.yaml (cannot|holds)|trained with other settings"):
+    with pytest.raises(
+        ConfigError, match=r"config\.yaml (cannot|holds)|trained with other settings"
+    ):
         train(copied)
 
 

@@ -62,9 +62,8 @@ FAILURE = {
     "cause": "exception",
     "exit_code": 1,
     "attempt": 0,
-    "frames": [
-        {"file": "recipe.py", "line": 41, "function": "loss", "code": "x @ w", "library": None}
-    ],
+    "at": {"file": "recipe.py", "line": 41, "function": "loss", "code": "x @ w", "library": None},
+    "frames": [],
     "details": "",
 }
 
@@ -202,9 +201,8 @@ def write_attack(folder: Path, server: str) -> Path:
         if record["kind"] == "evaluation":
             record |= {attack: 0.5, f"{attack}/loss": 0.7, "sample": attack, "pictures": [attack]}
     found.append({"kind": "numerics", "step": 200, "changed": {attack: [attack, attack]}})
-    failure = {"reason": attack, "host": attack, "frames": [
-        {"file": attack, "line": 1, "function": attack, "code": attack, "library": None}
-    ]}  # fmt: skip
+    at = {"file": attack, "line": 1, "function": attack, "code": attack, "library": None}
+    failure = {"reason": attack, "host": attack, "at": at}
     write_history(run, records=found, state="failed", failure=failure)
     settings = {attack: attack, "evaluation": {"best_metric": attack}, "list": [attack]}
     (run / "config.yaml").write_text(json.dumps(settings))

@@ -151,12 +151,12 @@ def test_restarts_and_checkpoints_are_marked_and_how_each_start_ended_is_said(tm
 # ---- outcomes ------------------------------------------------------------------------------------
 def test_goodput_adds_up_and_starts_without_a_launcher_are_named(tmp_path):
     folder = write_history(tmp_path / "run", steps=100, every=10, killed_at=(50,))
-    assert "run: of all starts the time is not known" in report(folder).text
+    assert "Starts of unknown time all" in report(folder).text
     (folder / "starts.jsonl").write_text(
         json.dumps({"event": "start", "id": "a.0", "launch": "a", "time": BEGAN + 9}) + "\n"
     )
     page = report(folder)
-    assert "run: of 1 starts the time is not known" in page.text
+    assert "Starts of unknown time 1" in page.text
     calendar = starts.goodput(folder)["calendar"]
     shown = re.findall(r"<td>([^<]*)</td><td>([\d.]+)%</td>", page.source.split("Time with a")[0])
     assert ("kept", f"{100 * calendar['kept']:.1f}") in shown
@@ -171,7 +171,7 @@ def test_a_failed_run_shows_the_first_failure_and_the_command_doctor(tmp_path):
     text = report(run).text
     assert "mat1 and mat2 shapes cannot be multiplied" in text
     assert "lost contact" not in text, "which follows from the failure"
-    assert "Rank 3 on gpu-b, at step 120, in recipe.py, line 41, in loss" in text
+    assert "Rank 3 on gpu-b, step 120, in recipe.py, line 41, in loss: x @ w" in text
 
 
 # ---- several runs --------------------------------------------------------------------------------

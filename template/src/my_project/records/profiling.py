@@ -5,8 +5,8 @@ Each of these ranks writes into the run folder
     profile/rank_00000_steps_20_25.json.gz   for https://ui.perfetto.dev or chrome://tracing
     profile/rank_00000_steps_20_25.txt       torch's table of the operators that took most time
 
-One step before the first is a warm-up, which is not recorded. The profiler itself takes time, so the
-speed of an interval with profiled steps says little. Nothing that fails here ends the run.
+One step before the first is a warm-up, which is not recorded. The profiler itself takes time, so
+the speed of an interval with profiled steps says little. Nothing that fails here ends the run.
 """
 
 import logging

@@ -14,7 +14,6 @@ what, at, says: the file that says so), cause (a key of CAUSES; "" where nothing
 sentences), and earlier_failures (starts of this run that failed before).
 """
 
-import argparse
 import json
 import shutil
 import textwrap
@@ -40,7 +39,7 @@ from ..failures import (
 from ..files import ConfigError, format_seconds, is_locked, printable, read_json, step_of
 from ..process import PREEMPTED
 from . import flight_recorder
-from .reader import Run, check_run, is_run, parser_of, read_folder, time_of
+from .reader import Run, parser_of, read_folder, read_run, time_of
 
 LONGEST = 500  # characters of a sentence
 COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a run folder
@@ -407,9 +406,9 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: the folder is no run.
     """
-    if not (is_run(folder) or any(folder.glob("logs/node_*/*")) or (folder / "errors").is_dir()):
-        check_run(folder)
-    run, locked = read_folder(folder), is_locked(folder)
+    is_started = any(folder.glob("logs/node_*/*")) or (folder / "errors").is_dir()
+    run = read_folder(folder) if is_started else read_run(folder)
+    locked = is_locked(folder)
     start = newest_start(run, locked)
     outcome = _outcome(start, locked)
     cause = find_cause(start) if outcome in ("failed", "interrupted", "unknown") else {}
@@ -516,17 +515,13 @@ def print_diagnosis(found: dict[str, Any]) -> None:
             print(f"  {name:8} " + f"\n{'':11}".join(lines))
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Print what happened."""
-    found = diagnose(Path(arguments.run))
-    print(json.dumps(found, indent=1)) if arguments.json else print_diagnosis(found)
-
-
 if __name__ == "__main__":
     parser = parser_of("doctor", __doc__)
-    parser.add_argument("run", help="the run folder")
+    parser.add_argument("run", help="the run folder", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object, for tools")
+    arguments = parser.parse_args()
     try:
-        main(parser.parse_args())
+        diagnosis = diagnose(arguments.run)
     except ConfigError as error:
         exit_with_error(error)
+    print(json.dumps(diagnosis, indent=1)) if arguments.json else print_diagnosis(diagnosis)

@@ -56,12 +56,9 @@ def read(folder: Path, since: float) -> Dumps:
         folder: the run folder.
         since: when the newest start began, in seconds since 1970.
     """
-    dumps = Dumps()
-    paths = sorted((folder / "errors").glob("nccl_trace_rank_*"))
-    for path in paths:
+    dumps, errors = Dumps(), folder / "errors"
+    for path in sorted(errors.glob("nccl_trace_rank_*.json")):
         number, dump = re.fullmatch(r"nccl_trace_rank_(\d{1,6})\.json", path.name), read_json(path)
-        if path.suffix != ".json":
-            continue
         if not number or not isinstance(dump.get("version"), str):
             dumps.notes.append(f"a damaged dump is left out: errors/{path.name}")
             continue
@@ -78,10 +75,10 @@ def read(folder: Path, since: float) -> Dumps:
             numbers = dumps.calls.setdefault(_group(one.get("process_group")), {})
             by_rank = numbers.setdefault(one["collective_seq_id"], {})
             by_rank.setdefault(rank, []).append(one)
-    if pickles := [path for path in paths if re.search(r"rank_\d+$", path.name)]:
+    if pickles := [*errors.glob("nccl_trace_rank_*[0-9]")]:
         dumps.notes.append(
             f"{len(pickles)} dumps of NCCL itself are pickles, which can run code, and not opened"
-            f" here: mkdir dumps; cp {folder}/errors/nccl_trace_rank_*[0-9] dumps; torchfrtrace"
+            f" here: mkdir dumps; cp {errors}/nccl_trace_rank_*[0-9] dumps; torchfrtrace"
             " dumps (torch.distributed.flight_recorder.fr_trace)"
         )
     return dumps

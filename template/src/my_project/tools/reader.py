@@ -76,7 +76,10 @@ def read_run(folder: Path) -> Run:
     Raises:
         ConfigError: it is none.
     """
-    check_run(folder)
+    if not is_run(folder):
+        raise ConfigError(
+            f"{folder} is not a run folder; give the path of one such as runs/image_classification."
+        )
     return read_folder(folder)
 
 
@@ -114,14 +117,6 @@ def read_records(run: str | Path) -> list[dict[str, Any]]:
         ConfigError: this is not a run folder.
     """
     return read_run(Path(run)).records
-
-
-def check_run(folder: Path) -> None:
-    """Refuse a folder that is not of a run."""
-    if not is_run(folder):
-        raise ConfigError(
-            f"{folder} is not a run folder; give the path of one such as runs/image_classification."
-        )
 
 
 def time_of(record: dict[str, Any]) -> float:

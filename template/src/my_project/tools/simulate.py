@@ -380,11 +380,10 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
         step.update()
     peak = tracker.get_tracker_snapshot("peak")[CPU]
     sizes = {getattr(kind, "value", kind): size for kind, size in peak.items()}
+    memory = {kind: sum(sizes.get(name, 0) for name in names) for kind, names in KINDS.items()}
     return {
         "flops_per_micro_batch": flops / number,
-        "memory_bytes": {
-            kind: sum(sizes.get(name, 0) for name in names) for kind, names in KINDS.items()
-        },
+        "memory_bytes": memory,
         "collectives": collectives.recorded(gpus_per_node),
     }
 

@@ -80,7 +80,7 @@ def by_run(runs: list[str], columns: list[dict[str, str]]) -> str:
 
 
 def summary(runs: list[History]) -> str:
-    """Return the settings that differ and the main numbers of each run, and its command."""
+    """Return the settings that differ and the main numbers of each run, its command, remarks."""
     settings = [{name: as_typed(value) for name, value in run.run.settings.items()} for run in runs]
     known = [one for one in settings if one]  # of the others config.yaml is damaged
     names = dict.fromkeys(name for one in known for name in one if name not in NOT_COMPARED)
@@ -91,7 +91,7 @@ def summary(runs: list[History]) -> str:
     ]
     parts = [by_run([run.name for run in runs], columns)]
     for i, run in enumerate(runs):
-        parts.append(f"<p>{key(f'c{i}') * (len(runs) > 1)}{typed(run)}</p>")
+        parts.append(f"<p>{key(f'c{i}') * (len(runs) > 1)}{typed(run)}</p>{remarks(run)}")
     return "".join(parts)
 
 
@@ -102,7 +102,6 @@ def facts(run: History) -> dict[str, str]:
     badge = state if state in ("finished", "failed", *REMARKS) else "damaged"
     known = {
         "Outcome": Html(f'<span class="state {badge}">{escape(state, 30)}</span>'),
-        "Remarks": Html(remarks(run)),
         "Steps": f"{max(run.last['step'], status.get('step', 0)):,} of {status.get('steps', 0):,}",
     }
     if best:
