@@ -24,9 +24,11 @@ Streaming: with --recipe.lanes 64 the training documents are not packed to disk 
        MosaicML's streaming. Each process reads its own lanes only. If a Hugging Face dataset has
        fewer than 8 files per lane, and their number is no multiple of lanes, each lane reads all
        files and keeps its share of the rows. Files are shuffled, and the rows of a file in blocks
-       of 1,000. A checkpoint holds the position of each lane, a document and an offset in its
-       tokens, so a resumed run reads and tokenizes no document before these; of a Hugging Face
-       dataset it reads one block of rows again, and passes over what its file has before that.
+       of 1,000. A lane reads its documents again and again, in another order each time, and a run
+       takes as many steps as its config says. A checkpoint holds the position of each lane, an
+       epoch, a document and an offset in its tokens, so a resumed run reads and tokenizes no
+       document before these; of a Hugging Face dataset it reads one block of rows again, and
+       passes over what its file has before that.
 Model: a pre-norm transformer with RMSNorm, rotary position embeddings, SwiGLU or GELU, tied input
        and output embeddings, and no biases.
 The default config, with its measured loss and time, is configs/causal_lm.yaml.

@@ -158,7 +158,8 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
             f"batches.loader sets {', '.join(taken)}, which the loop sets itself, so that a step"
             " gets the same batch each time; remove it (batches.workers is the number of workers)."
         )
-    options = {"pin_memory": device.type == "cuda", "persistent_workers": workers > 0}
+    options: dict[str, Any] = {"persistent_workers": workers > 0}
+    options["pin_memory"] = device.type == "cuda"
     try:
         return DataLoader(data, **fixed, **options | config.loader | how)
     except (TypeError, ValueError) as error:

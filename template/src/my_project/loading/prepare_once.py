@@ -8,16 +8,15 @@ group is needed. The operating system releases a lock when its process ends, for
 import fcntl
 import logging
 import os
-import random
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from io import FileIO
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from ..config import ConfigError
-from ..files import TransientError, writing
+from ..files import TransientError, write_atomically, writing
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,9 @@ def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
 
     Otherwise the ranks that finish first would wait in the process group, which has a timeout.
     """
-    with _open(folder / f".{run_name}.preparing") as file:
+    with writing(folder):
+        file = (folder / f".{run_name}.preparing").open("a+b")
+    with file:
         with suppress(OSError):  # a file system without locks
             fcntl.lockf(file, fcntl.LOCK_SH)
         yield
@@ -71,67 +72,42 @@ def first_alone(path: Path, who: str) -> Iterator[bool]:
     Raises:
         TransientError: the first process of this launch has ended early, or failed.
     """
-    with _open(path) as file:
-        is_first = _lock(file)
-        if not is_first:
-            yield False
-            return
-        _set_error(file, f"{who} has ended before the data was prepared")
+    failed = path.with_suffix(".failed")  # why the first process ended, unless it has finished
+    with ExitStack() as stack:
+        lock, waited = FileLock(path, mode=0o666, poll_interval=0.2), False
         try:
-            yield True
-        except ConfigError as error:
-            if isinstance(error, TransientError):
-                _set_error(file, str(error))
-            else:  # the others meet this error themselves
-                file.truncate(0)
-            raise
-        except Exception as error:
-            _set_error(file, f"{who} failed to prepare the data: {type(error).__name__}: {error}")
-            raise
-        file.truncate(0)
-
-
-def _open(path: Path) -> FileIO:
-    """Open a lock file, which other users' processes may share."""
-    with writing(path.parent):
-        file = open(  # noqa: SIM115 - the caller closes it; unbuffered, so closing cannot fail
-            path,
-            "r+b",
-            buffering=0,
-            opener=lambda name, flags: os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666),
-        )
-    with suppress(OSError):  # the file of another user
-        os.fchmod(file.fileno(), 0o666)
-    return file
-
-
-def _set_error(file: FileIO, failure: str) -> None:
-    """Write the failure that waiting processes raise, unless the file is emptied."""
-    with writing(Path(str(file.name)).parent):
-        file.truncate(0)
-        os.pwrite(file.fileno(), f"{launch_name()}\n{failure}".encode(), 0)
-
-
-def _lock(file: FileIO) -> bool:
-    """Return whether this process is the first; in the others, wait until the first is done.
-
-    POSIX locks are used, since forked processes do not inherit them.
-    """
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            fcntl.lockf(file, fcntl.LOCK_SH)
+            try:
+                stack.enter_context(lock.acquire(blocking=False))
+            except Timeout:
+                waited = True
+                stack.enter_context(lock.acquire())
         except OSError as error:
             logger.warning("no file locks (%s): each process prepares the data itself", error)
-            return False
-        else:
-            return True
-        text = os.pread(file.fileno(), 1 << 16, 0).decode(errors="replace")
+            waited = True
+        text = failed.read_text(errors="replace") if failed.exists() else ""
         launch, _, failure = text.partition("\n")
-        if not launch:
-            return False
-        if launch == launch_name():
+        if waited and not launch:
+            stack.close()
+            yield False
+            return
+        if waited and launch == launch_name():
             raise TransientError(failure)
-        fcntl.lockf(file, fcntl.LOCK_UN)  # the failure of another launch: start over
-        time.sleep(random.uniform(0, 0.1))
+        _write(failed, f"{who} has ended before the data was prepared")
+        try:
+            yield True
+        except TransientError as error:
+            _write(failed, str(error))
+            raise
+        except ConfigError:  # the others meet this error themselves
+            failed.unlink(missing_ok=True)
+            raise
+        except Exception as error:
+            _write(failed, f"{who} failed to prepare the data: {type(error).__name__}: {error}")
+            raise
+        failed.unlink(missing_ok=True)
+
+
+def _write(failed: Path, failure: str) -> None:
+    """Write what waiting processes of this launch raise."""
+    with writing(failed.parent):
+        write_atomically(failed, f"{launch_name()}\n{failure}")
