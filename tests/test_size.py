@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_220,
+    "lines of train.py and all that it imports": 6_218,
     "files of train.py and all that it imports": 44,
-    "lines of the package without tools/": 8_202,
+    "lines of the package without tools/": 8_200,
     "lines of tools/": 2_267,
     "lines of template/tests": 4_190,
     "lines of template/tests and tests": 14_731,
