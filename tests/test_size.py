@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_912,
+    "lines of train.py and all that it imports": 5_897,
     "files of train.py and all that it imports": 43,
-    "lines of the package without tools/": 7_920,
+    "lines of the package without tools/": 7_905,
     "lines of tools/": 2_190,
     "lines of template/tests": 4_190,
     "lines of template/tests and tests": 14_731,
