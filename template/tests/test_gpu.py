@@ -2,11 +2,12 @@
 
 import os
 import shutil
+from dataclasses import dataclass
 
 import pytest
 import torch
-from ragged import Deep, Ragged
-from runs import assert_same_weights, change, make_config, records, status, train, weights
+from ragged import Ragged
+from runs import change, make_config, records, status, train, weights
 from world import run_world
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +53,8 @@ def test_deterministic_resume_is_bit_identical(tmp_path):
     run_world(1, train, whole)
     run_world(1, train, parts)
     run_world(1, train, change(parts, steps=10))
-    assert_same_weights(parts, whole)
+    ours, theirs = weights(parts.folder / "export"), weights(whole.folder / "export")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("several", [2, 4, 8])
@@ -97,6 +99,40 @@ def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
     )
 
 
+class Tied(torch.nn.Sequential):
+    """An output tied to the embedding."""
+
+    def __init__(self) -> None:
+        embedding = torch.nn.Embedding(13, 8)
+        output = torch.nn.Linear(8, 13, bias=False)
+        output.weight = embedding.weight
+        super().__init__(embedding, torch.nn.Linear(8, 8), torch.nn.Tanh(), output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Ragged):
+    """Predict a token from itself, with a weight tied to the embedding."""
+
+    def build_model(self, data_info: dict) -> torch.nn.Module:
+        return Tied()
+
+    def loss(self, model, batch, step):
+        tokens = batch["index"] % 13
+        losses = torch.nn.functional.cross_entropy(
+            model(tokens), (tokens + 1) % 13, reduction="sum"
+        )
+        return losses, len(tokens)
+
+    def build_metrics(self) -> dict:
+        from torchmetrics import MeanMetric
+
+        return {"loss": MeanMetric()}
+
+    def update_metrics(self, model, batch, metrics) -> None:
+        total, weight = self.loss(model, batch, 0)
+        metrics["loss"].update(total / weight, weight)
+
+
 def train_sharded(config) -> int:
     """Train with FSDP2, as an accelerate config asks for it."""
     os.environ.update(
@@ -109,7 +145,8 @@ def train_sharded(config) -> int:
 
 @needs_two
 def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path):
-    ddp = make_config(tmp_path, Deep(), run_name="ddp", tf32=False, checkpoints__every_steps=5)
+    recipe = Tokens()
+    ddp = make_config(tmp_path, recipe, run_name="ddp", tf32=False, checkpoints__every_steps=5)
     run_world(2, train, ddp)
     fsdp = change(ddp, run_name="fsdp")
     run_world(2, train_sharded, fsdp)
@@ -118,6 +155,7 @@ def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path
     )
     shards = list((fsdp.folder / "checkpoints/step_00000005").glob("model.rank_*.safetensors"))
     assert len(shards) == 2
+    theirs = weights(ddp.folder / "export")
     for processes in (2, 1):
         again = change(fsdp, run_name=f"on_{processes}")
         shutil.copytree(fsdp.folder, again.folder)
@@ -125,7 +163,10 @@ def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path
         shutil.rmtree(again.folder / "export")
         (again.folder / "status.json").write_text('{"outcome": "running", "steps": 10}')
         run_world(processes, train_sharded, again)
-        assert_same_weights(again, ddp, 1e-4)
+        ours = weights(again.folder / "export")
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
 
 
 @needs_two

@@ -298,7 +298,7 @@ class _Step:
             loss_sum, num_items = self.model(self.recipe.loss, batch, 0)
         sums.add(loss_sum, num_items)
         if is_last:
-            sums.start_all_reduce(False, False, False)
+            sums.start_all_reduce(False, False)
         loss_sum.backward()
         if is_last and self.buckets:
             for dtype in {buffer.dtype for buffer in self.synced_buffers}:
