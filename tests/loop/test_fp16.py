@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from my_project import contract, devices, sharding
 from my_project.checkpoint import exporting
+from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config
 from my_project.run_folder import Run
 from ragged import Ragged
@@ -110,7 +111,9 @@ def test_a_model_with_sync_batch_norm_is_exported_as_the_plain_one(tmp_path, mon
     assert any(isinstance(module, torch.nn.SyncBatchNorm) for module in converted.modules())
     run = Run(config, 0)
     run.folder.mkdir(parents=True)
-    exporting.export(run, {"features": 6}, converted)
+    optimizer = torch.optim.SGD(converted.parameters())
+    saver = Checkpoints(run, converted, optimizer, None, None)
+    exporting.export(run, {"features": 6}, converted, saver)
     found = weights(config.folder / "export")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)

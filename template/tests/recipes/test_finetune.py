@@ -15,6 +15,7 @@ from world import run_world
 from my_project import export, sharding
 from my_project.blocks import recompute_activations
 from my_project.checkpoint import exporting, resuming
+from my_project.checkpoint.saving import Checkpoints
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError
 from my_project.recipes import finetune
@@ -309,7 +310,11 @@ def export_sharded(configs: list[Config]) -> list[int]:
             return build(recipe, data_info)
 
         Finetune.build_model = counted
-        exporting.export(Run(config, dist.get_rank()), data_info, model)
+        run = Run(config, dist.get_rank())
+        run.hosts = ["here"] * 2
+        saver = Checkpoints(run, model, torch.optim.SGD(model.parameters()), None, None)
+        exporting.export(run, data_info, model, saver)
+        assert not saver.failures
         Finetune.build_model = build
         counts.append(len(built))
     dist.barrier()
