@@ -1,15 +1,16 @@
 """Kill a run at random instants, start it again, and compare its weights bit by bit; Linux.
 
-    python benchmarks/kills.py              200 kills, about 30 minutes on 2 cores
+    python benchmarks/kills.py              200 kills
     python benchmarks/kills.py --kills 16
 
 Two CPU processes train the recipe of the tests with a checkpoint at every second step. Of 8 kills
-in a run, 2 hit its start (imports included), 4 any instant of the first seconds after the first
-step, 1 follows the beginning of a save and 1 a restart in place, with less than 0.5 s between. The
-victim is a rank or, one time in three, the launcher; of a start without processes the launcher.
-Order, instants and victims are drawn with a fixed seed. A run that has ended is started again by
-the same command; its weights must be those of a run that nobody killed. Printed is where each kill
-fell. Ctrl-C ends all that was started, and prints the table of the runs until then.
+in a run, 2 are meant for its start (imports included), 4 for any instant of the first seconds after
+the first step, 1 follows the beginning of a save and 1 a restart in place, with less than 0.5 s
+between. The victim is a rank or, one time in three and before another start, the launcher, which
+alone is there in most of a start. Order, instants and victims are drawn with a fixed seed. A run
+that has ended is started again by the same command; its weights must be those of a run that nobody
+killed. Printed is where each kill fell. Ctrl-C ends all that was started, and prints the table of
+the runs until then.
 """
 
 import argparse
@@ -106,8 +107,10 @@ def kill(run: Run, victim: str, draw: random.Random) -> str:
     return ""
 
 
-def killed_in_a_run(run: Run, kills: int, start_seconds: float, draw: random.Random) -> Counter:
-    """Kill a run at most so many times; return where the kills fell.
+def kill_again_and_again(
+    run: Run, kills: int, start_seconds: float, draw: random.Random
+) -> tuple[Counter[str], float]:
+    """Kill a run at most so many times; return where the kills fell, and what a start took last.
 
     Args:
         run: not started yet.
@@ -125,7 +128,7 @@ def killed_in_a_run(run: Run, kills: int, start_seconds: float, draw: random.Ran
         if not (where := kill(run, victim, draw)):
             break  # the run has ended
         found[where] += 1
-    return found
+    return found, start_seconds
 
 
 def main() -> None:
@@ -144,7 +147,7 @@ def main() -> None:
         while killed.total() < options.kills:
             with Run(folder, f"run_{runs}", CONFIG) as run:
                 left = options.kills - killed.total()
-                here = killed_in_a_run(run, left, start_seconds, draw)
+                here, start_seconds = kill_again_and_again(run, left, start_seconds, draw)
                 if run.weights() != wanted:
                     kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
                     raise SystemExit(f"{run.name} has other weights: {kept}, seed {options.seed}")
