@@ -126,6 +126,7 @@ def test_the_exit_code_is_the_runs_outcome(
 
         def __init__(self) -> None:
             self.killed = []
+            self.others = None
             self.stop_signal = "SIGTERM" if stopped else ""
             self.stop_signal_at = stopped
             self.stop_signal_time = float("inf")
