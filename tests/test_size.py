@@ -21,13 +21,13 @@ CEILINGS = {
     "files of train.py and all that it imports": 43,
     "lines of the package without tools/": 7_905,
     "lines of tools/": 2_190,
-    "lines of template/tests": 4_190,
-    "lines of template/tests and tests": 14_731,
+    "lines of template/tests": 3_874,
+    "lines of template/tests and tests": 14_248,
     "settings": 52,
     "methods of a recipe": 15,
-    "lines of train.py": 186,
+    "lines of train.py": 185,
 }
-STEP_FILES = 24  # 31 at a9ab39b, counted in the same way
+STEP_FILES = 23  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
     getattr(tokenize, name)
     for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

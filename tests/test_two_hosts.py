@@ -60,6 +60,13 @@ def launch(
         )  # fmt: skip
 
 
+def doctor(hosts: TwoHosts) -> str:
+    command = [sys.executable, "-m", "my_project", "doctor", str(run_folder(hosts))]
+    environment = os.environ | ENVIRONMENT
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return " ".join(told.stdout.split())
+
+
 def test_sigterm_on_one_host_saves_on_both_at_one_step_and_the_run_goes_on(hosts):
     launch(hosts, "--steps", "60")
     wait_for(hosts, lambda: steps(hosts) >= 3)
@@ -97,12 +104,7 @@ def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
     if what == "cable":
         assert len(errors) == 4
     else:
-        doctor = [sys.executable, "-m", "my_project", "doctor", str(run_folder(hosts))]
-        told = subprocess.run(
-            doctor, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
-        )
-        gone = f"no report from rank {2 * host + 1} on host{host}"
-        assert gone in " ".join(told.stdout.split()), told.stdout
+        assert f"no report from rank {2 * host + 1} on host{host}" in doctor(hosts)
     for at in (0, 1):
         assert "lost contact" in hosts.output(at) or "no progress" in hosts.output(at)
 
@@ -121,13 +123,13 @@ def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
     assert_finished_with_the_right_weights(hosts, 150)
 
 
+PATIENT = re.sub("timeout_seconds: [0-9.e+]+", "timeout_seconds: 1800", CONFIG)  # the watchdog
 OWN = (sys.executable, "-m", "my_project.launch")
 
 
 def test_a_cut_cable_is_noticed_by_the_launchers_and_the_run_goes_on_once_it_is_back(hosts):
     """Long before gloo and the watchdog would; also by a launcher that was stopped meanwhile."""
-    tiny = hosts.folder / "tiny.yaml"
-    tiny.write_text(re.sub("timeout_seconds: [0-9]+", "timeout_seconds: 1800", CONFIG))
+    (hosts.folder / "tiny.yaml").write_text(PATIENT)
     launch(hosts, "--steps", "200", launcher=OWN)
     wait_for(hosts, lambda: steps(hosts) >= 30)
     launchers = [command.pid for command in hosts.commands]
@@ -150,8 +152,7 @@ def starts_of(hosts: TwoHosts) -> list[dict]:
 
 
 def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts):
-    tiny = hosts.folder / "tiny.yaml"
-    tiny.write_text(re.sub("timeout_seconds: [0-9]+", "timeout_seconds: 1800", CONFIG))
+    (hosts.folder / "tiny.yaml").write_text(PATIENT)
     launch(hosts, *STOPS_AT, launcher=OWN)
     wait_for(hosts, lambda: steps(hosts) >= 30)
     hosts.cable("down")
@@ -163,17 +164,12 @@ def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts):
     assert left["failure"]["cause"] == "lost node"
     assert left["reason"].startswith("rank 2 on host1, step "), left["reason"]
     assert "node 1 of 2 did not connect to 10.77.0.1 within 60 s" in hosts.output(0)
-    doctor = [sys.executable, "-m", "my_project", "doctor", str(run_folder(hosts))]
-    told = subprocess.run(
-        doctor, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert "host1" in told.stdout, told.stdout
+    assert "rank 2, host host1" in doctor(hosts), doctor(hosts)
 
 
 def test_a_process_that_hangs_is_ended_once_one_on_the_other_host_was_killed(hosts):
     """Its collectives never learn of it: the launchers tell each other."""
-    tiny = hosts.folder / "tiny.yaml"
-    tiny.write_text(re.sub("timeout_seconds: [0-9]+", "timeout_seconds: 1800", CONFIG))
+    (hosts.folder / "tiny.yaml").write_text(PATIENT)
     hangs = ("--recipe.fault", "hang", "--recipe.fault_at", "5", "--recipe.fault_on_rank", "0")
     launch(hosts, *STOPS_AT, *hangs, processes=1, launcher=OWN)
     wait_for(hosts, lambda: steps(hosts) == 3)  # a record is written two steps later

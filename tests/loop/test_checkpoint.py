@@ -201,7 +201,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path,
         text = files.manifest_text({"format": files.FORMAT, "step": 10, "files": listed})
         (newest / "manifest.json").write_text(text)
         assert not files.find_damage(newest), "hashes alone do not help here"
-    with pytest.raises(RuntimeError, match="ConfigError|UnicodeDecodeError"):
+    with pytest.raises(RuntimeError, match=r"ConfigError|UnicodeDecodeError"):
         run_world(1, train, change(copied, resume=str(newest), steps=12))
     assert not (tmp_path / "made").exists()
     pickle.loads(evil)
