@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_897,
+    "lines of train.py and all that it imports": 5_901,
     "files of train.py and all that it imports": 43,
-    "lines of the package without tools/": 7_905,
+    "lines of the package without tools/": 7_909,
     "lines of tools/": 2_190,
     "lines of template/tests": 3_874,
     "lines of template/tests and tests": 14_248,

@@ -159,22 +159,26 @@ def _values(
     accelerator: Accelerator, config: Config, metrics: dict[str, Any], is_sanity_check: bool
 ) -> dict[str, float]:
     """Compute on rank 0, which holds the merged state; return the values on every rank."""
+    failures: list[Exception] = []
 
-    def compute() -> dict[str, float]:
+    def compute() -> dict[str, float] | str:
         values: dict[str, float] = {}
         for name, metric in metrics.items():
             try:
                 value = metric.compute()
             except Exception as error:  # a metric may raise anything when samples are too few
                 if not is_sanity_check:
-                    raise
+                    failures.append(error)  # not every exception can be sent
+                    return f"the metric {name} could not be computed on rank 0: {error!r}"
                 logger.warning("metric %s cannot be computed from one micro-batch: %s", name, error)
                 continue
             values |= contract.scalars(config.recipe, name, value)
         return values
 
-    values: dict[str, float] = on_main_then_broadcast(accelerator, compute)
-    return values
+    found = on_main_then_broadcast(accelerator, compute)
+    if isinstance(found, str):
+        raise failures[0] if failures else RuntimeError(found)
+    return found
 
 
 def _on(metrics: dict[str, Any], device: torch.device) -> dict[str, Any]:
