@@ -86,13 +86,13 @@ def main() -> None:
     steps: dict[str, list[float]] = {"during": [], "alone": []}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         savers = {kind: saver_of(kind) for kind in ("foreground", "background")}
-        write = savers["background"]._write
+        write = savers["background"]._write_shards
 
-        def write_nicely(*values: Any) -> None:
+        def write_nicely(*values: Any) -> dict[str, Any]:
             os.nice(arguments.niceness)  # on Linux of this thread alone
-            write(*values)
+            return write(*values)
 
-        savers["background"]._write = write_nicely  # type: ignore[method-assign]
+        savers["background"]._write_shards = write_nicely  # type: ignore[method-assign]
         for number in range(arguments.saves):
             for kind, seconds in waited.items():
                 os.sync()  # what the kind before has left to the kernel
@@ -112,8 +112,7 @@ def main() -> None:
                     take_step(steps["alone"])
             savers["background"].wait()
         for saver in savers.values():
-            if saver.failure:
-                raise saver.failure
+            saver.check("checkpoint")
         files = [path for path in Path(folder, "foreground").rglob("*") if path.is_file()]
         print(f"a checkpoint is {sum(path.stat().st_size for path in files) / 1e9:.2f} GB")
     of_save_state = statistics.median(waited["save_state"][1:])
