@@ -5,10 +5,11 @@
 
 Two CPU processes train the recipe of the tests, whose steps sleep 0.2 s. In each `--every` seconds
 one worker is killed (SIGKILL), at an instant that is drawn with a fixed seed, and the launcher
-starts both again. A warm-up measures first what a save and a restart cost; the planner's formulas
-give the interval between saves and the goodput to expect. The goodput is that of status.json over
-the launcher's time: its first start, the saves and the steps done again are lost. The final weights
-must be those of a run that nobody killed, bit for bit. Ctrl-C ends all that was started.
+starts both again. A warm-up measures first what a start, a save and a restart cost; the planner's
+formulas give the interval between saves and the goodput of a run that has started, of which the
+one start of these minutes is then taken. The goodput is that of status.json over the launcher's
+time: its first start, the saves and the steps done again are lost. The final weights must be those
+of a run that nobody killed, bit for bit. Ctrl-C ends all that was started.
 """
 
 import argparse
@@ -40,8 +41,10 @@ WARM_UP_SECONDS = 6.0  # before each of them
 WARM_UP_INTERVAL_SECONDS = 1.0  # between saves
 
 
-def warm_up(folder: Path, draw: random.Random) -> tuple[float, float, float]:
-    """Return the mean seconds of a save, of a restart to the end of its first step, and of a step.
+def warm_up(folder: Path, draw: random.Random) -> tuple[float, float, float, float]:
+    """Return the seconds of the first start, and the mean ones of a save, a restart and a step.
+
+    Both starts end with their first step.
 
     Args:
         folder: of the run.
@@ -53,7 +56,7 @@ def warm_up(folder: Path, draw: random.Random) -> tuple[float, float, float]:
     restarts = []
     with Run(folder, "warm_up", config) as run:
         run.start()
-        run.wait_for_first_step()
+        start = run.wait_for_first_step()
         for _ in range(WARM_UP_KILLS):
             time.sleep(WARM_UP_SECONDS)
             run.kill(draw.choice(run.workers))
@@ -63,7 +66,7 @@ def warm_up(folder: Path, draw: random.Random) -> tuple[float, float, float]:
     records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     saves = [one["seconds"] for one in records if one["kind"] == "checkpoint"]
     steps = [one["step_seconds"] for one in records if one["kind"] == "interval"]
-    return statistics.mean(saves), statistics.mean(restarts), statistics.mean(steps)
+    return start, statistics.mean(saves), statistics.mean(restarts), statistics.mean(steps)
 
 
 def kill_until_the_end(run: Run, every: float, draw: random.Random) -> int:
@@ -92,12 +95,14 @@ def main() -> None:
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save, restart, step = warm_up(folder, draw)
+        start, save, restart, step = warm_up(folder, draw)
         interval = best_interval_seconds(save, options.every)
-        predicted = predicted_goodput(interval, save, restart, options.every)
+        started = predicted_goodput(interval, save, restart, options.every)
+        predicted = started * (1 - start / (60 * options.minutes))
         print(
-            f"warm-up: a save costs {save:.4f} s, a restart {restart:.2f} s, a step {step:.4f} s\n"
-            f"planner: a save every {interval:.2f} s, a goodput of {predicted:.2%}",
+            f"warm-up: the start takes {start:.2f} s, a restart {restart:.2f} s, a save {save:.4f}"
+            f" s, a step {step:.4f} s\nplanner: a save every {interval:.2f} s, a goodput of"
+            f" {started:.2%} once it has started, {predicted:.2%} with the start",
             flush=True,
         )
         steps = round(60 * options.minutes * predicted / step)
