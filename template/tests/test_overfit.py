@@ -55,5 +55,5 @@ def test_what_cannot_be_overfitted_is_refused(tmp_path):
         build(Streamed(), 1)
     with pytest.raises(ConfigError, match="fewer than one global batch of 128"):
         train(overfitting(tmp_path, batches__global_batch_size=128))
-    with pytest.raises(ConfigError, match="overfit_batches is 0, but must be between 1 and inf"):
+    with pytest.raises(ConfigError, match="overfit_batches is 0, but must be at least 1"):
         overfitting(tmp_path, 0)

@@ -73,13 +73,13 @@ class OptimConfig:
     """Any subclass of torch.optim.Optimizer."""
     init_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the optimizer besides the parameters, lr and weight_decay."""
-    lr: float = 1e-3
+    lr: float = limited(1e-3, least=0)
     """The highest learning rate of the schedule."""
-    weight_decay: float = 0.0
+    weight_decay: float = limited(0.0, least=0)
     """Of matrices and kernels; biases and normalization weights are not decayed."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """After the warmup. wsd: constant, then a linear decay over the last decay_steps."""
-    warmup_steps: int = 0
+    warmup_steps: int = limited(0, least=0)
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int = limited(0, least=0)
     """wsd only: the length of the final decay, in steps."""
@@ -105,7 +105,7 @@ class EvaluationConfig:
     sanity_check: bool = may_change(True)
     """Before the first step of a new run, evaluate one micro-batch of each validation set and
     discard the results, so that an error in the metrics ends the run before it trains."""
-    samples: int = may_change(8)
+    samples: int = may_change(8, least=0)
     """Validation samples that the recipe's predict_samples answers at each evaluation; 0: none."""
     best_metric: str | None = may_change(None)
     """A result such as validation/accuracy; its best weights are exported to best/."""
@@ -295,7 +295,8 @@ def check_limits(settings: Any, prefix: str = "") -> None:
         elif isinstance(value, (int, float)):
             least, most = f.metadata.get("least", -math.inf), f.metadata.get("most", math.inf)
             if not least <= value <= most:
-                raise ConfigError(f"{name} is {value}, but must be between {least} and {most}.")
+                limits = f"between {least} and {most}" if most < math.inf else f"at least {least}"
+                raise ConfigError(f"{name} is {value}, but must be {limits}.")
 
 
 def seconds_of(duration: str) -> int:
