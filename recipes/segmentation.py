@@ -17,8 +17,7 @@ Data:  digits (synthetic scenes composed of scikit-learn's real handwritten digi
 Model: mini_unet, or the name of a torchvision segmentation model (lraspp_mobilenet_v3_large, ...).
 Padding: images keep their sizes. A micro-batch is padded to its largest image; padded pixels are
        ignored by loss and metrics, but padding still changes the outputs near it. With
-       evaluation.batch_size 1 there is no padding beyond a multiple of 8, so the metrics do not
-       depend on the number of processes.
+       evaluation.batch_size 1 there is no padding beyond a multiple of 8.
 Normalization: mini_unet uses GroupNorm, so training does not depend on the batch layout.
        torchvision's models use BatchNorm: on several GPUs set distributed.sync_batchnorm, which
        computes its statistics over all processes.

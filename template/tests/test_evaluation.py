@@ -14,6 +14,7 @@ import pytest
 import torch
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, records, status, train, weights
+from test_metrics import Variational
 from test_resume import interrupt_at, make_disk_slow
 from world import World, run_world
 
@@ -323,8 +324,8 @@ def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_t
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def evaluate(folder: Path, is_json: bool = True) -> None:
-    arguments = argparse.Namespace(folder=str(folder), trust=["ragged.Ragged"], json=is_json)
+def evaluate(folder: Path, is_json: bool = True, recipe: str = "ragged.Ragged") -> None:
+    arguments = argparse.Namespace(folder=str(folder), trust=[recipe], json=is_json)
     assert commands.print_evaluation(arguments) == 0
 
 
@@ -353,3 +354,22 @@ def test_evaluate_gives_what_training_reported_of_exports_and_checkpoints(tmp_pa
     (checkpoint / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: its hash is not"):
         evaluate(checkpoint)
+
+
+def test_a_resume_and_the_command_evaluate_as_the_uninterrupted_run(tmp_path, capsys):
+    """With a loss that draws and whose terms follow the step."""
+    recipe = Variational(validation_samples=23, dtype="float64")
+    settings = {"batches__global_batch_size": 8, "batches__micro_batch_size": 2, "steps": 6}
+    settings["evaluation__every_steps"] = 2
+    alone, resumed = (make_config(tmp_path, recipe, run_name=name, **settings) for name in "ab")
+    assert run_world(1, train, alone) == [0]
+    assert run_world(2, interrupt_at, resumed, 2) == [75, 75]
+    assert run_world(4, train, resumed) == [0] * 4
+    wanted = [record["validation/loss"] for record in records(alone, "validation/loss")]
+    assert len(wanted) == 3
+    found = [record["validation/loss"] for record in records(resumed, "validation/loss")]
+    assert found == pytest.approx(wanted, rel=1e-6)
+    for folder, value in (resumed.folder, wanted[2]), (checkpoints(resumed.folder)[0], wanted[1]):
+        capsys.readouterr()
+        evaluate(folder, recipe="test_metrics.Variational")
+        assert json.loads(capsys.readouterr().out)["validation/loss"] == pytest.approx(value)

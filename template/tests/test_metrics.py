@@ -36,7 +36,7 @@ def _evaluate(accelerator: Accelerator, config: Config) -> dict[str, float]:
     model = config.recipe.build_model(data_info)
     call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
     _, data_sets = config.recipe.build_datasets(data_info)
-    return evaluate(accelerator, config, call, data_sets)
+    return evaluate(accelerator, config, call, data_sets, config.steps or 0)
 
 
 def expected(recipe: Ragged) -> dict[str, float]:
@@ -98,6 +98,75 @@ def test_without_metrics_the_loss_per_item_is_exact(tmp_path):
     assert results[0] == {"validation/loss": pytest.approx(mean, rel=1e-6)}
 
 
+# ---- losses that draw random numbers -------------------------------------------------------------
+Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
+
+
+@Recipe
+class Masked(LossOnly):
+    """A masked language model: it guesses the 30 % of tokens that are hidden at random."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        return nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.Linear(72, 36)).double()
+
+    def loss(self, model: nn.Module, batch: Any, step: int) -> Any:
+        tokens = batch["x"][..., 0].clamp(-2, 1.99).floor().long() + 2  # (B, 9)
+        hidden = torch.rand(tokens.shape) < 0.3
+        logits = model(tokens.masked_fill(hidden, 4)).view(-1, 4, 9)
+        losses = nn.functional.cross_entropy(logits, tokens, reduction="none")
+        return (losses * hidden).sum(), hidden.sum()
+
+
+@Recipe
+class Variational(LossOnly):
+    """A variational autoencoder whose second term grows with the step."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        return nn.ModuleDict({"encode": nn.Linear(6, 4), "decode": nn.Linear(2, 6)}).double()
+
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        x = batch["x"]
+        mean, log_variance = model["encode"](x).chunk(2, -1)
+        code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        error = (model["decode"](code) - x).square().sum()
+        divergence = (mean.square() + log_variance.exp() - log_variance - 1).sum() / 2
+        return error + min(1, step / 4) * divergence, len(x)
+
+
+@Recipe
+class Diffusion(LossOnly):
+    """A diffusion model: it predicts the noise of samples at times that are drawn."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        return nn.Linear(7, 6).double()
+
+    def loss(self, model: nn.Module, batch: Any, step: int) -> Any:
+        x = batch["x"]
+        times, noise = torch.rand_like(x[:, :1, :1]), torch.randn_like(x)
+        noisy = (1 - times).sqrt() * x + times.sqrt() * noise
+        predicted = model(torch.cat([noisy, times.expand(-1, x.shape[1], -1)], -1))
+        return (predicted - noise).square().sum(), len(x)
+
+
+DRAWING = [
+    kind(validation_samples=23, dtype="float64") for kind in (Masked, Variational, Diffusion)
+]
+DEFAULT_SIZES = {"batches__global_batch_size": 8, "batches__micro_batch_size": 0}
+
+
+def test_what_a_loss_draws_does_not_depend_on_the_processes(tmp_path):
+    configs = [make_config(tmp_path, recipe, **DEFAULT_SIZES) for recipe in DRAWING]
+    configs.append(make_config(tmp_path, DRAWING[0], **DEFAULT_SIZES, evaluation__batch_size=3))
+    configs.append(make_config(tmp_path, DRAWING[1], **DEFAULT_SIZES, steps=1))
+    one, *others = (run_world(n, evaluate_sizes, configs)[0] for n in (1, 2, 4))
+    assert one[0] != one[3], "other sizes give other draws"
+    assert one[1] != one[4], "the loss is told the step"
+    for several in others:
+        for result, reference in zip(several, one, strict=True):
+            assert result == pytest.approx(reference, rel=1e-6)
+
+
+# ---- merging -------------------------------------------------------------------------------------
 class Kinds(Metric):
     """States that are merged in each of the ways that torchmetrics has."""
 

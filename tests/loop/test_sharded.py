@@ -537,7 +537,7 @@ def evaluate_ema(rank: int, world: int, config: Config) -> list[bool]:
     before = call(torch.nn.Module.__call__, tokens).detach().clone()
     object.__setattr__(config, "recipe", Loss())
     with ema.swapped_in():
-        results = evaluate(Accelerator(cpu=True), config, call, {"set": tokens})
+        results = evaluate(Accelerator(cpu=True), config, call, {"set": tokens}, 0)
     after = call(torch.nn.Module.__call__, tokens).detach()
     return [results["set/loss"] == 0.0, torch.equal(before, after)]
 

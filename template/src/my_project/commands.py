@@ -73,7 +73,8 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
         if plugin := accelerator.state.dynamo_plugin:
             plugin.backend = DynamoBackend.NO  # evaluation is not compiled
         model = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
-        results = evaluate.evaluate(accelerator, config, model, datasets)
+        step = export.step_of_weights(folder)
+        results = evaluate.evaluate(accelerator, config, model, datasets, step)
         if accelerator.is_main_process:
             if arguments.json:
                 found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)

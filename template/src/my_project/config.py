@@ -101,7 +101,8 @@ class EvaluationConfig:
     every_steps: int | None = may_change(None, least=1)
     """Steps between evaluations; null: only at the end."""
     batch_size: int = may_change(0, least=0)
-    """Samples per forward pass and rank; 0: the micro-batch size."""
+    """Samples per forward pass and rank; 0: micro_batch_size or, where that is 0, the global batch
+    size, at most 64. It does not follow from the number of processes."""
     sanity_check: bool = may_change(True)
     """Before the first step of a new run, evaluate one micro-batch of each validation set and
     discard the results, so that an error in the metrics ends the run before it trains."""

@@ -8,8 +8,9 @@ if __name__ == "__main__":
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from .blocks import not_compiled
 from .collectives import on_main_then_broadcast
 from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
-from .loading.seeding import fork_rng
+from .loading.seeding import fork_rng, seed_forward
 from .metric_state import merge_on_main
 from .recipe import optional
 
 logger = logging.getLogger(__name__)
+DEFAULT_SIZE = 64  # samples of a micro-batch, where the config has no number
 
 
 def evaluate(
@@ -35,17 +37,23 @@ def evaluate(
     config: Config,
     model: Any,
     datasets: dict[str, Any],
+    step: int,
     *,
     is_sanity_check: bool = False,
 ) -> dict[str, float]:
     """Evaluate every named dataset; each sample counts once.
+
+    A dataset is cut into micro-batches of consecutive samples; micro-batch m is of rank
+    m % world size, and what its forward draws follows from (seed, dataset, m). So the results do
+    not depend on the number of processes, but for rounding.
 
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
         model: prepared; called with a function of the plain model (sharding.RecipeModule).
         datasets: map-style, by name.
-        is_sanity_check: take one micro-batch of each.
+        step: the number of steps that the weights have been trained for; told to `loss`.
+        is_sanity_check: take one micro-batch of each, on each rank.
 
     Returns:
         The value of each metric, "<dataset>/<metric>", the same on every rank.
@@ -53,7 +61,9 @@ def evaluate(
     results: dict[str, float] = {}
     with evaluation_mode(accelerator, model):
         for name, data in datasets.items():
-            values = _evaluate_one(accelerator, config, model, data, is_sanity_check)
+            update = optional(config.recipe, "update_metrics") or recipe_loss(config, step)
+            forward = partial(model, update)
+            values = _evaluate_one(accelerator, config, forward, name, data, is_sanity_check)
             results |= {f"{name}/{metric}": value for metric, value in values.items()}
     return results
 
@@ -89,7 +99,7 @@ def sanity_check(
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
-            evaluate(accelerator, config, model, datasets, is_sanity_check=True)
+            evaluate(accelerator, config, model, datasets, 0, is_sanity_check=True)
     except Exception as error:
         error.add_note(
             "This was the evaluation of one micro-batch before the first step;"
@@ -123,34 +133,42 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _evaluate_one(
-    accelerator: Accelerator, config: Config, model: Any, data: Any, is_sanity_check: bool
-) -> dict[str, float]:
-    recipe, world_size = config.recipe, accelerator.num_processes
-    own = range(accelerator.process_index, len(data), world_size)
+def micro_batch_size(config: Config) -> int:
+    """Return the samples of an evaluation's forward; it never follows from the processes."""
     batches = config.batches
-    size = config.evaluation.batch_size or batches.micro_batch_size
-    size = size or max(1, batches.global_batch_size // world_size)
-    index_lists = [[("evaluation", i) for i in own[k : k + size]] for k in range(0, len(own), size)]
-    forwards = math.ceil(math.ceil(len(data) / world_size) / size)
-    if is_sanity_check:
-        index_lists, forwards = index_lists[:1], 1
-    counted = len(index_lists)
+    default = batches.micro_batch_size or min(DEFAULT_SIZE, batches.global_batch_size)
+    return config.evaluation.batch_size or default
+
+
+def _evaluate_one(
+    accelerator: Accelerator,
+    config: Config,
+    forward: Callable[[Any, dict[str, Any]], None],
+    name: str,
+    data: Any,
+    is_sanity_check: bool,
+) -> dict[str, float]:
+    recipe, world_size, device = config.recipe, accelerator.num_processes, accelerator.device
+    size, samples = micro_batch_size(config), range(len(data))
+    count = math.ceil(len(data) / size)
+    count = min(count, world_size) if is_sanity_check else count
     # Each rank makes the same number of forward passes, else FSDP deadlocks; surplus ones go to
     # metrics that are discarded.
-    index_lists += [[("evaluation", 0)]] * (forwards - counted)
+    rounds = math.ceil(count / world_size)
+    numbers = range(accelerator.process_index, rounds * world_size, world_size)
+    index_lists = [
+        [("evaluation", i) for i in samples[m * size : (m + 1) * size] or (0,)] for m in numbers
+    ]
     fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
     # With workers, this process reads no sample: the workers would inherit a file that the dataset
     # opens at its first sample, and share its offset.
     brief = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
-    loader = make_loader(
-        config.batches, fetch, accelerator.device, batch_sampler=index_lists, **brief
-    )
+    loader = make_loader(config.batches, fetch, device, batch_sampler=index_lists, **brief)
 
-    update = optional(recipe, "update_metrics") or recipe_loss(config)
-    metrics, discarded = (_on(contract.build_metrics(recipe), accelerator.device) for _ in range(2))
-    for k, batch in enumerate(on_device(loader, accelerator.device)):
-        model(update, batch, metrics if k < counted else discarded)
+    metrics, discarded = (_on(contract.build_metrics(recipe), device) for _ in range(2))
+    for m, batch in zip(numbers, on_device(loader, device), strict=True):
+        seed_forward(config.seed, f"evaluation/{name}", m, device)
+        forward(batch, metrics if m < count else discarded)
     merge_on_main(accelerator, metrics)
     return _values(accelerator, config, metrics, is_sanity_check)
 
@@ -185,11 +203,11 @@ def _on(metrics: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: metric.to(device) for name, metric in metrics.items()}
 
 
-def recipe_loss(config: Config) -> Any:
-    """Make an update_metrics out of a recipe's loss."""
+def recipe_loss(config: Config, step: int) -> Any:
+    """Make an update_metrics out of a recipe's loss, at a step."""
 
     def update(model: nn.Module, batch: Any, metrics: dict[str, Any]) -> None:
-        returned = config.recipe.loss(model, batch, 0)
+        returned = config.recipe.loss(model, batch, step)
         contract.check_loss(config.recipe, returned)
         loss_sum, num_items = returned
         if num_items > 0:

@@ -20,6 +20,7 @@ from torch import nn
 from .checkpoint import resuming
 from .checkpoint.shards import TensorReader
 from .config import Config, ConfigError, TelemetryConfig
+from .files import read_json, step_of
 from .recipe import Recipe, optional
 from .safety.search_path import run_folder
 from .safety.trust import read_config
@@ -72,6 +73,11 @@ def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Mo
     model: nn.Module = recipe.build_model(data_info)
     TensorReader(folder, "model").fill(model.state_dict())
     return model
+
+
+def step_of_weights(folder: Path) -> int:
+    """Return the steps that an export or a checkpoint was trained for; 0 where it does not say."""
+    return max(0, read_json(folder / "step.json").get("step", step_of(folder)))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:

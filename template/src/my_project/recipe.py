@@ -34,7 +34,9 @@ order:
         Return the SUM of the per-item losses, a scalar tensor, and the number of items (examples,
         tokens) in it, a number or scalar tensor. Never a mean: only sums give the right gradient
         when the number of items differs between micro-batches. `model` is the plain module; any of
-        its methods may be called. Called once per micro-batch on every rank.
+        its methods may be called. Called once per micro-batch on every rank; where there is no
+        `update_metrics`, by evaluations too, without gradients (a gradient penalty needs
+        `if torch.is_grad_enabled()`) and with the number of steps that the weights were trained for.
 
 A recipe may also have:
 

@@ -121,7 +121,7 @@ def main(config: Config) -> int:
             def evaluate_and_record() -> None:
                 watchdog.allow_long_limit()
                 with metrics.paused("evaluation"), ema_swapped_in():
-                    results = evaluate(accelerator, config, eval_model, validation_sets)
+                    results = evaluate(accelerator, config, eval_model, validation_sets, state.step)
                     shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
                         exporting.export(run, data_info, raw_model, checkpoints, "best")

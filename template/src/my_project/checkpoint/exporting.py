@@ -67,6 +67,7 @@ def export(
             write_files(model, data_info, folder)
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
         (folder / "data_info.json").write_text(json.dumps(data_info))
+        (folder / "step.json").write_text(json.dumps({"step": run.step}))
 
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:

@@ -108,8 +108,15 @@ class SampleSeeds:
         return missed
 
 
-def seed_forward(seed: int, step: int, micro_batch: int, device: torch.device) -> None:
-    """Seed the random state that the model uses (dropout) in one micro-batch of one step."""
+def seed_forward(seed: int, step: int | str, micro_batch: int, device: torch.device) -> None:
+    """Seed the random state that the model uses (dropout) in one micro-batch.
+
+    Args:
+        seed: of the run.
+        step: of training, or the name of an evaluation.
+        micro_batch: its number, counted over all ranks.
+        device: of the model.
+    """
     derived = derive_seed(seed, "model", step, micro_batch)
     seed_rng(derived)
     if device.type == "cuda":
