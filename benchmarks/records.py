@@ -79,7 +79,7 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
                     metrics.backward_ended()
                     metrics.step_ended(step)
                     if step:
-                        report = StepReport(step - 1, 1.0 + step % 7, 1.0, 0, 0, 1.0, 1.0)
+                        report = StepReport(step - 1, 1.0, 1.0, 1.0 + step % 7, 1.0, 0, 0, {})
                         state.observe(report, config, layout)
                         metrics.observe(report)
                     step += 1

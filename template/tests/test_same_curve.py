@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ragged import Ragged
+from ragged import Noting
 from runs import make_config, records, train, weights
 from world import run_world
 
@@ -23,7 +23,7 @@ OPTIMIZERS = {
 def test_any_split_gives_the_same_curve(tmp_path, optimizer, dtype, tolerance):
     """70 samples do not divide by 16, lengths are ragged, 10 steps cross two epochs."""
     curves, finals = [], []
-    recipe = Ragged(dtype=dtype, dropout=0.2, noise=0.1)
+    recipe = Noting(dtype=dtype, dropout=0.2, noise=0.1)
     for processes, _ in SPLITS:
         config = make_config(tmp_path / str(processes), recipe, **OPTIMIZERS[optimizer])
         run_world(processes, train, config)
@@ -34,8 +34,9 @@ def test_any_split_gives_the_same_curve(tmp_path, optimizer, dtype, tolerance):
     assert len(reference) == 10
     norms = [record["gradient_norm"] for record in reference]
     assert min(norms) < 1.8 < max(norms), "clipping must bind in some steps and not in others"
+    assert [record["train/twice"] for record in reference] == [2.0] * 10
     for curve, final in zip(curves[1:], finals[1:], strict=True):
-        for name in ("loss", "gradient_norm"):
+        for name in ("loss", "gradient_norm", "train/root", "train/twice"):
             ours = torch.tensor([record[name] for record in curve], dtype=torch.float64)
             theirs = torch.tensor([record[name] for record in reference], dtype=torch.float64)
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -16,7 +16,7 @@ from my_project import contract
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
-from ragged import Ragged, Streamed
+from ragged import Noting, Ragged, Streamed
 from runs import change, make_config, train, weights
 from torch.utils.data import IterableDataset, default_collate
 from world import run_world
@@ -200,6 +200,20 @@ class FewerFiles(Ragged):
 )
 def test_ranks_with_other_data_are_named(tmp_path, validation_too, sentence):
     config = make_config(tmp_path, FewerFiles(validation_too=validation_too))
+    with pytest.raises(RuntimeError, match=sentence):
+        run_world(2, train, config)
+
+
+@pytest.mark.parametrize(
+    ("misnames", "sentence"),
+    [
+        ("ranks", r"what loss returns on rank\(s\) \[1\] .* differs from that on rank 0"),
+        ("steps", r"the scalars \['at 1', 'twice'\], and in the first step .* \['at 0', 'twice'\]"),
+        ("loss", "under other names than epoch, gradient_norm"),
+    ],
+)
+def test_scalars_whose_names_differ_are_refused(tmp_path, misnames, sentence):
+    config = make_config(tmp_path, Noting(misnames=misnames))
     with pytest.raises(RuntimeError, match=sentence):
         run_world(2, train, config)
 

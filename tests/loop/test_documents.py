@@ -26,7 +26,7 @@ from documents import (
     text_of,
     train_as_typed,
 )
-from runs import status
+from runs import records, status
 
 SOURCE = PROJECT / "src/my_project"
 
@@ -132,6 +132,7 @@ def test_the_commands_of_watching_runs_run_as_they_stand(project):
 
 OWN = text_of("docs/your-own-recipe.md", "## A recipe in 40 lines")
 SHOWN = text_of("docs/your-own-recipe.md", "## What a run has learned")
+RECORDED = text_of("docs/your-own-recipe.md", "## Numbers to record of the training")
 
 
 def write_flowers(folder: Path) -> None:
@@ -148,9 +149,11 @@ def write_flowers(folder: Path) -> None:
 
 def write_own(recipes: Path, configs: Path) -> None:
     (recipe,), (config,) = blocks(OWN, "python"), blocks(OWN, "yaml")
-    first, _, methods = blocks(SHOWN, "python")[0].partition("\n")
-    assert first.startswith("class Table:")
-    (recipes / "table.py").write_text(f"{recipe}\n{methods}")  # the class is what comes last
+    for text in (RECORDED, SHOWN):
+        first, _, methods = blocks(text, "python")[0].partition("\n")
+        assert first.startswith("class Table:")
+        recipe += f"\n{methods}"  # the class is what comes last
+    (recipes / "table.py").write_text(recipe)
     (configs / "table.yaml").write_text(config)
 
 
@@ -167,6 +170,8 @@ def test_the_recipe_of_the_document_learns_and_shows_it(tmp_path, monkeypatch):
     config, wider = (train_as_typed(command) for command in commands(OWN))
     assert status(config)["result"]["validation/loss"] < 0.2, "by chance it were ln 2 = 0.7"
     assert wider.run_name == "table-width=64"
+    right = [record["train/accuracy"] for record in records(config)]
+    assert max(right[:3]) < 0.8 < min(right[-3:])
     for command in commands(SHOWN):
         predict_as_typed(command)
     lines = predict_as_typed(commands(SHOWN)[0]).splitlines()

@@ -15,7 +15,7 @@ from my_project.loading.layout import batch_layout
 from my_project.records import anatomy, metrics, record_file
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
-from ragged import Ragged
+from ragged import Noting, Ragged
 from runs import change, make_config, records, train
 from world import run_world
 
@@ -86,7 +86,7 @@ def take_steps(log: metrics.MetricsWriter, clock: Clock, seconds: list[float]) -
         log.backward_ended()
         clock.now += 0.125
         log.step_ended(step)
-        unread.append(StepReport(step, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0))
+        unread.append(StepReport(step, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, {}))
         if len(unread) > 1:  # the numbers of a step come after the next one
             log.observe(unread.pop(0))
         if step + 1 in (4, 5, 7, 8):
@@ -178,7 +178,7 @@ def kinds(config: Config) -> list[tuple[str, int]]:
 
 def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
     config = make_config(
-        tmp_path, steps=8, telemetry__every_steps=4, evaluation__every_steps=3,
+        tmp_path, Noting(), steps=8, telemetry__every_steps=4, evaluation__every_steps=3,
         evaluation__best_metric="validation/accuracy", checkpoints__every_steps=4,
         checkpoints__keep=9,
     )  # fmt: skip
@@ -197,7 +197,8 @@ def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
     assert kinds(config)[-3:] == [("interval", 8), ("checkpoint", 8), ("evaluation", 8)]
     seen = records(config, "kind")
     for record in seen:
-        assert record.keys() == ALL | FIELDS[record["kind"]], record["kind"]
+        scalars = {"train/root", "train/twice"} if record["kind"] == "interval" else set()
+        assert record.keys() == ALL | FIELDS[record["kind"]] | scalars, record["kind"]
         assert record["epoch"] == record["step"] / 4, "70 samples make 4 global batches of 16"
     for name in ("elapsed_seconds", "time"):
         assert [r[name] for r in seen] == sorted(r[name] for r in seen), name
@@ -208,6 +209,7 @@ def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
     assert {(r["world_size"], len(r["hosts"])) for r in starts} == {(2, 2)}
     for record in records(config, "loss"):
         assert record["steps"] == 4, "also of an interval in which the run was stopped"
+        assert record["train/twice"] == 2.0, "the same for the sums of a recipe's scalars"
         phases = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
         parts = [record[f"{name}_share"] for name in phases]
         assert all(part >= 0 for part in parts)

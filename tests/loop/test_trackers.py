@@ -13,7 +13,7 @@ import pytest
 from accelerate import tracking
 from accelerate.utils import LoggerType
 from my_project.config import Config
-from ragged import Ragged
+from ragged import Noting, Ragged
 from runs import change, make_config, status, train
 from world import run_world
 
@@ -91,7 +91,7 @@ def test_a_tracker_that_fails_is_named_in_a_line_and_dropped_alone(tmp_path, stu
 
 # ---- what is logged ------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shown(Ragged):
+class Shown(Noting):
     """With a text of two lines and a picture."""
 
     def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
@@ -137,7 +137,8 @@ def test_tensorboard_shows_a_resumed_run_once_by_its_name(tmp_path):
         "the name that --logdir runs shows"
     )
     events = events_in(config.folder)
-    assert [e.step for e in events.Scalars("train/loss")] == STEPS
+    for tag in ("train/loss", "train/twice"):
+        assert [e.step for e in events.Scalars(tag)] == STEPS
     assert [e.step for e in events.Scalars("validation/accuracy")] == [3, 6]
     texts = {tag: events.Tensors(f"{tag}/text_summary") for tag in ("config", "samples/text")}
     text = [(e.step, e.tensor_proto.string_val[0].decode()) for e in texts["samples/text"]]

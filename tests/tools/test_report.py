@@ -88,6 +88,9 @@ def report(*folders: Path) -> Page:
 # ---- curves --------------------------------------------------------------------------------------
 def test_curves_show_the_values_of_the_records_on_one_axis_of_steps(tmp_path):
     found = list(records_of(steps=400, lr=0.01))
+    for one in found:
+        if "loss" in one:
+            one["train/kl"] = one["loss"] ** 2  # a scalar of the recipe
     run = write_history(tmp_path / "run", records=found)
     page = report(run)
     assert len(page.source) < MOST_BYTES
@@ -98,6 +101,7 @@ def test_curves_show_the_values_of_the_records_on_one_axis_of_steps(tmp_path):
     for title, name, kind, column, scale in (
         ("Loss", "training", "interval", "loss", 1),
         ("Loss", "validation/loss", "evaluation", "validation/loss", 1),
+        ("train/kl", "", "interval", "train/kl", 1),
         ("Gradient norm", "before clipping", "interval", "gradient_norm", 1),
         ("Peak memory", "", "interval", "peak_memory_bytes", 2**-30),
         ("validation/accuracy", "validation/accuracy", "evaluation", "validation/accuracy", 1),

@@ -27,6 +27,9 @@ from .process import process_name
 from .recipe import Recipe, optional, problems, source_location
 
 
+TRAIN = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # recorded of training
+
+
 def check_recipe(config: Config) -> None:
     """Check the recipe's methods, and that config.yaml can hold its settings."""
     kind = type(config.recipe)
@@ -111,12 +114,17 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
         return config.recipe.build_model(data_info)
 
 
-def check_loss(recipe: Recipe, returned: Any) -> None:
-    """Check the (loss_sum, num_items) of the first micro-batch, before its backward pass."""
+def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
+    """Check what the first loss has returned, before its backward pass; name its scalars."""
+    names: tuple[str, ...] = ()
     try:
-        loss_sum, num_items = returned
+        loss_sum, num_items, *more = returned
         is_right = loss_sum.ndim == 0 and loss_sum.is_floating_point()
         is_right &= math.isfinite(num_items) and float(num_items) >= 0
+        for scalars in more:
+            names = tuple(sorted(scalars))
+            is_right &= len(more) == 1 and not TRAIN & scalars.keys()
+            _ = [float(value) for value in scalars.values()]
     except (AttributeError, RuntimeError, TypeError, ValueError):
         is_right = False
     if not is_right:
@@ -125,8 +133,10 @@ def check_loss(recipe: Recipe, returned: Any) -> None:
             "loss",
             f"returned {_kind(returned)}; it must return (loss_sum, num_items): the sum of the"
             " per-item losses, a scalar tensor, and the number of items in it, a number or scalar"
-            " tensor that is finite and not negative.",
+            " tensor that is finite and not negative. A third value, if any, is {name: sum} of"
+            f" scalars to record, under other names than {', '.join(sorted(TRAIN))}.",
         )
+    return names
 
 
 # ---- metrics -------------------------------------------------------------------------------------

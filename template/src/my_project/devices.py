@@ -294,8 +294,7 @@ def open_run(
     """
     facts = {name: derive_seed(value) for name, value in must_agree.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
-    everywhere = gather_on_main(accelerator, (socket.gethostname(), facts))
-    run.hosts = on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
+    run.hosts = agree(accelerator, facts)
     run.numerics = numerics(accelerator, run.config)
     run.lengths = lengths
 
@@ -314,8 +313,17 @@ def open_run(
     on_main_then_broadcast(accelerator, check_seen)
 
 
-def _hosts_if_equal(everywhere: list[tuple[str, dict[str, int]]]) -> list[str]:
-    """Return the host of each rank, if the facts that must agree do."""
+def agree(accelerator: Accelerator, facts: dict[str, Any]) -> list[str]:
+    """Return the host of each rank, if the facts are equal on all of them.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    everywhere = gather_on_main(accelerator, (socket.gethostname(), facts))
+    return on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
+
+
+def _hosts_if_equal(everywhere: list[tuple[str, dict[str, Any]]]) -> list[str]:
     hosts = [host for host, _ in everywhere]
     for name in sorted({name for _, facts in everywhere for name in facts}):
         values = [facts.get(name) for _, facts in everywhere]

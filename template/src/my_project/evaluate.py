@@ -209,7 +209,7 @@ def recipe_loss(config: Config, step: int) -> Any:
     def update(model: nn.Module, batch: Any, metrics: dict[str, Any]) -> None:
         returned = config.recipe.loss(model, batch, step)
         contract.check_loss(config.recipe, returned)
-        loss_sum, num_items = returned
+        loss_sum, num_items, *_ = returned
         if num_items > 0:
             metrics["loss"].update(loss_sum / num_items, num_items)
 

@@ -30,13 +30,16 @@ order:
         iterates.
     build_model(data_info) -> torch.nn.Module
         Needs no training data and no network, since predict calls it too.
-    loss(model, batch, step) -> (loss_sum, num_items)
+    loss(model, batch, step) -> (loss_sum, num_items[, scalars])
         Return the SUM of the per-item losses, a scalar tensor, and the number of items (examples,
         tokens) in it, a number or scalar tensor. Never a mean: only sums give the right gradient
         when the number of items differs between micro-batches. `model` is the plain module; any of
         its methods may be called. Called once per micro-batch on every rank; where there is no
         `update_metrics`, by evaluations too, without gradients (a gradient penalty needs
-        `if torch.is_grad_enabled()`) and with the number of steps that the weights were trained for.
+        `if torch.is_grad_enabled()`) and with the steps that the weights were trained for.
+        scalars, {name: sum}, are recorded as train/<name>: each is summed over the step's
+        micro-batches and ranks as the loss is, and divided by the items. A value is a number or a
+        scalar tensor; the names are the same each time.
 
 A recipe may also have:
 

@@ -45,12 +45,13 @@ class StepReport:
     """The numbers of a finished step; sums over its micro-batches and all ranks."""
 
     step: int
+    grad_norm: float  # before clipping
+    own_loss_sum: float  # of this rank alone
     loss_sum: float
     num_items: float  # examples or tokens, as the recipe counts them
     stop_votes: float  # ranks that have been asked to stop
     save_votes: float  # 1 if a save is due by the clock of rank 0
-    grad_norm: float  # before clipping
-    own_loss_sum: float  # of this rank alone
+    scalars: dict[str, float]  # sums of the recipe's, by name
 
     @property
     def is_skipped(self) -> bool:
@@ -72,6 +73,7 @@ class TrainState:
     evaluations_since_best: int = 0
     interval_loss_sum: float = 0.0  # summed since the last record
     interval_num_items: float = 0.0  # items since the last record
+    interval_scalars: dict[str, float] = field(default_factory=dict)  # sums since the last record
     interval_steps: int = 0  # since the last record
     interval_skipped_steps: int = 0  # since the last record
     skipped_steps: int = 0
@@ -118,6 +120,8 @@ class TrainState:
         if math.isfinite(report.loss_sum):
             self.interval_loss_sum += report.loss_sum
             self.interval_num_items += report.num_items
+            for name, value in report.scalars.items():
+                self.interval_scalars[name] = self.interval_scalars.get(name, 0.0) + value
         else:
             logger.warning(
                 "step %d: the loss is %s, though its gradient is finite; it is left out of the mean"
@@ -155,6 +159,7 @@ class TrainState:
         """Begin to count anew, after a record."""
         self.interval_loss_sum = 0.0
         self.interval_num_items = 0.0
+        self.interval_scalars = {}
         self.interval_steps = 0
         self.interval_skipped_steps = 0
 

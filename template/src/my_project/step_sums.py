@@ -1,6 +1,8 @@
 """The step's all-reduce of scalars, and reading its result one step late."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,41 +10,67 @@ import torch.distributed
 from accelerate import Accelerator
 from torch import Tensor
 
+from .config import ConfigError
 from .state import StepReport
 
+NO_SCALARS: Mapping[str, float] = MappingProxyType({})
 
 class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
-    The fields are views of one tensor, scalars on the device, in the order of StepReport's.
+    The fields are views of one tensor, scalars on the device, in the order of StepReport's. The
+    scalars of a recipe, which only its first loss names, come last.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        """Allocate the memory."""
+        """Allocate the memory; no scalars yet."""
         # MPS has no float64
         dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-        self.tensor = torch.zeros(6, dtype=dtype, device=accelerator.device)
+        self.world_size = accelerator.num_processes
+        self.work: Any = None
+        self.allocate(torch.zeros(6, dtype=dtype, device=accelerator.device))
+
+    def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
+        """Use a tensor of zeros, for the scalars of these names too."""
+        self.tensor = memory
         (
+            self.grad_norm,
+            self.own_loss_sum,
             self.loss_sum,
             self.item_sum,
             self.stop_votes,
             self.save_votes,
-            self.grad_norm,
-            self.own_loss_sum,
-        ) = self.tensor.unbind()
-        self.over_all_ranks = self.tensor[:4]
-        self.world_size = accelerator.num_processes
-        self.work: Any = None
+            *scalars,
+        ) = memory.unbind()
+        self.scalars = dict(zip(names, scalars, strict=True))
+        self.over_all_ranks = memory[2:]
 
     @property
     def num_items(self) -> Tensor | float:
         """The items to divide by: on a CPU a number, since nothing waits; NaN for 0."""
         return (self.item_sum.item() or math.nan) if self.item_sum.is_cpu else self.item_sum
 
-    def add(self, loss_sum: Tensor, num_items: Tensor | float) -> None:
-        """Add what the recipe's loss returned for a micro-batch."""
+    def add(
+        self,
+        loss_sum: Tensor,
+        num_items: Tensor | float,
+        scalars: Mapping[str, Tensor | float] = NO_SCALARS,
+    ) -> None:
+        """Add what the recipe's loss returned for a micro-batch.
+
+        Raises:
+            ConfigError: the scalars have other names than those of the first step.
+        """
         self.loss_sum.add_(loss_sum.detach())
         self.item_sum.add_(num_items)
+        if scalars.keys() != self.scalars.keys():
+            raise ConfigError(
+                f"loss returned the scalars {sorted(scalars)}, and in the first step of this start"
+                f" {sorted(self.scalars)}; return the same names each time, with 0.0 where there"
+                " is nothing to add."
+            )
+        for name, value in scalars.items():
+            self.scalars[name].add_(value.detach() if isinstance(value, Tensor) else value)
 
     def start_all_reduce(self, wants_stop: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
@@ -86,6 +114,11 @@ class DelayedReader:
         self.both = [StepSums(accelerator), StepSums(accelerator)]
         self.pending: tuple[int, HostCopy] | None = None
 
+    def set_names(self, names: tuple[str, ...]) -> None:
+        """Make room for the scalars of a recipe, before the first sums are added."""
+        for sums in self.both if names else ():
+            sums.allocate(sums.tensor.new_zeros(6 + len(names)), names)
+
     def begin(self) -> StepSums:
         """Return the sums of a new step, which are zero."""
         self.both.reverse()
@@ -105,4 +138,5 @@ class DelayedReader:
             return None
         step, copy = self.pending
         self.pending = None
-        return StepReport(step, *copy.tolist())
+        values = copy.tolist()
+        return StepReport(step, *values[:6], dict(zip(self.both[0].scalars, values[6:], strict=True)))

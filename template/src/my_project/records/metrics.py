@@ -236,7 +236,7 @@ class MetricsWriter:
         elif exposed := exposed_communication(self.model):
             parts["communication"] = min(steps * exposed, parts["backward"])
         shares = {f"{name}_share": part / whole for name, part in parts.items()}
-        loss = state.interval_loss_sum / (state.interval_num_items or math.nan)
+        items = state.interval_num_items or math.nan
         rate = learning_rate(report.step, self.run.total_steps, self.config.optim)
         record = {
             "kind": "interval",
@@ -245,7 +245,8 @@ class MetricsWriter:
             "steps": state.interval_steps,
             "skipped": state.interval_skipped_steps,
             "skipped_steps": state.skipped_steps,
-            "loss": loss,
+            "loss": state.interval_loss_sum / items,
+            **{f"train/{name}": value / items for name, value in state.interval_scalars.items()},
             "learning_rate": rate,
             "gradient_norm": report.grad_norm,
             **rounded(rates | shares),

@@ -17,11 +17,11 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..config import to_dict, to_yaml
+from ..contract import TRAIN
 from ..files import flat
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
-TRAIN = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}
 ABOUT = {"kind", "step", "epoch", "elapsed_seconds", "time"}  # in every record
 LEFT_OUT = (ABOUT - TRAIN) | {"steps", "skipped", "slowest_rank", "slowest_host"}
 WITH_SAMPLES = {"tensorboard", "wandb"}  # take texts and pictures
@@ -147,7 +147,7 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
     }
     if kind == "interval":
         return {
-            f"{'train' if name in TRAIN else 'perf'}/{name}": value
+            name if "/" in name else f"{'train' if name in TRAIN else 'perf'}/{name}": value
             for name, value in numbers.items()
             if name not in LEFT_OUT
         }

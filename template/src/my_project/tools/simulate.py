@@ -295,7 +295,7 @@ class _Step:
             self.model.set_requires_gradient_sync(is_last)
         is_cast = bool(self.dtype) and not self.is_sharded
         with torch.autocast("cpu", self.dtype, enabled=is_cast):
-            loss_sum, num_items = self.model(self.recipe.loss, batch, 0)
+            loss_sum, num_items, *_ = self.model(self.recipe.loss, batch, 0)
         sums.add(loss_sum, num_items)
         if is_last:
             sums.start_all_reduce(False, False)

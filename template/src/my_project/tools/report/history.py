@@ -89,6 +89,10 @@ def read_history(folder: Path) -> History:
             damaged += 1
             continue
         if kind_of(record) == "interval":
+            count = len(columns["step"])
+            for name in islice(record, MOST_FIELDS):
+                if name.startswith("train/") and name not in columns:  # a scalar of the recipe
+                    columns[name] = array("d", [math.nan]) * count
             for name, column in columns.items():
                 column.append(number(record.get(name)))
             if type(record.get("slowest_rank")) is int:

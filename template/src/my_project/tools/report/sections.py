@@ -191,6 +191,8 @@ def learning(runs: list[History], x: Axis, groups: int) -> str:
     for color, name in enumerate(losses, 1):
         loss += results(runs, name, color)
     lines = {"Loss": loss} | {name: results(runs, name) for name in names[:MOST_METRICS]}
+    scalars = dict.fromkeys(name for run in runs for name in run.curves if "/" in name)
+    lines |= {name: column(runs, name) for name in [*scalars][:MOST_METRICS]}
     lines["Gradient norm"] = column(runs, "gradient_norm", "before clipping")
     marks = {"Loss": marks_of(runs, "loss"), "Gradient norm": marks_of(runs, "gradient_norm")}
     charts = [chart(name, line, x, groups, marks.get(name, {})) for name, line in lines.items()]
