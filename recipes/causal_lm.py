@@ -356,15 +356,14 @@ class CausalLM:
         loss_sum = _token_losses(model, batch).sum()
         return loss_sum, batch.shape[0] * (batch.shape[1] - 1)
 
-    def per_sample(self, model: nn.Module) -> dict[str, float]:
-        """Return the tokens of a sequence and its FLOPs, forward and backward, for MFU.
+    def flops_per_item(self, model: nn.Module) -> float:
+        """Return the FLOPs of a token, forward and backward, for MFU.
 
-        Per token 6 FLOPs per parameter, and 12 x depth x width x T for attention
+        6 FLOPs per parameter, and 12 x depth x width x T for attention
         (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B).
         """
         num_parameters = sum(p.numel() for p in model.parameters())
-        per_token = 6 * num_parameters + 12 * self.depth * self.width * self.sequence_length
-        return {"tokens": self.sequence_length, "flops": per_token * self.sequence_length}
+        return 6 * num_parameters + 12 * self.depth * self.width * self.sequence_length
 
     # ---- evaluation and inference ---------------------------------------------------------------
     def build_metrics(self) -> dict[str, Any]:

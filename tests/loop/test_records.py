@@ -107,6 +107,7 @@ def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
     for record in records(log.config):
         rate = record["samples_per_second"]
         assert rate == pytest.approx(16 / record["step_seconds"], rel=1e-3)
+        assert record["items_per_second"] == pytest.approx(rate / 16, rel=1e-3), "one each step"
     assert log.throughput.of_run() == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
     names = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
     # half a second of a step, and of each pause, is known: 10 seconds are something else
@@ -160,7 +161,8 @@ PER_RANK = {f"{what}_{how}" for what in ("rank_seconds", "data_seconds")
             for how in ("min", "median", "max")}  # fmt: skip
 INTERVAL = {
     "steps", "skipped", "skipped_steps", "loss", "learning_rate", "gradient_norm",
-    "samples_per_second", "step_seconds", "slowest_rank", "slowest_host", "peak_memory_bytes",
+    "samples_per_second", "items_per_second", "step_seconds", "slowest_rank", "slowest_host",
+    "peak_memory_bytes",
 }  # fmt: skip
 FIELDS = {
     "start": {"world_size", "micro_batch_size", "hosts", "resumed_from"},

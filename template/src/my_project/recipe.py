@@ -47,8 +47,8 @@ A recipe may also have:
     parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
     build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
-    per_sample(model) -> {"tokens": n, "flops": m}    of one sample, forward and backward; for
-                                                  throughput and MFU
+    flops_per_item(model) -> float                of its forward and backward, for MFU; default:
+                                                  counted in the first micro-batch
     predict(model, data_info, argument) -> str    the answer that predict prints
     predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
                                                   also shown at each evaluation
@@ -112,7 +112,7 @@ PARAMETERS = {  # of every method that the loop calls
     "parameter_groups": ("model",),
     "build_metrics": (),
     "update_metrics": ("model", "batch", "metrics"),
-    "per_sample": ("model",),
+    "flops_per_item": ("model",),
     "predict": ("model", "data_info", "argument"),
     "predict_samples": ("model", "data_info", "samples", "folder"),
     "export": ("model", "data_info", "folder"),

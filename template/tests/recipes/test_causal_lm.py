@@ -163,7 +163,7 @@ def test_it_memorizes_a_text_and_generates_it(tmp_path):
     assert train(config) == 0
     last = records(config)[-1]
     assert last["loss"] < 0.2
-    rate = last["tokens_per_second"]
+    rate = last["items_per_second"]
     rounding = {"rel": 2e-3}  # records have four digits
     assert rate == pytest.approx(last["samples_per_second"] * 16, **rounding)
     model = recipe.build_model({"vocab_size": 257})

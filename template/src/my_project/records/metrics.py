@@ -84,6 +84,7 @@ class MetricsWriter:
         self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
         self.last_pause = 0.0  # seconds
         self.interval_steps = 0  # since the last record of this process
+        self.interval_items = 0.0  # of all ranks
         self.interval_phases: Phases = [0.0] * len(PHASES)
         self.ended: dict[int, Ended] = {}
         self.last: Any = None  # the report of the last step that was observed, and when it ended
@@ -207,6 +208,7 @@ class MetricsWriter:
         ended = self.ended.pop(report.step)
         self.last = report, ended
         self.interval_steps += 1
+        self.interval_items += report.num_items
         phases = self.anatomy.read(ended.phases)
         self.interval_phases = [a + b for a, b in zip(self.interval_phases, phases, strict=True)]
         done = report.step + 1
@@ -219,7 +221,7 @@ class MetricsWriter:
         self._record(report, ended)
         collect_garbage((report.step + 1) // self.config.telemetry.every_steps)
         self.recorded = ended
-        self.interval_steps = 0
+        self.interval_steps, self.interval_items = 0, 0.0
         self.interval_phases = [0.0] * len(PHASES)
         self.state.begin_interval()
 
@@ -229,7 +231,7 @@ class MetricsWriter:
         whole = ended.clock - self.recorded.clock
         pauses = [now - then for now, then in zip(ended.pauses, self.recorded.pauses, strict=True)]
         seconds = whole - sum(pauses)
-        rates = self.throughput.add(steps, seconds)
+        rates = self.throughput.add(steps, self.interval_items, seconds)
         parts: dict[str, float] = dict(zip((*PHASES, *PAUSES), [*phases, *pauses], strict=True))
         if self.device.type not in ("cpu", "cuda"):  # the clock would show when kernels are queued
             parts = dict(zip(PAUSES, pauses, strict=True))

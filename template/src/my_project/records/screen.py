@@ -149,7 +149,8 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
 def numbers(interval: dict[str, Any]) -> list[str]:
     """Return what is said of an interval: loss, learning rate, speed, MFU, data wait, skipped."""
     loss, skipped = interval["loss"], interval["skipped_steps"]
-    unit = "tokens" if "tokens_per_second" in interval else "samples"
+    is_sample = interval["items_per_second"] == interval["samples_per_second"]
+    unit = "samples" if is_sample else "items"
     parts = [
         "loss not finite" if loss is None else f"loss {loss:#.4g}".removesuffix("."),
         f"lr {interval['learning_rate']:.1e}",

@@ -1,4 +1,4 @@
-"""Throughput in samples, tokens and FLOPs: model FLOPs utilization (MFU)."""
+"""Throughput in samples, items and FLOPs: model FLOPs utilization (MFU)."""
 
 import re
 from typing import Any
@@ -62,7 +62,7 @@ def peak_tflops(device: Any, precision: str, *, tf32: bool) -> float | None:
 
 
 class Throughput:
-    """What an interval's samples per second are in tokens and in the device's peak."""
+    """How fast an interval was: in samples, in items of the loss, and of the device's peak."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Throughput:
         layout: BatchLayout,
         model: Any,
     ) -> None:
-        """Ask the recipe for the tokens and FLOPs of a sample (per_sample).
+        """Ask the recipe for the FLOPs of an item (flops_per_item).
 
         Args:
             accelerator: this process's Accelerator.
@@ -86,13 +86,13 @@ class Throughput:
         self.peak_tflops = config.telemetry.peak_tflops or peak_tflops(
             accelerator.device, accelerator.mixed_precision, tf32=config.tf32
         )
-        self.per_sample: dict[str, float] = {}
-        if per_sample := optional(config.recipe, "per_sample"):
+        self.flops_per_sample = self.flops_per_item = 0.0  # one of them is known, or none
+        if flops_per_item := optional(config.recipe, "flops_per_item"):
             wrapped = next(m for m in model.modules() if isinstance(m, RecipeModule))
-            self.per_sample = dict(per_sample(wrapped.model))
+            self.flops_per_item = float(flops_per_item(wrapped.model))
         # compiled kernels are no operators that are counted, and recomputed ones would count twice
         cannot_count = blocks.is_compiled(model) or blocks.are_recomputed(model)
-        self.is_counted = not self.peak_tflops or "flops" in self.per_sample or cannot_count
+        self.is_counted = not self.peak_tflops or bool(self.flops_per_item) or cannot_count
         self.counter: Any = None
 
     def begin_counting(self) -> None:
@@ -109,19 +109,21 @@ class Throughput:
             self.counter.__exit__(None, None, None)
             flops = self.counter.get_total_flops()
             self.counter = None
-            self.per_sample["flops"] = flops / self.layout.micro_batch_size
+            self.flops_per_sample = flops / self.layout.micro_batch_size
 
-    def add(self, steps: int, seconds: float) -> dict[str, float]:
+    def add(self, steps: int, items: float, seconds: float) -> dict[str, float]:
         """Count the steps of an interval; return the fields of its record."""
         self.steps += steps
         self.seconds += seconds
-        samples_per_second = steps * self.layout.global_batch_size / seconds
-        fields = {"samples_per_second": samples_per_second, "step_seconds": seconds / steps}
-        if "tokens" in self.per_sample:
-            fields["tokens_per_second"] = samples_per_second * self.per_sample["tokens"]
-        if self.peak_tflops and "flops" in self.per_sample:
-            flops_per_second = samples_per_second * self.per_sample["flops"]
-            fields["mfu"] = flops_per_second / (self.peak_tflops * 1e12 * self.layout.world_size)
+        samples = steps * self.layout.global_batch_size
+        fields = {
+            "samples_per_second": samples / seconds,
+            "items_per_second": items / seconds,
+            "step_seconds": seconds / steps,
+        }
+        flops = items * self.flops_per_item + samples * self.flops_per_sample
+        if self.peak_tflops and flops:
+            fields["mfu"] = flops / seconds / (self.peak_tflops * 1e12 * self.layout.world_size)
         return fields
 
     def of_run(self) -> dict[str, float]:

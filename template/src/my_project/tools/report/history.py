@@ -21,7 +21,7 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "evaluati
 OF_RANKS = ("rank_seconds_median", "rank_seconds_max")  # left out where there is one process
 COLUMNS = (
     *("step", "loss", "skipped", "skipped_steps", "learning_rate", "gradient_norm"),
-    *("samples_per_second", "tokens_per_second", "mfu", "peak_memory_bytes", "elapsed_seconds"),
+    *("samples_per_second", "items_per_second", "mfu", "peak_memory_bytes", "elapsed_seconds"),
     *("gpu_utilization", *OF_RANKS, *(f"{phase}_share" for phase in PHASES)),
 )
 NOT_RESULTS = {"step", "epoch", "elapsed_seconds", "time", "seconds", "is_best"}
@@ -106,6 +106,8 @@ def read_history(folder: Path) -> History:
     if max((start["world_size"] for start in history.starts), default=1) == 1:
         columns = {name: columns[name] for name in columns.keys() - {*OF_RANKS}}
         history.slowest.clear()
+    if columns["items_per_second"] == columns["samples_per_second"]:  # an item is a sample
+        del columns["items_per_second"]
     curves = {name: np.frombuffer(column) for name, column in columns.items() if column}
     history.curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
     history.steps = history.curves.pop("step", history.steps)

@@ -30,7 +30,7 @@ REMARKS = {
 }
 SPEED = (  # title, column, factor
     ("Samples per second", "samples_per_second", 1),
-    ("Tokens per second", "tokens_per_second", 1),
+    ("Items per second", "items_per_second", 1),
     ("Model FLOPs utilization (MFU), %", "mfu", 100),
     ("Peak memory of a rank, GiB", "peak_memory_bytes", 2**-30),
     ("Data wait of rank 0, % of the time", "data_share", 100),
