@@ -4,15 +4,18 @@ import dataclasses
 import json
 import logging
 import os
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from accelerate import tracking
 from accelerate.utils import LoggerType
 from my_project.config import Config
+from my_project.records import trackers
 from ragged import Noting, Ragged
 from runs import change, make_config, status, train
 from world import run_world
@@ -29,6 +32,7 @@ class Stub(tracking.GeneralTracker):
 
     requires_logging_directory = False
     fails_in: tuple[str, ...] = ()
+    how = "raise"
     calls: list[tuple]
 
     def __init__(self, project: str, **options: Any) -> None:
@@ -37,8 +41,15 @@ class Stub(tracking.GeneralTracker):
 
     def _called(self, what: str, value: Any = None) -> None:
         self.calls.append((what, value))
-        if what in self.fails_in:
-            raise RuntimeError(f"{self.name} refuses\nto {what}")
+        if what not in self.fails_in:
+            return
+        if self.how == "hang":
+            threading.Event().wait()
+        if self.how == "no_grad":
+            torch.set_grad_enabled(False)
+            return
+        error = SystemExit if self.how == "exit" else RuntimeError
+        raise error(f"{self.name} refuses\nto {what}")
 
     @property
     def tracker(self) -> None:
@@ -74,9 +85,17 @@ def config_of(folder: Any) -> Config:
     return make_config(folder, steps=2, telemetry__trackers=names, evaluation__sanity_check=False)
 
 
-@pytest.mark.parametrize("where", ["init", "config", "log", "finish"])
-def test_a_tracker_that_fails_is_named_in_a_line_and_dropped_alone(tmp_path, stubs, caplog, where):
-    stubs["aim"].fails_in = (where,)
+HANGS = [("start", "hang"), ("log", "hang"), ("finish", "hang")]
+FAILS = [(where, "raise") for where in ("init", "config", "log", "finish")]
+
+
+@pytest.mark.parametrize(("where", "how"), [*FAILS, *HANGS, ("log", "exit"), ("log", "no_grad")])
+def test_a_tracker_that_fails_is_named_in_a_line_and_loses_its_records_alone(
+    tmp_path, stubs, caplog, monkeypatch, where, how
+):
+    monkeypatch.setattr(trackers, "START_SECONDS", 30.0 if how != "hang" else 0.3)
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 30.0 if how != "hang" else 0.3)
+    stubs["aim"].fails_in, stubs["aim"].how = (where,), how
     config = config_of(tmp_path)
     assert train(config) == 0
     assert status(config)["outcome"] == "finished"
@@ -84,9 +103,23 @@ def test_a_tracker_that_fails_is_named_in_a_line_and_dropped_alone(tmp_path, stu
     logged = [step for what, step in stubs["wandb"].calls if what == "log"]
     assert set(logged) == {1, 2}
     assert stubs["wandb"].calls[-1][0] == "finish"
-    (error,) = (r.getMessage() for r in caplog.records if r.levelno == logging.ERROR)
-    assert "tracker aim" in error
-    assert stubs["aim"].calls[-1][0] == where, "it is asked for nothing more"
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == {"no_grad": 0, "hang": 1 + (where == "start")}.get(how, 1)
+    assert all("tracker aim could not" in error for error in errors)
+    if how != "no_grad":
+        assert stubs["aim"].calls[-1][0] == where, "it is asked for nothing more"
+
+
+def test_a_tracker_that_is_too_slow_loses_records_and_training_does_not_wait(
+    tmp_path, stubs, caplog, monkeypatch
+):
+    monkeypatch.setattr(trackers, "MOST_WAITING", 1)
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.3)
+    stubs["aim"].fails_in, stubs["aim"].how = ("log",), "hang"
+    config = change(config_of(tmp_path), steps=6, telemetry__trackers=["aim"])
+    assert train(config) == 0
+    found = [r.getMessage() for r in caplog.records if "1 records wait for it" in r.getMessage()]
+    assert found
 
 
 # ---- what is logged ------------------------------------------------------------------------------

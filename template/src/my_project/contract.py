@@ -26,7 +26,6 @@ from .loading.sampler import first_batches
 from .process import process_name
 from .recipe import Recipe, optional, problems, source_location
 
-
 TRAIN = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # recorded of training
 
 

@@ -126,6 +126,7 @@ class Ending:
             title = f"stopped: saved at step {step} of {steps}"
             note = self.status.get("note", "")
             pairs = [("reason", reason), ("note", note), ("run", str(self.folder))]
+            pairs += [("", link) for link in self.status.get("trackers", {}).values()]
             pairs.append(("goodput", self._goodput()))
         else:
             title = "stopped before it could save"

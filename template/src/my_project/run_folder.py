@@ -77,6 +77,7 @@ class Run:
         self.began = time.monotonic()
         self.paused_seconds = 0.0  # for evaluations and saves, since then
         self.lengths: dict[str, int] = {}  # of the datasets
+        self.trackers: dict[str, str] = {}  # where each shows the run
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
@@ -99,6 +100,7 @@ class Run:
             "from_step": self.from_step,
             "seconds": round(time.monotonic() - self.began, 1),
             "paused_seconds": round(self.paused_seconds, 3),
+            "trackers": self.trackers,
             **more,
         }
         if "result" in record:

@@ -15,6 +15,7 @@ from .state import StepReport
 
 NO_SCALARS: Mapping[str, float] = MappingProxyType({})
 
+
 class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
@@ -139,4 +140,6 @@ class DelayedReader:
         step, copy = self.pending
         self.pending = None
         values = copy.tolist()
-        return StepReport(step, *values[:6], dict(zip(self.both[0].scalars, values[6:], strict=True)))
+        return StepReport(
+            step, *values[:6], dict(zip(self.both[0].scalars, values[6:], strict=True))
+        )

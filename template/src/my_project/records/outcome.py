@@ -106,7 +106,8 @@ def print_finished_block(folder: Path, status: dict[str, Any], goodput: str = ""
     results = [f"{name} {format_metric(value)}" for name, value in found.items()]
     pairs.append(("result", ", ".join(results)))
     pairs.append(("weights", str(folder / "export")))
-    pairs.append(("metrics", f"{folder / 'metrics.jsonl'}, tensorboard --logdir {folder.parent}"))
+    pairs.append(("metrics", str(folder / "metrics.jsonl")))
+    pairs += [("", link) for link in status.get("trackers", {}).values()]
     lines = rows([(name, value) for name, value in pairs if value])
     lines.append("next:")
     names = ("report", "predict", "evaluate") if has_tool("report") else ("predict", "evaluate")

@@ -126,7 +126,9 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
         norm = record["gradient_norm"]
         parts = [*numbers(record), f"gradient norm {norm:.4g}" if norm else ""]
         scalars = (name for name in record if name.startswith("train/"))
-        parts += [f"{name.removeprefix('train/')} {format_metric(record[name])}" for name in scalars]
+        parts += [
+            f"{name.removeprefix('train/')} {format_metric(record[name])}" for name in scalars
+        ]
         times = f"{format_seconds(record['elapsed_seconds'])} elapsed, {format_seconds(left)} left"
         if "epoch" in record:  # a stream has none
             parts.append(f"epoch {round(record['epoch'], 2)}")

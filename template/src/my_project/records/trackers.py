@@ -1,4 +1,7 @@
-"""The trackers of a run: accelerate's, by their names. One that fails never ends the run.
+"""The trackers of a run: accelerate's, by their names, each in a daemon thread with a queue.
+
+An exception, a SystemExit, or a wait that releases Python's lock (the GIL) costs records in that
+tracker and nothing else. os._exit, or C code that keeps the lock, cannot be survived.
 
 The project is the package (W&B: or WANDB_PROJECT). A resumed run goes on in TensorBoard and W&B,
 which get texts and pictures too; any other tracker gets a run for each start.
@@ -6,6 +9,9 @@ which get texts and pictures too; any other tracker gets a run for each start.
 
 import logging
 import os
+import queue
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from html import escape
@@ -15,6 +21,7 @@ from textwrap import indent
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from ..config import to_dict, to_yaml
 from ..contract import TRAIN
@@ -24,7 +31,42 @@ from ..run_folder import Run
 logger = logging.getLogger(__name__)
 ABOUT = {"kind", "step", "epoch", "elapsed_seconds", "time"}  # in every record
 LEFT_OUT = (ABOUT - TRAIN) | {"steps", "skipped", "slowest_rank", "slowest_host"}
+START_SECONDS = 30.0  # before the first step: later, loader workers are forked beside its imports
+FINISH_SECONDS = 30.0
+MOST_WAITING = 10_000  # records
 WITH_SAMPLES = {"tensorboard", "wandb"}  # take texts and pictures
+
+
+class Worker:
+    """A thread that opens a tracker, and gives it what it is told to, in that order."""
+
+    def __init__(self, name: str, open_tracker: Callable[[], Any]) -> None:
+        self.name = name
+        self.queue: queue.Queue[tuple[str, Callable[[Any], Any]]] = queue.Queue(MOST_WAITING)
+        self.is_open = threading.Event()  # or has failed
+        self.thread = threading.Thread(target=self._work, args=(open_tracker,), daemon=True)
+        self.thread.start()
+
+    def put(self, action: str, function: Callable[[Any], Any]) -> None:
+        """Let the thread call a function of the tracker, unless the tracker has failed."""
+        if self.thread.is_alive():
+            try:
+                self.queue.put_nowait((action, function))
+            except queue.Full:
+                report(self.name, action, f"{MOST_WAITING} records wait for it", "loses records")
+
+    def _work(self, open_tracker: Callable[[], Any]) -> None:
+        action = "start"
+        try:
+            tracker = open_tracker()
+            self.is_open.set()
+            while action != "finish":
+                action, function = self.queue.get()
+                function(tracker)
+        except BaseException as error:  # SystemExit, too, ends this thread alone
+            report(self.name, action, error)
+        finally:
+            self.is_open.set()
 
 
 class Trackers:
@@ -33,10 +75,11 @@ class Trackers:
     def __init__(self, accelerator: Accelerator, run: Run) -> None:
         self.accelerator = accelerator
         self.run = run
+        self.workers: list[Worker] = []
         self.logged: dict[str, int] = {}
 
     def start(self, step: int, logged: dict[str, int] | None = None) -> None:
-        """Start the trackers one by one, so that a failing one does not affect the others.
+        """Open the trackers, and wait for them for a while.
 
         Args:
             step: steps done; a resumed run continues the same curves.
@@ -44,64 +87,70 @@ class Trackers:
                 killed run repeats steps, of which W&B already holds the values.
         """
         self.logged = logged or {}
+        for kind in self.accelerator.log_with:
+            self.workers.append(Worker(str(kind), partial(self._open, str(kind), step)))
+        until = time.monotonic() + START_SECONDS
+        for worker in self.workers:
+            if not worker.is_open.wait(max(0.0, until - time.monotonic())):
+                report(worker.name, "start", f"{START_SECONDS:.0f} s", "is waited for no longer")
+        for name, link in self.run.trackers.items():
+            logger.info("%s: %s", name, link)
+
+    def _open(self, name: str, step: int) -> Any:
+        """Open a tracker by accelerate's class, as init_trackers does; called in its thread."""
         package = __name__.partition(".")[0]
         settings = {
             name: value if value is None or isinstance(value, (str, int, float)) else str(value)
             for name, value in flat(to_dict(self.run.config)).items()
         }
-        started: list[Any] = []
-        for kind in self.accelerator.log_with:
-            tracker = str(kind)
-            self.accelerator.log_with = [kind]
-            self.accelerator.trackers = []
-            try:
-                project, config = package, settings
-                if tracker == "tensorboard":  # takes the run's name here; its config is below
-                    project, config = self.run.config.run_name, None
-                elif tracker == "wandb":
-                    project = os.environ.get("WANDB_PROJECT") or package
-                kwargs = {tracker: self._init_kwargs(tracker, step)}
-                self.accelerator.init_trackers(project, config, kwargs)
-                started += self.accelerator.trackers
-            except Exception as error:
-                report(tracker, "start", error)
-        self.accelerator.trackers = started
-        self._each("store the config", lambda tracker: self._store_config(tracker, settings, step))
+        project = os.environ.get("WANDB_PROJECT") if name == "wandb" else None
+        if name == "tensorboard":  # takes the run's name here; its config is below
+            project = self.run.config.run_name
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        where = (self.accelerator.logging_dir,) if kind.requires_logging_directory else ()
+        tracker = kind(project or package, *where, **self._init_kwargs(name, step))
+        tracker.start()
+        if name == "tensorboard":
+            self._store_config(tracker.tracker, settings, step)
+        else:
+            tracker.store_init_configuration(settings)
+        if link := self._link(name, tracker.tracker):
+            self.run.trackers[name] = link
+        return tracker
+
+    def _link(self, name: str, tool: Any) -> str:
+        """Return where a tracker shows the run; "" where that is not known."""
+        if name == "tensorboard":
+            return f"tensorboard --logdir {self.run.config.runs_folder}"
+        url, folder = getattr(tool, "url", None), getattr(tool, "dir", None)
+        if name == "wandb" and folder and not url:  # offline
+            return f"wandb sync {Path(folder).parent}"
+        return str(url or "")
 
     def log(self, record: dict[str, Any]) -> None:
         """Log the numbers of a record, and its text and pictures."""
         kind, step = record.get("kind", ""), record["step"]
-        if values := values_of(record):
-            self._each("log", lambda tracker: tracker.log({**values}, step=step), kind, step)
+        values = values_of(record)
         text = record.get("sample")
         pictures = [self.run.folder / path for path in record.get("pictures") or ()]
-        if text or pictures:
-            show_in = partial(show, text=text, pictures=pictures, step=step)
-            self._each("show samples", show_in, kind, step, disables=False)
-
-    def finish(self) -> None:
-        """Flush and close each tracker."""
-        self._each("finish", lambda tracker: tracker.finish())
-
-    def _each(
-        self,
-        action: str,
-        function: Callable[[Any], Any],
-        kind: str = "",
-        step: int = 0,
-        *,
-        disables: bool = True,
-    ) -> None:
-        for tracker in [*self.accelerator.trackers]:
+        for worker in self.workers:
             # TensorBoard discards what comes after the step that a run resumes from
-            if tracker.name == "wandb" and kind and self.logged.get(kind, -1) >= step:
+            if worker.name == "wandb" and kind and self.logged.get(kind, -1) >= step:
                 continue
-            try:
-                function(tracker)
-            except Exception as error:
-                report(tracker.name, action, error, "is disabled" if disables else "goes on")
-                if disables:
-                    self.accelerator.trackers.remove(tracker)
+            if values:
+                worker.put("log", lambda tracker: tracker.log({**values}, step=step))
+            if (text or pictures) and worker.name in WITH_SAMPLES:
+                worker.put("show samples", partial(show, text=text, pictures=pictures, step=step))
+
+    def finish(self, seconds: float = FINISH_SECONDS) -> None:
+        """Flush and close each tracker; leave those that have not ended in time."""
+        for worker in self.workers:
+            worker.put("finish", lambda tracker: tracker.finish())
+        until = time.monotonic() + seconds
+        for worker in self.workers:
+            worker.thread.join(max(0.0, until - time.monotonic()))
+            if worker.thread.is_alive():
+                report(worker.name, "finish", f"{seconds:.0f} s", "is left; it may lack records")
 
     def _init_kwargs(self, tracker: str, step: int) -> dict[str, Any]:
         """Return what accelerate passes on to the tool."""
@@ -114,11 +163,8 @@ class Trackers:
             return {"name": name, "id": self.run.id, "resume": "allow", "dir": folder}
         return {}
 
-    def _store_config(self, tracker: Any, settings: dict[str, Any], step: int) -> None:
+    def _store_config(self, writer: Any, settings: dict[str, Any], step: int) -> None:
         """Write the config into TensorBoard's event files: a text, and once as hyperparameters."""
-        if tracker.name != "tensorboard":
-            return
-        writer = tracker.tracker
         writer.add_text("config", indent(to_yaml(self.run.config), "    "), step)  # as it stands
         if len([*Path(writer.log_dir).glob("events.out.tfevents.*")]) == 1:  # the first start
             hparams = import_module("torch.utils.tensorboard.summary").hparams
@@ -130,10 +176,13 @@ class Trackers:
         writer.flush()
 
 
-def report(tracker: str, action: str, error: Exception, effect: str = "is disabled") -> None:
-    """Log in one line which tracker failed."""
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    logger.error("tracker %s could not %s and %s: %s", tracker, action, effect, reason)
+def report(
+    tracker: str, action: str, reason: BaseException | str, effect: str = "is disabled"
+) -> None:
+    """Log in one line which tracker failed; of one that is too slow, what was exceeded."""
+    text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
+    said = " ".join(text.split())
+    logger.error("tracker %s could not %s and %s: %s", tracker, action, effect, said)
 
 
 # ---- what is logged ------------------------------------------------------------------------------
@@ -160,11 +209,16 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
 
 def show(tracker: Any, text: str | None, pictures: list[Path], step: int) -> None:
     """Log a text of several lines as it stands, and pictures by the names of their files."""
+    try:
+        _show(tracker, text, pictures, step)
+    except Exception as error:  # a picture may be gone: newer evaluations replace older ones
+        report(tracker.name, "show samples", error, "goes on")
+
+
+def _show(tracker: Any, text: str | None, pictures: list[Path], step: int) -> None:
     import numpy as np
 
     is_wandb = tracker.name == "wandb"
-    if tracker.name not in WITH_SAMPLES:
-        return
     if text and is_wandb:
         page = f"<pre style='white-space: pre-wrap'>{escape(text)}</pre>"
         html = import_module("wandb").Html(page, inject=False)
