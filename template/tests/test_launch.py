@@ -77,7 +77,7 @@ def test_two_processes_train_into_one_folder_and_show_the_result(tmp_path):
     with launch(tmp_path, launcher="my_project.launch") as run:
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
-    assert "global batch 16 = micro-batch 4 x processes 2 x accumulation 2; 8 steps" in shown
+    assert "global batch 16 = micro-batch 4 x 2 processes x accumulation 2; 8 steps" in shown
     assert "cpu" in shown.split("runs/tiny: ")[1].splitlines()[0], "the start line names the device"
     for line in ("step 2 of 8: loss", "validation/accuracy", "runs/tiny/metrics.jsonl"):
         assert shown.count(line) >= 1
@@ -224,7 +224,7 @@ def test_restarts_in_place_after_a_kill_but_not_after_a_preemption(tmp_path, mon
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     assert outcome(tmp_path)["outcome"] == "preempted"
-    assert shown.count("on 2 process(es)") == 2, "one restart, by the kill"
+    assert shown.count("2 processes on CPU") == 2, "one restart, by the kill"
     assert shown.count("resumed from runs/tiny/checkpoints/step_000") == 1
 
 

@@ -102,7 +102,7 @@ def test_the_commands_of_troubleshooting_run_as_they_stand(project, name):
         assert "telemetry.trackers names wandb" in result.stderr
         return
     assert result.returncode == 0, result.stdout + result.stderr
-    assert ("cpu:0 on 2 process(es)" in result.stdout) == (name == "by_torchrun")
+    assert ("2 processes on CPU" in result.stdout) == (name == "by_torchrun")
 
 
 # ---- your own recipe -----------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_the_recipe_of_the_document_learns_and_shows_it(tmp_path, monkeypatch):
     assert status(config)["result"]["validation/loss"] < 0.2, "by chance it were ln 2 = 0.7"
     assert wider.run_name == "table-width=64"
     right = [record["train/accuracy"] for record in records(config)]
-    assert max(right[:3]) < 0.8 < min(right[-3:])
+    assert right[0] < 0.75 < right[-1]
     for command in commands(SHOWN):
         predict_as_typed(command)
     lines = predict_as_typed(commands(SHOWN)[0]).splitlines()

@@ -301,7 +301,7 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(p
         (project / "runs/tiny").rename(project / name)
     assert "rank 1 was ended by SIGKILL: all processes start again, restart 1" in shown["killed"]
     assert "rank 0 was ended by SIGKILL: all processes start again, restart 2" in shown["killed"]
-    assert shown["killed"].count("on 2 process(es)") == 3
+    assert shown["killed"].count("2 processes on CPU") == 3
     first, _, second, _, third, last = starts.lines(project / "killed")
     assert [one["attempt"] for one in (first, second, third)] == [0, 1, 2]
     assert [one["cause"] for one in starts.each_start(project / "killed")] == ["SIGKILL"] * 2 + [""]

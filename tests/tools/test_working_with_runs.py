@@ -66,7 +66,7 @@ def test_the_cells_of_the_notebook_and_of_optuna_run_in_one_process(project):
 @pytest.mark.slow
 def test_notebook_launcher_trains_on_two_processes(project):
     shown = run_cells(blocks(text_of(PAGE, "### Several processes"), "python"), project)
-    assert "on 2 process(es)" in shown
+    assert "2 processes on CPU" in shown
     assert (project / "runs/forked/export/model.safetensors").is_file()
 
 

@@ -240,6 +240,11 @@ def kind_of(record: dict[str, Any]) -> str:
     return str(record.get("kind"))
 
 
+def processes(count: int) -> str:
+    """Return a number of processes in words: "1 process", "2 processes"."""
+    return f"{count} process{'es' * (count != 1)}"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration: 41 s, 3 min 5 s, 2 h 10 min."""
     minutes, rest = divmod(round(seconds), 60)

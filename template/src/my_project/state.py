@@ -134,7 +134,7 @@ class TrainState:
         self.skipped_steps += 1
         self.interval_skipped_steps += 1
         self.consecutive_skipped_steps += 1
-        if not math.isfinite(report.own_loss_sum):
+        if not math.isfinite(report.own_loss_sum) and self.consecutive_skipped_steps == 1:
             logger.warning(
                 "step %d is skipped: the loss on this rank is %s",
                 report.step + 1,

@@ -25,7 +25,15 @@ from pathlib import Path
 from . import cli, launch
 from .command_line import did_you_mean, parse
 from .config import Config, ConfigError, to_yaml
-from .files import format_seconds, read_json, read_status, read_yaml, step_of, writing
+from .files import (
+    format_seconds,
+    processes,
+    read_json,
+    read_status,
+    read_yaml,
+    step_of,
+    writing,
+)
 from .loading.layout import batch_layout
 from .records import outcome
 from .run_folder import refuse_other_settings
@@ -104,12 +112,11 @@ def describe(started: launch.Launch, reason: str) -> str:
     assert config is not None
     found = outcome.checkpoints(config.folder) if config.resume != "never" else []
     state = f"continues from step {step_of(found[-1])}" if found else f"new, resume {config.resume}"
-    processes = f"{started.world_size} process{'es' * (started.world_size > 1)}"
     device = f"{started.gpus} GPU{'s' * (started.gpus > 1)}" if started.gpus else "the CPU"
     precision = config.precision or started.precision
     pairs = [
         ("run", f"{config.folder}, {state}"),
-        ("on", f"{device}, {processes}, precision {precision}"),
+        ("on", f"{device}, {processes(started.world_size)}, precision {precision}"),
         ("where", started.options.config_file + (f": {reason}" if reason else "")),
     ]
     return "\n".join([*outcome.rows(pairs), f"= {started.line}"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import BatchesConfig, Config, ConfigError
+from ..files import processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     if share % micro:
         raise ConfigError(
             f"batches.global_batch_size {total} does not split into micro-batches of {micro} on"
-            f" {world_size} process(es): {total} / ({micro} x {world_size}) ="
+            f" {processes(world_size)}: {total} / ({micro} x {world_size}) ="
             f" {share / micro:g}. Choose a batches.micro_batch_size that divides {share}, or 0 for"
             " all of it at once."
         )
@@ -96,7 +97,7 @@ def _total_steps_of_stream(config: Config, lanes: int, layout: BatchLayout) -> i
     if lanes < 1 or size % lanes or lanes % micro_batches:
         raise ConfigError(
             f"the stream's {lanes} lanes must divide batches.global_batch_size {size}, and be a"
-            f" multiple of {micro_batches} micro-batches per step ({layout.world_size} process(es)"
+            f" multiple of {micro_batches} micro-batches per step ({processes(layout.world_size)}"
             f" x accumulation {layout.accumulation}); choose another number of lanes, or another"
             " batches.micro_batch_size."
         )

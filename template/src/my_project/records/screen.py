@@ -14,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..files import format_seconds, kind_of, printable
+from ..files import format_seconds, kind_of, printable, processes
 from ..loading.layout import BatchLayout
 from ..process import LAUNCHER, CopiedStream
 from ..run_folder import Run
@@ -173,14 +174,18 @@ def log_start(
     """Log the devices, the batch layout, the model's size and the checkpoint to resume from."""
     if not accelerator.is_main_process:
         return
-    logger.info(
-        f"{run.folder}: {accelerator.device} on {layout.world_size} process(es),"
-        f" {accelerator.distributed_type.value}, precision {accelerator.mixed_precision}"
-    )
+    device, sharding = accelerator.device, run.numerics["sharding"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    words = [f"{processes(layout.world_size)} on {name}", sharding * (sharding != "none")]
+    words.append({"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision))
+    logger.info("%s: %s", run.folder, ", ".join(filter(None, words)))
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
     logger.info(
         f"global batch {layout.global_batch_size} = micro-batch {layout.micro_batch_size}"
-        f" x processes {layout.world_size} x accumulation {layout.accumulation};"
-        f" {run.total_steps} steps; {sum(p.numel() for p in model.parameters())} parameters"
+        f" x {processes(layout.world_size)} x accumulation {layout.accumulation};"
+        f" {run.total_steps:,} steps; {sum(size for size, _ in sizes):,} parameters,"
+        f" {trained:,} of them trained"
     )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 
