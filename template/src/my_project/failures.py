@@ -167,7 +167,8 @@ def reason_of(error: BaseException) -> str:
         message = message.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
         message += " (in a loader worker)"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return " ".join([text, *getattr(error, "__notes__", [])])
+    notes = " ".join(getattr(error, "__notes__", []))
+    return f"{text.removesuffix('.')}. {notes}" if notes else text
 
 
 def cause_of(error: BaseException) -> str:

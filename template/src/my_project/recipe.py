@@ -79,6 +79,12 @@ after any resume. The loop does not seed a generator that the recipe makes for i
 (torch.Generator, numpy.random.default_rng): if it is made once and kept, the training curve depends
 on the world size. Make it where it is used, from `torch.initial_seed()`, which is the seed of the
 sample in a dataset (with batches.seed_samples) and that of the micro-batch in `loss`.
+
+State: what `loss` changes in the model besides gradients (a mean teacher, a queue in a buffer)
+depends on how a step is split into micro-batches, unless it does so once for each `step`, and only
+while `model.training`. The loop calls `model.train()`, which also sets a frozen part to training,
+with its dropout and BatchNorm: give that part a `train` method that does nothing. Under FSDP all
+ranks must call the same blocks in each forward, or the run hangs.
 """
 
 import importlib
