@@ -9,6 +9,8 @@ from ragged import Ragged
 
 from my_project.config import BatchesConfig, Config, OptimConfig, TelemetryConfig
 
+EXPORTED = {"config.yaml", "data_info.json", "step.json"}  # beside the weights
+
 
 def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> Config:
     """Make the config of a short run; dotted settings such as optim__lr override."""

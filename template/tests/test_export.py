@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ragged import Ragged
-from runs import change, make_config, train, weights
+from runs import EXPORTED, change, make_config, train, weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 from world import TESTS, run_world
@@ -117,7 +117,7 @@ def test_large_exports_are_files_of_at_most_the_limit_with_an_index(several):
         # 0.weight has 192 bytes, 0.bias and 3.weight 32 each, 3.bias 4
         files = [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
         index = json.loads((many / name / "model.safetensors.index.json").read_text())
-        assert names == {*files, "model.safetensors.index.json", "config.yaml", "data_info.json"}
+        assert names == {*files, "model.safetensors.index.json", *EXPORTED}
         assert index["metadata"] == {"total_size": 260}
         for file in files:
             tensors = load_file(many / name / file)

@@ -9,7 +9,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import cycle
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,16 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["world_imports"])
 
 
+# below the ports that the kernel gives to connections, which may take one before it is used
+PORTS = cycle(range(start := 10_000 + 500 * (os.getpid() % 40), start + 500))
+
+
 def free_port() -> int:
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    for port in PORTS:
+        with closing(socket.socket()) as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 class World:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import enum
+import importlib
 import json
 import os
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,34 @@ def test_scalars_whose_names_differ_are_refused(tmp_path, misnames, sentence):
     config = make_config(tmp_path, Noting(misnames=misnames))
     with pytest.raises(RuntimeError, match=sentence):
         run_world(2, train, config)
+
+
+SOURCE = """
+from dataclasses import dataclass
+from ragged import Ragged
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Ragged):
+    def loss(self, model, batch, step):
+        loss_sum, num_items = super().loss(model, batch, step)
+        return {factor} * loss_sum, num_items
+"""
+
+
+def train_with_own_code(config: Config, folder: Path) -> int:
+    """Train with the recipe in a folder of this rank's host."""
+    sys.path.insert(0, str(folder / os.environ["RANK"]))
+    recipe = importlib.import_module("own").Own()
+    return train(change(config, recipe=recipe))
+
+
+def test_hosts_with_other_code_are_named(tmp_path):
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "own.py").write_text(SOURCE.replace("{factor}", str(1 + 2 * rank)))
+    sentence = r"the code of the project and the recipe on rank\(s\) \[1\] .* differs"
+    with pytest.raises(RuntimeError, match=sentence):
+        run_world(2, train_with_own_code, make_config(tmp_path), tmp_path)
 
 
 class Unsendable:

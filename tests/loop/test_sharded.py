@@ -22,7 +22,7 @@ from my_project.config import Config, ConfigError, OptimConfig
 from my_project.run_folder import Run
 from my_project.state import TrainState
 from ragged import Ragged
-from runs import make_config
+from runs import EXPORTED, make_config
 from safetensors.torch import load_file
 from world import run_world
 
@@ -510,7 +510,7 @@ def test_a_recipes_own_export_gets_the_whole_model(tmp_path):
     weights, _ = run_world(2, in_group, export_by_the_recipe, config)
     for name in ("export", "best"):
         folder = config.folder / name
-        assert {p.name for p in folder.iterdir()} == {"model.pt", "config.yaml", "data_info.json"}
+        assert {p.name for p in folder.iterdir()} == {"model.pt", *EXPORTED}
         assert_close(torch.load(folder / "model.pt"), weights)
 
 

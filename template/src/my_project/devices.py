@@ -9,6 +9,7 @@ from datetime import timedelta
 from math import prod
 from typing import Any
 
+import accelerate
 import psutil
 import torch
 import torch.distributed
@@ -31,7 +32,7 @@ from .files import writing
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
 from .process import collect_all_garbage, no_garbage_collection, world
-from .run_folder import Run, not_shared
+from .run_folder import Run, code_digest, not_shared
 from .stopping import turn_on_flight_recorder
 
 # The variables in which each launcher gives world size and rank.
@@ -289,11 +290,13 @@ def open_run(
         lengths: the length of each dataset; must be equal on all ranks.
 
     Raises:
-        ConfigError: settings or datasets differ between ranks, or a node does not see the run
+        ConfigError: settings, code or datasets differ between ranks, or a node does not see the run
             folder that rank 0 wrote to.
     """
     facts = {name: derive_seed(value) for name, value in must_agree.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
+    facts["the code of the project and the recipe"] = code_digest(run.config)
+    facts["the version of torch or accelerate"] = torch.__version__, accelerate.__version__
     run.hosts = agree(accelerator, facts)
     run.numerics = numerics(accelerator, run.config)
     run.lengths = lengths

@@ -269,6 +269,14 @@ def source_hash(file: str | Path | None) -> str | None:
         return None
 
 
+def code_digest(config: Config) -> str:
+    """Return a hash of the project's modules and the recipe's."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    recipe = inspect.getsourcefile(type(config.recipe))
+    hashes = [source_hash(path) for path in (*files, recipe)]
+    return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
+
+
 def _masked(name: str, settings: dict[str, Any]) -> str:
     return MASK if is_secret(name) else mask(repr(settings.get(name)))
 

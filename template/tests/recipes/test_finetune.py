@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from documents import PROJECT, blocks, predict_as_typed, text_of, train_on_own_data
-from runs import change, make_config, records, train, weights
+from runs import EXPORTED, change, make_config, records, train, weights
 from safetensors.torch import load_file
 from world import run_world
 
@@ -356,7 +356,7 @@ def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
         assert (exported / "model.safetensors.index.json").is_file() == (name != "adapter")
         others = {path.name for path in exported.iterdir() if "model" not in path.name}
         written = {path.name for path in expected.iterdir() if "model" not in path.name}
-        assert others == written | {"config.yaml", "data_info.json"}
+        assert others == written | EXPORTED
         for file in written - {"tokenizer.json"}:  # it says how the tokenizer was last called
             # some lists of the adapter's settings are sets
             ours, theirs = (sorted((at / file).read_text()) for at in (exported, expected))

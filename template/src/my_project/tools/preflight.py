@@ -17,7 +17,6 @@ from ..config import Config
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 import hashlib
-import inspect
 import json
 import os
 import resource
@@ -44,7 +43,7 @@ from ..config import to_yaml
 from ..files import wait_until, write_atomically
 from ..loading import layout
 from ..process import process_name, world
-from ..run_folder import installed, not_shared, source_hash
+from ..run_folder import code_digest, installed, not_shared
 from .reader import format_number, print_table
 
 MB = 1_000_000
@@ -106,14 +105,6 @@ def must_agree(config: Config, device: torch.device) -> dict[str, str]:
         found["nccl"] = ".".join(map(str, nccl.version()))
         found["gpu"] = torch.cuda.get_device_name(device)
     return found
-
-
-def code_digest(config: Config) -> str:
-    """Return a hash of the project's modules and the recipe's."""
-    files = sorted(Path(__file__).parent.parent.rglob("*.py"))  # of the package
-    recipe = inspect.getsourcefile(type(config.recipe))
-    hashes = [source_hash(path) for path in (*files, recipe)]
-    return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
 
 
 def compute(device: torch.device) -> dict[str, float]:
