@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_901,
+    "lines of train.py and all that it imports": 6_027,
     "files of train.py and all that it imports": 43,
-    "lines of the package without tools/": 7_909,
-    "lines of tools/": 2_190,
-    "lines of template/tests": 3_874,
-    "lines of template/tests and tests": 14_248,
+    "lines of the package without tools/": 8_047,
+    "lines of tools/": 2_192,
+    "lines of template/tests": 3_952,
+    "lines of template/tests and tests": 14_404,
     "settings": 52,
     "methods of a recipe": 15,
     "lines of train.py": 185,

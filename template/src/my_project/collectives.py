@@ -1,5 +1,6 @@
 """Collectives of Python objects, in which only rank 0 receives from all ranks."""
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -40,3 +41,25 @@ def gather_on_main(accelerator: Accelerator, value: Any) -> list[Any]:
     values = [None] * accelerator.num_processes if accelerator.is_main_process else None
     torch.distributed.gather_object(value, values)
     return values or []
+
+
+def agree(accelerator: Accelerator, facts: dict[str, Any]) -> list[str]:
+    """Return the host of each rank, if the facts are equal on all of them.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    everywhere = gather_on_main(accelerator, (socket.gethostname(), facts))
+    return on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
+
+
+def _hosts_if_equal(everywhere: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    hosts = [host for host, _ in everywhere]
+    for name in sorted({name for _, facts in everywhere for name in facts}):
+        values = [facts.get(name) for _, facts in everywhere]
+        if different := [rank for rank, value in enumerate(values) if value != values[0]]:
+            raise ConfigError(
+                f"{name} on rank(s) {different} ({hosts[different[0]]}) differs from that on"
+                f" rank 0 ({hosts[0]}): give all nodes the same files and arguments."
+            )
+    return hosts

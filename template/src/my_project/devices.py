@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -26,7 +25,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
-from .collectives import gather_on_main, on_main_then_broadcast
+from .collectives import agree, gather_on_main, on_main_then_broadcast
 from .config import Config, ConfigError
 from .files import writing
 from .loading.seeding import derive_seed
@@ -314,28 +313,6 @@ def open_run(
             raise ConfigError(not_shared(run.folder, ", ".join(blind), run.hosts[0]))
 
     on_main_then_broadcast(accelerator, check_seen)
-
-
-def agree(accelerator: Accelerator, facts: dict[str, Any]) -> list[str]:
-    """Return the host of each rank, if the facts are equal on all of them.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    everywhere = gather_on_main(accelerator, (socket.gethostname(), facts))
-    return on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
-
-
-def _hosts_if_equal(everywhere: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    hosts = [host for host, _ in everywhere]
-    for name in sorted({name for _, facts in everywhere for name in facts}):
-        values = [facts.get(name) for _, facts in everywhere]
-        if different := [rank for rank, value in enumerate(values) if value != values[0]]:
-            raise ConfigError(
-                f"{name} on rank(s) {different} ({hosts[different[0]]}) differs from that on"
-                f" rank 0 ({hosts[0]}): give all nodes the same files and arguments."
-            )
-    return hosts
 
 
 def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:

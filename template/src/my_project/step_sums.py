@@ -10,6 +10,7 @@ import torch.distributed
 from accelerate import Accelerator
 from torch import Tensor
 
+from .collectives import agree
 from .config import ConfigError
 from .state import StepReport
 
@@ -113,10 +114,16 @@ class DelayedReader:
     def __init__(self, accelerator: Accelerator) -> None:
         # of this step, and of the one before, which has not been read
         self.both = [StepSums(accelerator), StepSums(accelerator)]
+        self.accelerator = accelerator
         self.pending: tuple[int, HostCopy] | None = None
 
     def set_names(self, names: tuple[str, ...]) -> None:
-        """Make room for the scalars of a recipe, before the first sums are added."""
+        """Make room for the scalars of a recipe, before the first sums are added.
+
+        Raises:
+            ConfigError: another rank has other names.
+        """
+        agree(self.accelerator, {"what loss returns": names})
         for sums in self.both if names else ():
             sums.allocate(sums.tensor.new_zeros(6 + len(names)), names)
 
