@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parent
 TEMPLATE = FOLDER.parents[1] / "template"
 sys.path.insert(0, str(FOLDER.parents[1] / "tests/loop"))
 
-from terminal import Terminal, standing  # noqa: E402
+from terminal import Terminal  # noqa: E402
 
 COLUMNS = 100
 COMMAND = "train configs/image_classification.yaml --where cpu_2_processes"
@@ -79,7 +79,8 @@ def screen(received: str) -> Text:
     """Return what stood on the terminal, with its colors, broken at its last column."""
     host = socket.gethostname()
     lines = []
-    for line in standing(received.rstrip()):
+    for drawn in received.rstrip().replace("\r\n", "\n").split("\n"):
+        line = drawn.rpartition("\r")[2]  # of a bar what was drawn last
         text = Text.from_ansi(re.sub(r"\x1b\[[0-9;?]*[A-Za-ln-z]", "", line))
         if host in text.plain:
             ruled = text.plain.startswith("---")

@@ -292,10 +292,10 @@ def open_run(
         ConfigError: settings, code or datasets differ between ranks, or a node does not see the run
             folder that rank 0 wrote to.
     """
-    facts = {name: derive_seed(value) for name, value in must_agree.items()}
+    facts: dict[str, Any] = {name: derive_seed(value) for name, value in must_agree.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
     facts["the code of the project and the recipe"] = code_digest(run.config)
-    facts["the version of torch or accelerate"] = torch.__version__, accelerate.__version__
+    facts["the version of torch or accelerate"] = str(torch.__version__), accelerate.__version__
     run.hosts = agree(accelerator, facts)
     run.numerics = numerics(accelerator, run.config)
     run.lengths = lengths

@@ -167,8 +167,9 @@ def reason_of(error: BaseException) -> str:
         message = message.strip().splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
         message += " (in a loader worker)"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    notes = " ".join(getattr(error, "__notes__", []))
-    return f"{text.removesuffix('.')}. {notes}" if notes else text
+    for note in getattr(error, "__notes__", []):
+        text = f"{text} {note}" if note.startswith("(") else f"{text.removesuffix('.')}. {note}"
+    return text
 
 
 def cause_of(error: BaseException) -> str:

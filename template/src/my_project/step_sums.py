@@ -147,6 +147,5 @@ class DelayedReader:
         step, copy = self.pending
         self.pending = None
         values = copy.tolist()
-        return StepReport(
-            step, *values[:6], dict(zip(self.both[0].scalars, values[6:], strict=True))
-        )
+        scalars = dict(zip(self.both[0].scalars, values[6:], strict=True))
+        return StepReport(step, *values[:6], scalars=scalars)

@@ -179,13 +179,13 @@ def log_start(
     words = [f"{processes(layout.world_size)} on {name}", sharding * (sharding != "none")]
     words.append({"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision))
     logger.info("%s: %s", run.folder, ", ".join(filter(None, words)))
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    trained = sum(size for size, is_trained in sizes if is_trained)
+    size = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     logger.info(
         f"global batch {layout.global_batch_size} = micro-batch {layout.micro_batch_size}"
         f" x {processes(layout.world_size)} x accumulation {layout.accumulation};"
-        f" {run.total_steps:,} steps; {sum(size for size, _ in sizes):,} parameters,"
-        f" {trained:,} of them trained"
+        f" {run.total_steps:,} steps; {size:,} parameters"
+        + f", {trained:,} of them trained" * (trained < size)
     )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 

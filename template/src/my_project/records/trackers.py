@@ -93,8 +93,8 @@ class Trackers:
         for worker in self.workers:
             if not worker.is_open.wait(max(0.0, until - time.monotonic())):
                 report(worker.name, "start", f"{START_SECONDS:.0f} s", "is waited for no longer")
-        for name, link in self.run.trackers.items():
-            logger.info("%s: %s", name, link)
+        for link in self.run.trackers.values():
+            logger.info(link)
 
     def _open(self, name: str, step: int) -> Any:
         """Open a tracker by accelerate's class, as init_trackers does; called in its thread."""
