@@ -185,7 +185,8 @@ def log_start(
         f"global batch {layout.global_batch_size} = micro-batch {layout.micro_batch_size}"
         f" x {processes(layout.world_size)} x accumulation {layout.accumulation};"
         f" {run.total_steps:,} steps; {size:,} parameters"
-        + f", {trained:,} of them trained" * (trained < size)
+        + f", {trained:,} of them trained"
+        * (trained < size)
     )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 
