@@ -19,7 +19,7 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 6_028,
     "files of train.py and all that it imports": 43,
-    "lines of the package without tools/": 8_048,
+    "lines of the package without tools/": 8_053,
     "lines of tools/": 2_192,
     "lines of template/tests": 3_952,
     "lines of template/tests and tests": 14_406,

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 
 from . import failures
+from .files import wait_until
 from .process import PREEMPTED
 from .starts import failed
 
@@ -148,7 +150,10 @@ def start_method() -> tuple[str, str]:
         return "spawn", "only Linux forks safely"
     if torch and torch.cuda.is_initialized():
         return "spawn", "an import has initialized CUDA, which no fork survives"
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    tasks = Path("/proc/self/task")
+    if threading.active_count() == 1:  # one that Python has joined may still be ending
+        wait_until(lambda: len([*tasks.iterdir()]) == 1, 0.5, 0.01)
+    names = [path.read_text().strip() for path in tasks.glob("*/comm")]
     if len(names) > 1:
         return "spawn", f"an import has started threads ({', '.join(sorted(names)[:4])})"
     return "fork", ""
