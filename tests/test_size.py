@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_028,
+    "lines of train.py and all that it imports": 6_035,
     "files of train.py and all that it imports": 43,
-    "lines of the package without tools/": 8_053,
+    "lines of the package without tools/": 8_060,
     "lines of tools/": 2_192,
     "lines of template/tests": 3_952,
-    "lines of template/tests and tests": 14_406,
+    "lines of template/tests and tests": 14_423,
     "settings": 52,
     "methods of a recipe": 15,
     "lines of train.py": 185,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -338,6 +339,26 @@ def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):
     assert workers.start_method() == (
         "spawn", "an import has initialized CUDA, which no fork survives"
     )  # fmt: skip
+
+
+ENDING_THREADS = """
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from my_project import workers
+def chosen():
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(str, range(8)))
+    return workers.start_method()[0]
+print(Counter(chosen() for _ in range(300)))
+"""
+
+
+def test_threads_that_python_has_joined_do_not_keep_processes_from_being_forked(project):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING_THREADS], cwd=project, capture_output=True, text=True,
+        check=False, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "Counter({'fork': 300})", done.stdout + done.stderr
 
 
 THREAD = """

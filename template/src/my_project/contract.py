@@ -26,7 +26,7 @@ from .loading.sampler import first_batches
 from .process import process_name
 from .recipe import Recipe, optional, problems, source_location
 
-TRAIN = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # recorded of training
+TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # of trackers
 
 
 def check_recipe(config: Config) -> None:
@@ -122,7 +122,7 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
         is_right &= math.isfinite(num_items) and float(num_items) >= 0
         for scalars in more:
             names = tuple(sorted(scalars))
-            is_right &= len(more) == 1 and not TRAIN & scalars.keys()
+            is_right &= len(more) == 1 and not TRAIN_TAGS & scalars.keys()
             _ = [float(value) for value in scalars.values()]
     except (AttributeError, RuntimeError, TypeError, ValueError):
         is_right = False
@@ -133,7 +133,7 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
             f"returned {_kind(returned)}; it must return (loss_sum, num_items): the sum of the"
             " per-item losses, a scalar tensor, and the number of items in it, a number or scalar"
             " tensor that is finite and not negative. A third value, if any, is {name: sum} of"
-            f" scalars to record, under other names than {', '.join(sorted(TRAIN))}.",
+            f" scalars to record, under other names than {', '.join(sorted(TRAIN_TAGS))}.",
         )
     return names
 

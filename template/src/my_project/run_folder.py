@@ -100,7 +100,7 @@ class Run:
             "from_step": self.from_step,
             "seconds": round(time.monotonic() - self.began, 1),
             "paused_seconds": round(self.paused_seconds, 3),
-            "trackers": self.trackers,
+            "trackers": dict(self.trackers),  # a copy: a late tracker may add one
             **more,
         }
         if "result" in record:

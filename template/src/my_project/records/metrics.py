@@ -117,7 +117,7 @@ class MetricsWriter:
             self._write_gathered(wait=kind is None)  # another rank may be gone
         finally:
             self.screen.stop()
-            self.trackers.finish() if kind is None else self.trackers.finish(seconds=2)
+            self.trackers.finish(has_failed=kind is not None)
 
     def write(self, record: dict[str, Any]) -> dict[str, Any]:
         """Write a record everywhere, on rank 0; return it with what all records have."""

@@ -181,12 +181,11 @@ def log_start(
     logger.info("%s: %s", run.folder, ", ".join(filter(None, words)))
     size = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    part = f", {trained:,} of them trained" if trained < size else ""
     logger.info(
         f"global batch {layout.global_batch_size} = micro-batch {layout.micro_batch_size}"
         f" x {processes(layout.world_size)} x accumulation {layout.accumulation};"
-        f" {run.total_steps:,} steps; {size:,} parameters"
-        + f", {trained:,} of them trained"
-        * (trained < size)
+        f" {run.total_steps:,} steps; {size:,} parameters{part}"
     )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
 

@@ -24,41 +24,48 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from ..config import to_dict, to_yaml
-from ..contract import TRAIN
+from ..contract import TRAIN_TAGS
 from ..files import flat
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
 ABOUT = {"kind", "step", "epoch", "elapsed_seconds", "time"}  # in every record
-LEFT_OUT = (ABOUT - TRAIN) | {"steps", "skipped", "slowest_rank", "slowest_host"}
+LEFT_OUT = (ABOUT - TRAIN_TAGS) | {"steps", "skipped", "slowest_rank", "slowest_host"}
 START_SECONDS = 30.0  # before the first step: later, loader workers are forked beside its imports
 FINISH_SECONDS = 30.0
+FAILED_SECONDS = 2.0  # the same where the run has failed: other ranks wait for the report of why
 MOST_WAITING = 10_000  # records
 WITH_SAMPLES = {"tensorboard", "wandb"}  # take texts and pictures
 
 
-class Worker:
-    """A thread that opens a tracker, and gives it what it is told to, in that order."""
+class TrackerThread(threading.Thread):
+    """A thread that opens a tracker, and then calls it as it is told to, in that order."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Any]) -> None:
-        self.name = name
+        super().__init__(name=name, daemon=True)
+        self.open_tracker = open_tracker
         self.queue: queue.Queue[tuple[str, Callable[[Any], Any]]] = queue.Queue(MOST_WAITING)
         self.is_open = threading.Event()  # or has failed
-        self.thread = threading.Thread(target=self._work, args=(open_tracker,), daemon=True)
-        self.thread.start()
+        self.is_full = False
+        self.start()
 
     def put(self, action: str, function: Callable[[Any], Any]) -> None:
         """Let the thread call a function of the tracker, unless the tracker has failed."""
-        if self.thread.is_alive():
+        if self.is_alive():
             try:
                 self.queue.put_nowait((action, function))
+                self.is_full = False
             except queue.Full:
-                report(self.name, action, f"{MOST_WAITING} records wait for it", "loses records")
+                if not self.is_full:  # else it has been told
+                    limit = f"{MOST_WAITING} records wait for it"
+                    report(self.name, action, limit, "loses records")
+                self.is_full = True
 
-    def _work(self, open_tracker: Callable[[], Any]) -> None:
+    def run(self) -> None:
+        """Work until the tracker is finished or has failed."""
         action = "start"
         try:
-            tracker = open_tracker()
+            tracker = self.open_tracker()
             self.is_open.set()
             while action != "finish":
                 action, function = self.queue.get()
@@ -75,7 +82,7 @@ class Trackers:
     def __init__(self, accelerator: Accelerator, run: Run) -> None:
         self.accelerator = accelerator
         self.run = run
-        self.workers: list[Worker] = []
+        self.threads: list[TrackerThread] = []
         self.logged: dict[str, int] = {}
 
     def start(self, step: int, logged: dict[str, int] | None = None) -> None:
@@ -88,12 +95,13 @@ class Trackers:
         """
         self.logged = logged or {}
         for kind in self.accelerator.log_with:
-            self.workers.append(Worker(str(kind), partial(self._open, str(kind), step)))
+            opened = partial(self._open, str(kind), step)
+            self.threads.append(TrackerThread(str(kind), opened))
         until = time.monotonic() + START_SECONDS
-        for worker in self.workers:
-            if not worker.is_open.wait(max(0.0, until - time.monotonic())):
-                report(worker.name, "start", f"{START_SECONDS:.0f} s", "is waited for no longer")
-        for link in self.run.trackers.values():
+        for thread in self.threads:
+            if not thread.is_open.wait(max(0.0, until - time.monotonic())):
+                report(thread.name, "start", f"{START_SECONDS:.0f} s", "is waited for no longer")
+        for link in [*self.run.trackers.values()]:  # a late tracker may add one
             logger.info(link)
 
     def _open(self, name: str, step: int) -> Any:
@@ -133,24 +141,25 @@ class Trackers:
         values = values_of(record)
         text = record.get("sample")
         pictures = [self.run.folder / path for path in record.get("pictures") or ()]
-        for worker in self.workers:
+        for thread in self.threads:
             # TensorBoard discards what comes after the step that a run resumes from
-            if worker.name == "wandb" and kind and self.logged.get(kind, -1) >= step:
+            if thread.name == "wandb" and kind and self.logged.get(kind, -1) >= step:
                 continue
             if values:
-                worker.put("log", lambda tracker: tracker.log({**values}, step=step))
-            if (text or pictures) and worker.name in WITH_SAMPLES:
-                worker.put("show samples", partial(show, text=text, pictures=pictures, step=step))
+                thread.put("log", lambda tracker: tracker.log({**values}, step=step))
+            if (text or pictures) and thread.name in WITH_SAMPLES:
+                thread.put("show samples", partial(show, text=text, pictures=pictures, step=step))
 
-    def finish(self, seconds: float = FINISH_SECONDS) -> None:
+    def finish(self, *, has_failed: bool) -> None:
         """Flush and close each tracker; leave those that have not ended in time."""
-        for worker in self.workers:
-            worker.put("finish", lambda tracker: tracker.finish())
+        seconds = FAILED_SECONDS if has_failed else FINISH_SECONDS
+        for thread in self.threads:
+            thread.put("finish", lambda tracker: tracker.finish())
         until = time.monotonic() + seconds
-        for worker in self.workers:
-            worker.thread.join(max(0.0, until - time.monotonic()))
-            if worker.thread.is_alive():
-                report(worker.name, "finish", f"{seconds:.0f} s", "is left; it may lack records")
+        for thread in self.threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                report(thread.name, "finish", f"{seconds:.0f} s", "is left; it may lack records")
 
     def _init_kwargs(self, tracker: str, step: int) -> dict[str, Any]:
         """Return what accelerate passes on to the tool."""
@@ -196,7 +205,7 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
     }
     if kind == "interval":
         return {
-            name if "/" in name else f"{'train' if name in TRAIN else 'perf'}/{name}": value
+            name if "/" in name else f"{'train' if name in TRAIN_TAGS else 'perf'}/{name}": value
             for name, value in numbers.items()
             if name not in LEFT_OUT
         }
