@@ -149,6 +149,18 @@ def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
 
 
 @pytest.mark.slow
+def test_sgd_trains_sharded_and_a_checkpoint_of_its_fused_kernel_goes_on_there(tmp_path):
+    """Of fused kernels, DTensor knows those of Adam and AdamW."""
+    sgd = {"optim__class_path": "torch.optim.SGD", "optim__init_args": {"momentum": 0.9}}
+    ddp = deep(tmp_path, run_name="ddp", **sgd)
+    run_world(2, train, ddp)
+    ours = change(ddp, run_name="ours", steps=5)
+    run_world(2, train, ours)
+    run_world(2, train_sharded, change(ours, steps=10))
+    assert_same_run(ours, ddp)
+
+
+@pytest.mark.slow
 def test_preempted_then_killed_then_resumed_under_ddp(tmp_path):
     ddp = deep(tmp_path, run_name="ddp", steps=60, evaluation__every_steps=30)
     run_world(2, train, ddp)

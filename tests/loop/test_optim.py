@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from my_project.config import Config, ConfigError, OptimConfig
-from my_project.optim import build_optimizer, learning_rate
+from my_project.optim import build_optimizer, learning_rate, set_learning_rate, step_if_finite
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from safetensors.torch import load_file
@@ -57,8 +57,6 @@ def test_weight_decay_spares_biases_and_norms_and_groups_keep_their_lr_scale():
     class Scaled(Ragged):
         def parameter_groups(self, model):
             return [{"params": list(model.parameters()), "lr_scale": 0.1}]
-
-    from my_project.optim import set_learning_rate
 
     optimizer = build_optimizer(OptimConfig(), Scaled(), model)
     set_learning_rate(optimizer, 2.0)
@@ -121,6 +119,39 @@ def test_frozen_parameters_may_be_in_a_group_or_not():
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
         build_optimizer(OptimConfig(), Ragged(), model)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of Adagrad
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+def test_an_embedding_with_sparse_gradients_trains_with_the_optimizers_that_take_them(name):
+    model = nn.Embedding(5, 3, sparse=True)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(OptimConfig(class_path=f"torch.optim.{name}"), Ragged(), model)
+    model(torch.tensor([1, 2])).sum().backward()
+    step_if_finite(optimizer, 1.0)
+    assert (model.weight != before).any(dim=1).tolist() == [False, True, True, False, False]
+
+
+class OnGPU(Tensor):
+    """A norm on a GPU, where a fused kernel decides whether it steps; those for CPUs can too."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_momentum_begins_with_the_first_step_that_is_not_skipped():
+    """SGD's fused kernel would keep the uninitialized memory of a first step that it skips."""
+    finals = []
+    for norms in ([1.0, 1.0], [float("inf"), 1.0, float("inf"), 1.0]):
+        model = nn.Linear(64, 64, bias=False)
+        nn.init.ones_(model.weight)
+        config = OptimConfig(class_path="torch.optim.SGD", init_args={"momentum": 0.9})
+        optimizer = build_optimizer(config, Ragged(), model)
+        assert optimizer.defaults["fused"]
+        for norm in norms:
+            model.weight.grad = torch.ones_like(model.weight)
+            step_if_finite(optimizer, torch.tensor(norm).as_subclass(OnGPU))
+        finals.append(model.weight.detach())
+    assert torch.equal(*finals)
 
 
 def test_a_run_in_which_every_step_was_skipped_is_not_finished(tmp_path):

@@ -59,9 +59,12 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     if "weight_decay" in accepted:  # of groups that do not state their own
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        arguments["fused"] = all(
-            # on the meta device before FSDP shards them
-            p.is_floating_point() and p.device.type in ("cpu", "cuda", "meta")
+        devices = ["cpu", "cuda"]
+        if issubclass(kind, (torch.optim.Adam, torch.optim.AdamW)):
+            devices.append("meta")  # before FSDP shards them: DTensor knows no other fused kernel
+        is_sparse = any(getattr(module, "sparse", False) for module in model.modules())
+        arguments["fused"] = not is_sparse and all(
+            p.is_floating_point() and p.device.type in devices
             for group in groups
             for p in group["params"]
         )
@@ -242,7 +245,9 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
     Fused optimizers on a GPU decide on the device; other optimizers need a sync with it.
     """
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if is_fused and isinstance(norm, Tensor) and norm.is_cuda:
+    # SGD's kernel, where it skips the first step, leaves the momentum uninitialized
+    lacks_momentum = not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups)
+    if is_fused and not lacks_momentum and isinstance(norm, Tensor) and norm.is_cuda:
         optimizer.grad_scale = None  # type: ignore[attr-defined]  # read by the fused kernels
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         optimizer.step()

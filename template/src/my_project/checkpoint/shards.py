@@ -327,6 +327,12 @@ def load_optimizer(
             value = torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
         state.setdefault(index[name], {})[slot] = value
     param_groups = [
-        group | {"params": [index[name] for name in group["params"]]} for group in saved["groups"]
+        # which kernels: of this device and sharding, not of those that saved
+        group | {"params": [index[name] for name in group["params"]]} | _kernels(now)
+        for group, now in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+def _kernels(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("fused", "foreach") if name in group}
