@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -141,7 +140,6 @@ CONFIGS = KINDS | {
     "cut off": b"recipe:\n  class_path: rag",
     "alias of itself": SETTINGS + b"optim: &a [*a]\n",
     "aliases of aliases": BOMB,
-    "aliases of a long text": SETTINGS + b"x: [&a " + b"x" * 10**6 + b", *a" * 100 + b"]\n",
     "nested": SETTINGS + b"optim: " + DEEP,
 }
 
@@ -158,9 +156,8 @@ def test_a_damaged_config_is_one_sentence(copied, kind):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("aliases of aliases", "its aliases expand to over 10000000 characters"),
-        ("alias of itself", "its aliases expand to over 10000000 characters"),
-        ("nested", "nested more than 100 levels deep|maximum nesting depth"),  # of PyYAML 6.0.4
+        ("aliases of aliases", "it has 90 aliases, but may have 50"),
+        ("nested", "maximum (nesting|recursion) depth"),  # nesting: of PyYAML 6.0.4
     ],
 )
 def test_yaml_that_would_take_all_memory_is_refused_everywhere(tmp_path, kind, sentence):
@@ -205,22 +202,14 @@ def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, c
 
 
 # ---- what a kill leaves --------------------------------------------------------------------------
-def test_temporary_files_of_killed_launches_are_removed_and_no_others(copied):
-    old = [".config.yaml.17", ".status.json.18", ".run.json.19", ".metrics.jsonl.20"]
-    old += ["errors/.20260101T000000_rank_00001_step_00000003.json.21"]
-    old += ["checkpoints/step_00000004/.manifest.json.22", ".export.partial", ".best.partial"]
-    others = [".notes.txt.17", ".config.yaml.swp", "errors/.mine.21", ".status.json.23"]
-    (copied.folder / "errors").mkdir()
+def test_what_a_killed_export_has_left_is_removed_and_nothing_else(copied):
+    old, others = [".export.partial", ".best.partial"], [".notes.txt.17", ".config.yaml.swp"]
     for name in old + others:
         (copied.folder / name).write_text("half")
-        past = time.time() - 100
-        os.utime(copied.folder / name, (past, past))
-    os.utime(copied.folder / others[-1], (past + 200, past + 200))  # another rank is writing it
     now = Run(copied, rank=0)
     now.begin()
     assert resuming.choose(now)
-    assert [name for name in old if (copied.folder / name).exists()] == []
-    assert [name for name in others if not (copied.folder / name).exists()] == []
+    assert [name for name in old + others if (copied.folder / name).exists()] == others
 
 
 def test_a_linked_checkpoint_is_rotated_by_its_link_alone(copied, tmp_path):

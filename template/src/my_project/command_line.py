@@ -28,7 +28,7 @@ from .failures import (
     own_frame,
     short_path,
 )
-from .files import check_yaml, flat, read_yaml
+from .files import flat, read_yaml
 from .process import LAUNCHER
 from .recipe import problems_of
 from .safety.redaction import secrets_problem
@@ -91,14 +91,6 @@ def one_duration(sources: list[dict[str, Any]]) -> list[str]:
     return unset
 
 
-def _load(text: str) -> Any:
-    """Read YAML as jsonargparse does, 3e-3 is a number, but refuse what would exhaust memory."""
-    from jsonargparse import get_loader
-
-    check_yaml(text)
-    return get_loader("yaml")(text)
-
-
 # ---- the name of a run ---------------------------------------------------------------------------
 def text_of(value: Any) -> str:
     """Return a value as it stands in a run's name: 3e-3 and 0.003 are one, 64 and 64.0 too."""
@@ -159,17 +151,10 @@ def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = Fa
         prog: the command's name in --help.
         with_help: read the fields' docstrings, which takes longer than all parsing.
     """
-    import yaml
-    from jsonargparse import ArgumentParser, set_loader, set_parsing_settings
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=with_help)
-    set_loader("checked_yaml", _load, (yaml.YAMLError,))
-    parser = ArgumentParser(
-        prog=prog,
-        exit_on_error=False,
-        parser_mode="checked_yaml",
-        allow_abbrev=False,
-    )
+    parser = ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="A YAML file; configs/ holds examples.")
     if recipe:
         parser.add_class_arguments(recipe, "recipe")

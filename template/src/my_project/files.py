@@ -47,10 +47,8 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())  # else a power failure can leave an empty file
         os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -106,55 +104,25 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-MAX_YAML_CHARACTERS = 10_000_000  # with aliases expanded, and 100 more for each value
-MAX_YAML_LEVELS = 100
-
-
-def check_yaml(text: str) -> None:
-    """Refuse YAML that would exhaust memory or the stack.
-
-    A few lines of aliases, each of ten others, can expand to more values than memory holds.
-
-    Raises:
-        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
-    """
-    import yaml
-
-    collections: list[list[Any]] = [[None, 0]]  # the open ones: anchor and characters
-    anchored: dict[str | None, float] = {}  # characters
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        if isinstance(event, yaml.CollectionStartEvent):
-            collections.append([event.anchor, 100])
-            anchored[event.anchor] = math.inf  # for an alias in the collection itself
-            if len(collections) > MAX_YAML_LEVELS:
-                raise yaml.YAMLError(f"it is nested more than {MAX_YAML_LEVELS} levels deep")
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, characters = collections.pop()
-        elif isinstance(event, yaml.AliasEvent):
-            anchor, characters = event.anchor, anchored.get(event.anchor, 0)
-        else:  # a scalar, or the end of the text
-            anchor = getattr(event, "anchor", None)
-            characters = 100 + len(getattr(event, "value", ""))
-        anchored[anchor] = characters
-        collections[-1][1] += characters
-        if collections[-1][1] > MAX_YAML_CHARACTERS:
-            raise yaml.YAMLError(f"its aliases expand to over {MAX_YAML_CHARACTERS} characters")
+MAX_YAML_ALIASES = 50  # a few lines of ten each can stand for more values than memory holds
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file of any settings.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a mapping.
+        ConfigError: the file cannot be read, has too many aliases, or is not a mapping.
     """
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = path.read_text(encoding="utf-8")
-        check_yaml(text)
-        settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        aliases = sum(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, loader))
+        if aliases > MAX_YAML_ALIASES:
+            raise ValueError(f"it has {aliases} aliases, but may have {MAX_YAML_ALIASES}")
+        settings = yaml.load(text, loader) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} holds a {type(settings).__name__}, not named settings.")

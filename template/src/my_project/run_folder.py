@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -48,8 +47,6 @@ RECORDED_PACKAGES = (
     "safetensors",
     "torchmetrics",
 )
-# Temporary files that write_atomically leaves behind when it is killed.
-TEMPORARY = re.compile(r"\..+\.(yaml|json|jsonl)\.\d+")
 
 
 class Run:
@@ -163,7 +160,6 @@ class Run:
                 self.folder.mkdir()
                 (aside / "logs").rename(logs)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._clean_up()
         self.token = os.environ.get(START) or uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         self.write_status("running")
@@ -229,18 +225,6 @@ class Run:
         self.lock.truncate(0)
         self.lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.lock.flush()
-
-    def _clean_up(self) -> None:
-        """Remove the temporary files of a killed launch.
-
-        Those newer than the lock are kept: other ranks of this launch may be writing.
-        """
-        began = os.fstat(self.lock.fileno()).st_mtime if self.lock else 0
-        for folder in (self.folder, self.folder / "errors", *self.folder.glob("checkpoints/*")):
-            for path in folder.glob(".*"):
-                with suppress(OSError):
-                    if TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime < began:
-                        path.unlink()
 
 
 def refuse_other_settings(config: Config) -> None:
