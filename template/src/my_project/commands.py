@@ -183,7 +183,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
         folder = Path(tempfile.mkdtemp(prefix="predictions-"))
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
         with torch.no_grad(), one_line_errors(recipe):
-            print(text_of(show(model, exported, samples, Path(temporary))))
+            print(text_of(show(model, exported, samples, Path(temporary)) or ""))
         for path in sorted(Path(temporary).iterdir()):
             # a link of that name, which may be a stranger's, is replaced and not followed
             os.replace(path, folder / path.name)

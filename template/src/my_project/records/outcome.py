@@ -110,8 +110,9 @@ def print_finished_block(folder: Path, status: dict[str, Any], goodput: str = ""
     pairs += [("", link) for link in status.get("trackers", {}).values()]
     lines = rows([(name, value) for name, value in pairs if value])
     lines.append("next:")
-    names = ("report", "predict", "evaluate") if has_tool("report") else ("predict", "evaluate")
-    lines += [f"  {command_line(name, folder)}" for name in names]
+    answers = (folder / "samples").is_dir()  # the recipe has predict_samples
+    names = {"report": has_tool("report"), "predict": answers, "evaluate": True}
+    lines += [f"  {command_line(name, folder)}" for name, is_there in names.items() if is_there]
     print_block(f"finished: {folder}", lines)
 
 

@@ -87,7 +87,7 @@ def show(
         with nullcontext() if is_sharded else reported():
             data = read(config, next(iter(validation_sets.values())), device)
             seed_forward(config.seed, 0, 0, device)  # what is drawn at random stays the same
-            answer = model(predict_samples, data_info, data, Path(folder))
+            answer = model(predict_samples, data_info, data, Path(folder)) or ""  # files alone
         if answer is not None and accelerator.is_main_process:
             with reported():
                 return keep(run, text_of(answer), Path(folder))
