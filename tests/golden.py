@@ -52,7 +52,7 @@ REMOVED: tuple[str, ...] = (
     *("*/status.json first_step_time", "*/status.json from_step", "* every_minutes"),
     *("* keep_best", "* on_failure"),
     *("*/step.json*", "* items_per_second", "* tokens_per_second", "*/status.json trackers*"),
-    "*/state.json interval_scalars",
+    *("*/state.json interval_scalars", "* scheduled_steps*", "* best_of*"),
     # a stream has no epochs; the lanes of its cases never end, so the old code stays in the first
     *("*/state.json epoch", "*/state.json epoch_start", "stream/metrics.jsonl * epoch"),
 )

@@ -247,6 +247,19 @@ def test_only_the_best_is_kept_besides_the_newest_once_it_is_known(tmp_path):
 
 
 @pytest.mark.slow
+def test_another_mode_of_the_best_metric_has_no_best_yet(tmp_path):
+    """Compared with the highest value, the lowest would never have been reached."""
+    config = make_config(
+        tmp_path, Rising(), steps=10, evaluation__every_steps=2,
+        evaluation__best_metric="validation/steps",
+    )  # fmt: skip
+    assert train(config) == 0
+    other = {"evaluation__best_mode": "min", "evaluation__patience": 2}
+    assert train(change(config, steps=40, **other)) == 0
+    assert status(config)["step"] == 16, "the best is of step 12, and two evaluations follow"
+
+
+@pytest.mark.slow
 def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp_path):
     config = config_of(tmp_path, "run", {}, steps=4)
     assert train(config) == 0

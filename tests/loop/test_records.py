@@ -130,7 +130,7 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
     config = make_config(tmp_path, Ragged(validation_samples=0), steps=2)
     plain = {
         "precision": "no", "tf32": True, "deterministic": False, "sharding": "none",
-        "comm_hook": "no", "torch_compile": False,
+        "comm_hook": "no", "torch_compile": False, "scheduled_steps": 2,
     }  # fmt: skip
     train(config)
     assert numerics(config) == plain
@@ -140,7 +140,7 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
     )
     changed = {
         "precision": ["no", "bf16"], "tf32": [True, False], "comm_hook": ["no", "bf16"],
-        "torch_compile": [False, True],
+        "torch_compile": [False, True], "scheduled_steps": [2, 4],
     }  # fmt: skip
     run_world(2, train_compiled, other)
     assert [(r["step"], r["changed"]) for r in records(config, "changed")] == [(2, changed)]
@@ -150,7 +150,8 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
 
     shutil.rmtree(newest)  # continued from step 2, so the change never was
     train(change(config, steps=6))
-    assert records(config, "changed") == []
+    (told,) = records(config, "changed")
+    assert told["changed"] == {"scheduled_steps": [2, 6]}, "of its cosine"
     assert [r["step"] for r in records(config)] == [*range(1, 7)]
 
 

@@ -186,13 +186,14 @@ def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_st
     assert seen(other, 1) == wanted
 
 
-def test_a_checkpoint_of_a_stream_in_its_second_epoch_is_refused():
+def test_a_checkpoint_of_a_stream_in_its_second_epoch_is_refused(tmp_path):
     """Those of versions whose streams had epochs; in the first one lanes are where they were."""
-    state = TrainState(items_per_micro_batch=4)
-    state.restore({"step": 3, "epoch": 0, "epoch_start": 0, "lane_states": [{"index": 6}]})
+    state, config = TrainState(items_per_micro_batch=4), make_config(tmp_path)
+    saved = {"step": 3, "epoch": 0, "epoch_start": 0, "lane_states": [{"index": 6}]}
+    state.restore(saved, config)
     assert (state.step, state.lane_states) == (3, [{"index": 6}])
     with pytest.raises(ConfigError, match=r"step 4 is in epoch 1 of a stream.* --resume never"):
-        state.restore({"step": 4, "epoch": 1, "epoch_start": 3, "lane_states": [{"index": 2}]})
+        state.restore(saved | {"step": 4, "epoch": 1, "epoch_start": 3}, config)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def open_run(
     facts["the code of the project and the recipe"] = code_digest(run.config)
     facts["the version of torch or accelerate"] = str(torch.__version__), accelerate.__version__
     run.hosts = agree(accelerator, facts)
-    run.numerics = numerics(accelerator, run.config)
+    run.numerics = numerics(accelerator, run)
     run.lengths = lengths
 
     def begin() -> str:
@@ -315,8 +315,9 @@ def open_run(
     on_main_then_broadcast(accelerator, check_seen)
 
 
-def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
+def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
     """Return the settings that affect the numbers of a run, but may change between launches."""
+    config = run.config
     sharding, uses_hook = "none", accelerator.num_processes > 1
     if accelerator.distributed_type == DistributedType.FSDP:
         mesh, uses_hook = getattr(accelerator, "parallelism_config", None), False
@@ -330,6 +331,8 @@ def numerics(accelerator: Accelerator, config: Config) -> dict[str, Any]:
         "sharding": sharding,
         "comm_hook": config.distributed.ddp.get("comm_hook", "no") if uses_hook else "no",
         "torch_compile": plugin is not None and plugin.backend != DynamoBackend.NO,
+        # the learning rate of a step follows from the number of all steps
+        "scheduled_steps": run.total_steps if config.optim.schedule != "constant" else None,
     }
 
 

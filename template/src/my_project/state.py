@@ -21,6 +21,7 @@ EVALUATION = (
     "results",
     "evaluated_step",
     "best",
+    "best_of",
     "best_step",
     "evaluations_since_best",
 )  # fields of the state
@@ -69,6 +70,7 @@ class TrainState:
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
+    best_of: str = ""  # the mode and the metric of `best`
     best_step: int = 0
     evaluations_since_best: int = 0
     interval_loss_sum: float = 0.0  # summed since the last record
@@ -86,8 +88,8 @@ class TrainState:
         """Return the fields by name, as state.json holds them."""
         return dataclasses.asdict(self)
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Take the fields of a checkpoint.
+    def restore(self, saved: dict[str, Any], config: Config) -> None:
+        """Take the fields of a checkpoint; of another metric than the config's there is no best.
 
         Raises:
             ConfigError: it is of a stream in its second epoch or later, which streams had once.
@@ -101,6 +103,9 @@ class TrainState:
         for f in dataclasses.fields(self):
             if f.name in saved:
                 setattr(self, f.name, saved[f.name])
+        if self.best_of not in ("", best_of(config)):  # older checkpoints do not state it
+            self.best = None
+            self.evaluations_since_best = 0
         self._knows_num_items = self.step > 0
 
     def observe(self, report: StepReport, config: Config, layout: BatchLayout) -> None:
@@ -188,6 +193,7 @@ class TrainState:
         )
         if is_better:
             self.best = value
+            self.best_of = best_of(config)
             self.best_step = self.step
         self.evaluations_since_best = 0 if is_better else self.evaluations_since_best + 1
         return is_better
@@ -211,6 +217,11 @@ class TrainState:
                 skipped_from=1,
                 skipped_to=self.step,
             )
+
+
+def best_of(config: Config) -> str:
+    """Return the mode and the name of the metric by which the config chooses the best weights."""
+    return f"{config.evaluation.best_mode} {config.evaluation.best_metric}"
 
 
 def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> None:

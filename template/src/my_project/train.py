@@ -77,7 +77,7 @@ def main(config: Config) -> int:
         state = TrainState(items_per_micro_batch=layout.micro_batch_size)
         checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
         if resume_from:
-            state.restore(checkpoints.resume(resume_from))
+            state.restore(checkpoints.resume(resume_from), config)
         run.step = state.step
         screen.log_start(accelerator, run, layout, raw_model, resume_from)
         if rank == 0:
