@@ -23,7 +23,6 @@ from .files import TransientError, writing
 from .loading.layout import is_stream
 from .loading.prepare_once import in_turn, until_all_are_done
 from .loading.sampler import first_batches
-from .process import process_name
 from .recipe import Recipe, optional, problems, source_location
 
 TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # of trackers
@@ -48,13 +47,12 @@ def prepare_data(config: Config) -> dict[str, Any]:
 
     Raises:
         ConfigError: the data cannot be prepared, or data_info is not plain JSON.
-        TransientError: the process that this one waited for has ended.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with until_all_are_done(folder, config.run_name), one_line_errors(recipe):
-        with in_turn(folder, process_name()):
+        with in_turn(folder):
             data_info = recipe.prepare_data()
         try:
             return dict(json.loads(json.dumps(data_info)))
