@@ -176,7 +176,7 @@ class TelemetryConfig:
     """Names of accelerate's trackers: tensorboard, wandb, mlflow, ..."""
     peak_tflops: float | None = may_change(None)
     """Peak TFLOP/s of one device for the run's precision, from its data sheet, to record MFU; null:
-    by the device's name, for those in records/throughput.py."""
+    by the device's name, for those in records/performance.py."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,21 +18,24 @@ from ..optim import learning_rate
 from ..process import collect_garbage
 from ..run_folder import Run
 from ..state import StepReport, TrainState
-from .anatomy import (
+from .performance import (
     BACKWARD,
     DATA,
     FORWARD,
     OPTIMIZER,
     PHASES,
-    Phases,
+    Gather,
+    PhaseTimes,
+    RankReport,
+    Throughput,
     exposed_communication,
-    make_anatomy,
+    gpu_utilization,
+    peak_memory_bytes,
+    summarize,
 )
 from .profiling import Profiler
-from .ranks import Gather, RankReport, gpu_utilization, peak_memory_bytes, summarize
 from .record_file import RecordFile
 from .screen import Screen
-from .throughput import Throughput
 from .trackers import Trackers
 
 PAUSES = ("evaluation", "saving")
@@ -43,7 +46,7 @@ class Ended(NamedTuple):
 
     clock: float  # seconds
     pauses: tuple[float, ...]  # seconds of each of PAUSES up to then
-    phases: Any  # see Anatomy.read
+    phases: Any  # see PhaseTimes.read
     compilations: int  # by torch.compile in this process
 
 
@@ -79,13 +82,13 @@ class MetricsWriter:
         self.screen = Screen(run)
         self.throughput = Throughput(accelerator, run.config, layout, model)
         self.is_compiled = is_compiled(model)
-        self.anatomy = make_anatomy(self.device)
+        self.phase_times = PhaseTimes(self.device)
         self.profiler = Profiler(run, accelerator.process_index, accelerator.device)
         self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
         self.last_pause = 0.0  # seconds
         self.interval_steps = 0  # since the last record of this process
         self.interval_items = 0.0  # of all ranks
-        self.interval_phases: Phases = [0.0] * len(PHASES)
+        self.interval_phases: list[float] = [0.0] * len(PHASES)
         self.ended: dict[int, Ended] = {}
         self.last: Any = None  # the report of the last step that was observed, and when it ended
         self.recorded = self._now(None)  # when the last recorded step ended
@@ -150,7 +153,7 @@ class MetricsWriter:
         """Pass the micro-batches on; from each on, the time is that of a forward pass."""
         self.profiler.start(self.state.step)
         iterator = iter(batches)
-        enter = self.anatomy.enter
+        enter = self.phase_times.enter
         while True:
             enter(DATA)
             self.throughput.end_counting()  # with accumulation: of the first micro-batch
@@ -165,16 +168,16 @@ class MetricsWriter:
 
     def backward_begins(self) -> None:
         """From now on, the time is that of a backward pass."""
-        self.anatomy.enter(BACKWARD)
+        self.phase_times.enter(BACKWARD)
 
     def backward_ended(self) -> None:
         """From now on, the time is that of the optimizer."""
-        self.anatomy.enter(OPTIMIZER)
+        self.phase_times.enter(OPTIMIZER)
         self.throughput.end_counting()
 
     def step_ended(self, step: int) -> None:
         """Note when a step ended, since its numbers come after the next one or before a save."""
-        self.ended[step] = self._now(self.anatomy.step_ended())
+        self.ended[step] = self._now(self.phase_times.step_ended())
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
         if self.is_main:
@@ -209,7 +212,7 @@ class MetricsWriter:
         self.last = report, ended
         self.interval_steps += 1
         self.interval_items += report.num_items
-        phases = self.anatomy.read(ended.phases)
+        phases = self.phase_times.read(ended.phases)
         self.interval_phases = [a + b for a, b in zip(self.interval_phases, phases, strict=True)]
         done = report.step + 1
         if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:

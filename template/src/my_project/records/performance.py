@@ -1,0 +1,268 @@
+"""Measure how fast a run is: the phase times of a step, speed and MFU, and what ranks differ in."""
+
+import math
+import re
+import resource
+import statistics
+import sys
+import time
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import blocks
+from ..config import Config
+from ..loading.layout import BatchLayout
+from ..recipe import optional
+from ..sharding import RecipeModule
+from ..step_sums import HostCopy
+
+PHASES = ("data", "forward", "backward", "optimizer")
+DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
+
+
+# ---- phase times ---------------------------------------------------------------------------------
+class PhaseTimes:
+    """When each phase of the current step began: data wait, forward, backward, optimizer.
+
+    On a GPU these are CUDA events, read one step late, so that nothing waits for the device: a
+    phase takes as long as the device spends in it, idle time included. Elsewhere the clock tells.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.has_events = device.type == "cuda"
+        self.marks: list[tuple[int, Any]] = []
+
+    def enter(self, phase: int) -> None:
+        """End the current phase, if there is one, and begin another."""
+        mark: Any = time.perf_counter()
+        if self.has_events:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self.marks.append((phase, mark))
+
+    def step_ended(self) -> list[tuple[int, Any]]:
+        """End the current phase and the step; return what read() takes."""
+        self.enter(OPTIMIZER)  # its mark is the end
+        ended, self.marks = self.marks, []
+        return ended
+
+    def read(self, ended: list[tuple[int, Any]]) -> list[float]:
+        """Return the seconds of each of PHASES in a step that has ended on the device too."""
+        if self.has_events:
+            ended[-1][1].synchronize()
+        seconds = [0.0] * len(PHASES)
+        for (phase, mark), (_, following) in pairwise(ended):
+            took = mark.elapsed_time(following) / 1000 if self.has_events else following - mark
+            seconds[phase] += took
+        return seconds
+
+
+def exposed_communication(model: Any) -> float | None:
+    """Return the seconds per step in which DDP's all-reduces did not overlap with the backward.
+
+    DDP measures it in the first ten steps and then in every hundredth, and averages over these.
+    None without DDP, and before the first such step.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    measured = model._get_ddp_logging_data()
+    total = measured.get("avg_backward_comm_time", 0)
+    hidden = measured.get("avg_backward_compute_comm_overlap_time", 0)
+    return max(0, total - hidden) / 1e9 if total else None
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+# Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16; fp16 where
+# there is no bf16), TF32, float32. The first that stands in the device's name as a word decides.
+PEAK_TFLOPS = {
+    "B200": (2250, 1125, 75),
+    "GB200": (2500, 1250, 80),
+    "H100 PCIe": (756, 378, 51),
+    "H100 NVL": (835, 417, 60),
+    "H100": (989, 494, 67),
+    "H200 NVL": (835, 417, 60),
+    "H200": (989, 494, 67),
+    "GH200": (989, 494, 67),
+    "H20": (148, 74, 44),
+    "A100": (312, 156, 19.5),
+    "L40S": (362, 183, 91.6),
+    "L40": (181, 90.5, 90.5),
+    "L4": (121, 60, 30.3),
+    "A10": (125, 62.5, 31.2),
+    "A40": (149.7, 74.8, 37.4),
+    "RTX A6000": (154.8, 77.4, 38.7),
+    "RTX 5090": (209.5, 104.8, 104.8),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71, 35.6, 35.6),
+    "V100-SXM2": (125, 15.7, 15.7),
+    "T4": (65, 8.1, 8.1),
+    "MI300X": (1307, 653, 163),
+    "MI325X": (1307, 653, 163),
+    "MI355X": (2517, 157, 157),  # TF32 runs as float32
+}
+
+
+def peak_tflops(device: Any, precision: str, *, tf32: bool) -> float | None:
+    """Return the peak TFLOP/s of a GPU by its name; None for one that is not known.
+
+    Args:
+        device: a torch.device.
+        precision: no, bf16 or fp16.
+        tf32: whether float32 matrix products may use TF32.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if re.search(r"\b(MIG|Laptop|Max-Q|D|Ti)\b", name):  # parts and other editions of a GPU
+        return None
+    for part, peaks in PEAK_TFLOPS.items():
+        if re.search(rf"(?<![\w-]){part}(?!\w)", name):
+            return peaks[0 if precision != "no" else 1 if tf32 else 2]
+    return None
+
+
+class Throughput:
+    """How fast an interval was: in samples, in items of the loss, and of the device's peak."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: Config,
+        layout: BatchLayout,
+        model: Any,
+    ) -> None:
+        """Ask the recipe for the FLOPs of an item (flops_per_item).
+
+        Args:
+            accelerator: this process's Accelerator.
+            config: the run's config.
+            layout: the global batch's division.
+            model: prepared.
+        """
+        self.layout = layout
+        self.steps = 0  # since this process started
+        self.seconds = 0.0  # of these steps, without evaluations and saves
+        self.peak_tflops = config.telemetry.peak_tflops or peak_tflops(
+            accelerator.device, accelerator.mixed_precision, tf32=config.tf32
+        )
+        self.flops_per_sample = self.flops_per_item = 0.0  # one of them is known, or none
+        if flops_per_item := optional(config.recipe, "flops_per_item"):
+            wrapped = next(m for m in model.modules() if isinstance(m, RecipeModule))
+            self.flops_per_item = float(flops_per_item(wrapped.model))
+        # compiled kernels are no operators that are counted, and recomputed ones would count twice
+        cannot_count = blocks.is_compiled(model) or blocks.are_recomputed(model)
+        self.is_counted = not self.peak_tflops or bool(self.flops_per_item) or cannot_count
+        self.counter: Any = None
+
+    def begin_counting(self) -> None:
+        """Count the FLOPs of what follows: the run's first micro-batch, forward and backward."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self.is_counted = True
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def end_counting(self) -> None:
+        """End the count, if there is one."""
+        if self.counter is not None:
+            self.counter.__exit__(None, None, None)
+            flops = self.counter.get_total_flops()
+            self.counter = None
+            self.flops_per_sample = flops / self.layout.micro_batch_size
+
+    def add(self, steps: int, items: float, seconds: float) -> dict[str, float]:
+        """Count the steps of an interval; return the fields of its record."""
+        self.steps += steps
+        self.seconds += seconds
+        samples = steps * self.layout.global_batch_size
+        fields = {
+            "samples_per_second": samples / seconds,
+            "items_per_second": items / seconds,
+            "step_seconds": seconds / steps,
+        }
+        flops = items * self.flops_per_item + samples * self.flops_per_sample
+        if self.peak_tflops and flops:
+            fields["mfu"] = flops / seconds / (self.peak_tflops * 1e12 * self.layout.world_size)
+        return fields
+
+    def of_run(self) -> dict[str, float]:
+        """Return the samples per second since this process started; {} before the first record."""
+        samples = self.steps * self.layout.global_batch_size
+        return {"samples per second": samples / self.seconds} if self.steps else {}
+
+
+# ---- all ranks -----------------------------------------------------------------------------------
+class RankReport(NamedTuple):
+    """What a rank reports of an interval; NaN for what it does not know."""
+
+    rank_seconds: float  # per step: data wait and forward pass
+    data_seconds: float  # per step
+    peak_memory_bytes: float
+    gpu_utilization: float  # percent
+
+
+class Gather:
+    """The reports of all ranks, on their way."""
+
+    def __init__(self, report: RankReport, world_size: int, device: torch.device) -> None:
+        """Start to gather; on a GPU nothing waits for the device."""
+        everywhere = torch.tensor([report])
+        self.work: Any = None
+        if world_size > 1:
+            if device.type == "cuda":  # else the copy to the device would wait for it
+                everywhere = everywhere.pin_memory()
+            mine = everywhere.to(device, non_blocking=True)
+            everywhere = mine.new_empty(world_size, mine.shape[1])
+            self.work = torch.distributed.all_gather_into_tensor(everywhere, mine, async_op=True)
+            if device.type == "cuda":
+                self.work.wait()  # blocks the CUDA stream, not the host
+        self.copy = HostCopy(everywhere)
+
+    def read(self) -> list[RankReport]:
+        """Wait for the reports, and return them by rank."""
+        if self.work:
+            self.work.wait()
+        return [RankReport(*values) for values in self.copy.tolist()]
+
+
+def summarize(reports: list[RankReport], hosts: list[str]) -> dict[str, Any]:
+    """Return the fields of a record that tell of all ranks.
+
+    Args:
+        reports: by rank.
+        hosts: by rank.
+    """
+    values = dict(zip(RankReport._fields, zip(*reports, strict=True), strict=True))
+    fields: dict[str, Any] = {}
+    for name in ("rank_seconds", "data_seconds"):
+        fields[f"{name}_min"] = min(values[name])
+        fields[f"{name}_median"] = statistics.median(values[name])
+        fields[f"{name}_max"] = max(values[name])
+    slowest = values["rank_seconds"].index(fields["rank_seconds_max"])
+    fields["slowest_rank"] = slowest
+    fields["slowest_host"] = hosts[slowest]
+    fields["peak_memory_bytes"] = int(max(values["peak_memory_bytes"]))
+    if known := [value for value in values["gpu_utilization"] if not math.isnan(value)]:
+        fields["gpu_utilization"] = statistics.fmean(known)
+    return fields
+
+
+def gpu_utilization(device: torch.device) -> float:
+    """Return the percentage of the last moments in which a kernel ran; NaN where not known."""
+    try:
+        return float(torch.cuda.utilization(device)) if device.type == "cuda" else math.nan
+    except Exception:  # no NVML, a part of a GPU (MIG), or one that has fallen off the bus
+        return math.nan
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held: on the GPU, or on the host for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
