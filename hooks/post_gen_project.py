@@ -102,7 +102,6 @@ TEMPLATE_FILES = (
     "src/my_project/records/outcome.py",
     "src/my_project/records/performance.py",
     "src/my_project/records/profiling.py",
-    "src/my_project/records/record_file.py",
     "src/my_project/records/samples.py",
     "src/my_project/records/screen.py",
     "src/my_project/records/trackers.py",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
-from my_project.records import metrics, performance, record_file
+from my_project.records import metrics, performance
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
 from ragged import Noting, Ragged
@@ -52,7 +52,7 @@ class Feed:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (metrics, performance, record_file):
+    for module in (metrics, performance):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

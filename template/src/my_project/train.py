@@ -208,7 +208,7 @@ def main(config: Config) -> int:
             checkpoints.check("checkpoint")
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"
-                metrics.write_stop(reason)
+                metrics.write({"kind": "stop", "reason": reason})
                 run.write_status("preempted", reason, note=checkpoints.note)
             return 75
         state.check_trained(is_fp16=bool(scaler))

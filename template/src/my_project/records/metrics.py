@@ -4,15 +4,19 @@ It only records; state.py and the loop decide. docs/run-folder.md describes the 
 drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
 """
 
+import json
+import logging
 import math
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
 from ..blocks import compilations, is_compiled
+from ..files import each_record, finite, kind_of, move_aside, writing
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
 from ..process import collect_garbage
@@ -34,10 +38,10 @@ from .performance import (
     summarize,
 )
 from .profiling import Profiler
-from .record_file import RecordFile
 from .screen import Screen
 from .trackers import Trackers
 
+logger = logging.getLogger(__name__)
 PAUSES = ("evaluation", "saving")
 
 
@@ -122,21 +126,14 @@ class MetricsWriter:
             self.screen.stop()
             self.trackers.finish(has_failed=kind is not None)
 
-    def write(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Write a record everywhere, on rank 0; return it with what all records have."""
+    def write(self, record: dict[str, Any]) -> None:
+        """Write a record everywhere, on rank 0, with what all records have."""
         if not self.is_main:
-            return record
+            return
         step = record.get("step", self.state.step)
         written = self.file.append({"step": step} | self._epoch(step) | record)
         self.trackers.log(written)
         self.screen.show(written)
-        return written
-
-    def write_stop(self, reason: str) -> None:
-        """Record in the file that the run was preempted; the trackers have been closed."""
-        step = self.state.step
-        stop = {"kind": "stop", "step": step} | self._epoch(step) | {"reason": reason}
-        self.file.append(stop)
 
     def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
         """Record the results of the evaluation that was the last pause."""
@@ -180,8 +177,7 @@ class MetricsWriter:
         self.ended[step] = self._now(self.phase_times.step_ended())
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
-        if self.is_main:
-            self.screen.step_ended(step + 1)
+        self.screen.step_ended(step + 1)
         self.profiler.step_ended(step + 1)
 
     def _now(self, phases: Any) -> Ended:
@@ -192,8 +188,7 @@ class MetricsWriter:
     def paused(self, what: str) -> Iterator[None]:
         """Leave the time of an evaluation or a save (one of PAUSES) out of the throughput."""
         self._write_gathered()
-        if self.is_main:
-            self.screen.pause(what)
+        self.screen.pause(what)
         start = time.perf_counter()
         yield
         self.last_pause = time.perf_counter() - start
@@ -201,8 +196,7 @@ class MetricsWriter:
         self.run.paused_seconds = sum(self.pauses.values())
         if what == "saving":
             self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
-        if self.is_main:
-            self.screen.pause("")
+        self.screen.pause("")
 
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
@@ -287,6 +281,78 @@ class MetricsWriter:
         if samples is None:
             return {}
         return {"epoch": round(step / max(1, samples // self.layout.global_batch_size), 4)}
+
+
+# ---- metrics.jsonl -------------------------------------------------------------------------------
+class RecordFile:
+    """The records of a run on the disk; a full disk does not end the run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.path = run.folder / "metrics.jsonl"
+        self.unwritten = b""  # lines that a full disk has not taken yet
+        self.elapsed_before = 0.0  # seconds in earlier starts of the run
+        self.newest: dict[str, int] = {}  # of an earlier start: the last step of each kind
+
+    def drop_newer(self, state: TrainState) -> None:
+        """Drop the records that are newer than the state, and a last line that a kill has cut.
+
+        A file with other damage is kept aside.
+        """
+        if not self.path.exists():
+            return
+        is_damaged = False
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with writing(self.run.folder):
+            with temporary.open("wb") as file:
+                for record in each_record(self.path):
+                    if not record:
+                        is_damaged = True
+                        continue
+                    kind = kind_of(record)
+                    self.newest[kind] = max(record["step"], self.newest.get(kind, 0))
+                    if _is_kept(record, state):
+                        file.write(json.dumps(record).encode() + b"\n")
+                        elapsed = record.get("elapsed_seconds", 0.0)
+                        self.elapsed_before = max(elapsed, self.elapsed_before)
+                file.flush()
+                os.fsync(file.fileno())
+            if is_damaged:
+                move_aside(self.path)
+            os.replace(temporary, self.path)
+
+    def append(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Append a record, with the time; return it as it was written.
+
+        If that fails (a full disk), the line is tried again with the next record.
+        """
+        elapsed = self.elapsed_before + time.monotonic() - self.run.began
+        now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
+        record = finite({"kind": record["kind"], "step": record["step"], **record, **now})
+        is_first_failure = not self.unwritten
+        self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+        size: int | None = None
+        try:
+            with self.path.open("ab") as file:
+                size = file.tell()
+                file.write(self.unwritten)
+            self.unwritten = b""
+        except OSError as error:
+            if is_first_failure:
+                logger.error("%s cannot be written, so records are kept: %s", self.path, error)
+            with suppress(OSError):
+                if size is not None:
+                    os.truncate(self.path, size)  # drop the partial line
+        return record
+
+
+def _is_kept(record: dict[str, Any], state: TrainState) -> bool:
+    """Return whether a record is kept: not newer than the state, nor to be written again."""
+    kind = kind_of(record)
+    if kind == "numerics":  # one at this step is written again, if it still applies
+        return record["step"] < state.step
+    to_come = kind == "evaluation" and state.evaluated_step != state.step
+    return record["step"] < state.step or (record["step"] == state.step and not to_come)
 
 
 def rounded(fields: dict[str, Any]) -> dict[str, Any]:
