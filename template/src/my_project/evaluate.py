@@ -21,11 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import contract
 from .blocks import not_compiled
-from .collectives import on_main_then_broadcast
+from .collectives import merge_metrics_on_main, on_main_then_broadcast
 from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import fork_rng, seed_forward
-from .metric_state import merge_on_main
 from .recipe import optional
 
 logger = logging.getLogger(__name__)
@@ -165,11 +164,14 @@ def _evaluate_one(
     brief = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
     loader = make_loader(config.batches, fetch, device, batch_sampler=index_lists, **brief)
 
-    metrics, discarded = (_on(contract.build_metrics(recipe), device) for _ in range(2))
+    metrics, discarded = (
+        {name: metric.to(device) for name, metric in contract.build_metrics(recipe).items()}
+        for _ in range(2)
+    )
     for m, batch in zip(numbers, on_device(loader, device), strict=True):
         seed_forward(config.seed, f"evaluation/{name}", m, device)
         forward(batch, metrics if m < count else discarded)
-    merge_on_main(accelerator, metrics)
+    merge_metrics_on_main(accelerator, metrics)
     return _values(accelerator, config, metrics, is_sanity_check)
 
 
@@ -177,30 +179,21 @@ def _values(
     accelerator: Accelerator, config: Config, metrics: dict[str, Any], is_sanity_check: bool
 ) -> dict[str, float]:
     """Compute on rank 0, which holds the merged state; return the values on every rank."""
-    failures: list[Exception] = []
 
-    def compute() -> dict[str, float] | str:
+    def compute() -> dict[str, float]:
         values: dict[str, float] = {}
         for name, metric in metrics.items():
             try:
                 value = metric.compute()
             except Exception as error:  # a metric may raise anything when samples are too few
                 if not is_sanity_check:
-                    failures.append(error)  # not every exception can be sent
-                    return f"the metric {name} could not be computed on rank 0: {error!r}"
+                    raise
                 logger.warning("metric %s cannot be computed from one micro-batch: %s", name, error)
                 continue
             values |= contract.scalars(config.recipe, name, value)
         return values
 
-    found = on_main_then_broadcast(accelerator, compute)
-    if isinstance(found, str):
-        raise failures[0] if failures else RuntimeError(found)
-    return found
-
-
-def _on(metrics: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: metric.to(device) for name, metric in metrics.items()}
+    return on_main_then_broadcast(accelerator, compute)
 
 
 def recipe_loss(config: Config, step: int) -> Any:
