@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, record_of, report_once, text_of
+from .failures import exit_with_error, library_of, record_of, report_once, text_of
 from .process import LOGS, PREEMPTED, freeze_objects, process_name, world, write_logs
 from .safety.redaction import MaskedFormatter
-from .stack_traces import library_of
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 from .files import ConfigError, read_json, write_atomically
 from .process import LAUNCHER, LOGS, world
 from .safety.redaction import mask
-from .stack_traces import library_of
 
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which launch.py looks for error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
@@ -55,6 +54,9 @@ TYPES = {  # by name, since this module imports no torch
     **dict.fromkeys(("DistStoreError", "DistNetworkError", "DistBackendError"), "lost contact"),
 }
 FULL_DISK = ("ENOSPC", "EDQUOT")
+PYTHON = ("<", os.path.dirname(os.__file__))  # how the names of its own files begin
+PACKAGE_FOLDER = os.path.dirname(__file__)
+INSTALLED = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 
 
 # ---- which was first -----------------------------------------------------------------------------
@@ -97,6 +99,15 @@ def frame(file: str, line: int, function: str, code: str = "") -> dict[str, Any]
         "code": code.strip(),
         "library": library_of(file),
     }
+
+
+def library_of(file: str) -> str | None:
+    """Return the name of the installed package that a file belongs to; None for a user's own."""
+    if file.startswith(PACKAGE_FOLDER):
+        return None
+    if found := INSTALLED.search(file):
+        return found[1]
+    return "python" if file.startswith(PYTHON) else None
 
 
 def frames_of(error: BaseException) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from . import failures
 from .config import Config, seconds_of
 from .process import LAUNCHER
 from .run_folder import Run
-from .stack_traces import current_line, is_in_debugger, stacks
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -31,6 +30,14 @@ SECOND_SIGNAL_AFTER_SECONDS = 5.0  # seconds
 # Until the watchdogs of other ranks, which look once a second, have reported too: when this process
 # exits, its launcher ends them.
 ABORT_WAIT_SECONDS = 5.0
+# A process whose innermost frame is in one of these files waits for other ranks.
+WAITING_FILES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/torch/autograd/graph.py",
+    "/torch/cuda/streams.py",
+    "/step_sums.py",
+)
 
 
 # ---- preemption ----------------------------------------------------------------------------------
@@ -149,13 +156,16 @@ class Watchdog:
 
     def _abort(self, waited: float) -> None:
         main = sys._current_frames()[threading.main_thread().ident or 0]
-        place, waits = current_line(main)
+        frames = failures.frames_in(traceback.extract_stack(main))
+        at = failures.own_frame(frames) or frames[-1]
+        waits = any(part in frames[-1]["file"] for part in WAITING_FILES)
         waits &= len(self.run.hosts) > 1
+        place = f"{at['function']} ({at['file']}, line {at['line']})"
         state = "waits for other ranks" if waits else "stalled"
         failure = failures.record(
             reason=f"no progress for {waited:.0f} s; {state} at {place}",
             cause="waiting" if waits else "stalled",
-            frames=failures.frames_in(traceback.extract_stack(main)),
+            frames=frames,
             details=stacks(),
         )
         print(
@@ -169,6 +179,28 @@ class Watchdog:
         if len(self.run.hosts) > 1:
             time.sleep(ABORT_WAIT_SECONDS)
         os._exit(1)
+
+
+def is_in_debugger() -> bool:
+    """Return whether the main thread waits for a command to pdb, or to a debugger made from it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame:
+        if frame.f_code.co_name == "interaction" and frame.f_globals.get("__name__") == "pdb":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def stacks() -> str:
+    """Return the Python stack of every other thread as text, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames
+        if ident != threading.get_ident()
+    )
 
 
 def turn_on_flight_recorder(config: Config) -> None:
