@@ -44,7 +44,7 @@ def evaluate(words: list[str]) -> None:
 
 
 def print_evaluation(arguments: argparse.Namespace) -> int:
-    """Evaluate and print the metrics as a table or, with --json, as JSON.
+    """Evaluate and print the metrics, a line each or, with --json, as JSON.
 
     The weights are those that training evaluates: a checkpoint's EMA, if it has one.
     """
@@ -54,7 +54,6 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
     from .checkpoint import resuming
     from .files import finite
     from .records.outcome import format_metric
-    from .records.screen import print_table
 
     output = sys.stdout
     if arguments.json:  # standard output is for the JSON alone
@@ -81,9 +80,10 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
                 print(found, file=output)
                 sys.stdout = output
             else:
-                print_table(
-                    {name: format_metric(value) for name, value in results.items()}, str(folder)
-                )
+                print(folder)
+                width = max(map(len, results), default=0)
+                for name, value in results.items():
+                    print(f"  {name:{width}}  {format_metric(value)}")
     return 0
 
 

@@ -20,15 +20,13 @@ from torch import nn
 
 from ..files import format_seconds, kind_of, printable, processes
 from ..loading.layout import BatchLayout
-from ..process import LAUNCHER, CopiedStream
+from ..process import CopiedStream
 from ..run_folder import Run
 from .outcome import format_metric
 
 logger = logging.getLogger(__name__)
 SECONDS_PER_DRAWING = 0.25
 SAMPLE_CHARACTERS = 500  # of the text of the recipe, in a log
-# Of an evaluation; its other numbers are results.
-NOT_RESULTS = {"kind", "step", "epoch", "elapsed_seconds", "time", "seconds", "is_best"}
 
 
 class Screen:
@@ -104,12 +102,9 @@ class Screen:
         done, total = self.step, self.total_steps
         left = (self.drawn - self.began) / max(1, done - self.first) * (total - done)
         share = done / max(1, total)
-        # what the launcher says of a signal is soon drawn over
-        is_told_to_stop = LAUNCHER.leave_at != float("inf")
-        now = "stopping after this step" if is_told_to_stop else self.waits_for
         text = f"step {done}/{total} [{'#' * int(20 * share):20}] {share:.0%}"
         text += f", {format_seconds(left)} left" if done > self.first else ""
-        text = "  ".join(filter(None, [text, now, self.numbers]))
+        text = "  ".join(filter(None, [text, self.waits_for, self.numbers]))
         self._put(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
 
     def _put(self, text: str) -> None:
@@ -123,22 +118,19 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
     """Return what a log says of a record; "" if that is said elsewhere."""
     kind, step, says = kind_of(record), record["step"], ""
     if kind == "interval":
-        left = (total_steps - step) * record["step_seconds"]
-        norm = record["gradient_norm"]
-        parts = [*numbers(record), f"gradient norm {norm:.4g}" if norm else ""]
-        scalars = (name for name in record if name.startswith("train/"))
-        parts += [
-            f"{name.removeprefix('train/')} {format_metric(record[name])}" for name in scalars
-        ]
-        times = f"{format_seconds(record['elapsed_seconds'])} elapsed, {format_seconds(left)} left"
+        parts = numbers(record)
+        if norm := record["gradient_norm"]:
+            parts.append(f"gradient norm {norm:.4g}")
         if "epoch" in record:  # a stream has none
             parts.append(f"epoch {round(record['epoch'], 2)}")
-        says = ", ".join(filter(None, [*parts, times]))
+        left = (total_steps - step) * record["step_seconds"]
+        parts.append(f"{format_seconds(record['elapsed_seconds'])} elapsed")
+        says = ", ".join([*parts, f"{format_seconds(left)} left"])
     elif kind == "evaluation":
         parts = [
             f"{printable(name)} {format_metric(value)}"
             for name, value in record.items()
-            if name not in NOT_RESULTS and not isinstance(value, (str, list))
+            if "/" in name  # <set>/<metric>
         ]
         parts += ["the best so far"] if record["is_best"] else []
         says = ", ".join([*parts, f"in {record['seconds']:.3g} s"])
@@ -188,14 +180,3 @@ def log_start(
         f" {run.total_steps:,} steps; {size:,} parameters{part}"
     )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
-
-
-def print_table(rows: dict[str, str], title: str | None = None) -> None:
-    """Print names and values in two columns."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, title=title, title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
