@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -43,15 +43,6 @@ from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
 PAUSES = ("evaluation", "saving")
-
-
-class Ended(NamedTuple):
-    """A step that has ended and is not observed yet, since its numbers come one step later."""
-
-    clock: float  # seconds
-    pauses: tuple[float, ...]  # seconds of each of PAUSES up to then
-    phases: Any  # see PhaseTimes.read
-    compilations: int  # by torch.compile in this process
 
 
 class MetricsWriter:
@@ -87,15 +78,13 @@ class MetricsWriter:
         self.throughput = Throughput(accelerator, run.config, layout, model)
         self.is_compiled = is_compiled(model)
         self.phase_times = PhaseTimes(self.device)
-        self.profiler = Profiler(run, accelerator.process_index, accelerator.device)
-        self.pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
+        self.profiler: Profiler | None = None
         self.last_pause = 0.0  # seconds
-        self.interval_steps = 0  # since the last record of this process
-        self.interval_items = 0.0  # of all ranks
-        self.interval_phases: list[float] = [0.0] * len(PHASES)
-        self.ended: dict[int, Ended] = {}
-        self.last: Any = None  # the report of the last step that was observed, and when it ended
-        self.recorded = self._now(None)  # when the last recorded step ended
+        # of steps that have ended and are not observed yet, since their numbers come one step
+        # later: the clock, and their phases (see PhaseTimes.read)
+        self.ended: dict[int, tuple[float, Any]] = {}
+        self.last: Any = None  # the report of the last step that was observed
+        self._begin_interval(time.perf_counter())
         self.gathering: tuple[dict[str, Any], Gather] | None = None  # a record not yet written
 
     # ---- start and end ---------------------------------------------------------------------------
@@ -114,13 +103,14 @@ class MetricsWriter:
             }
             self.write(start)
             self.screen.start(self.state.step)
-            self.recorded = self._now(None)  # trackers may take seconds to start
+            self.interval_began = time.perf_counter()  # trackers may take seconds to start
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.throughput.end_counting()
-            self.profiler.stop()
+            if self.profiler:
+                self.profiler.stop()
             self._write_gathered(wait=kind is None)  # another rank may be gone
         finally:
             self.screen.stop()
@@ -142,13 +132,15 @@ class MetricsWriter:
             about = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
             self.write({"kind": "evaluation"} | about | results | more)
         if self.interval_steps and self.state.end_reason(self.run):  # early stopping
-            self._end_interval(*self.last)
+            self._end_interval(self.last, time.perf_counter())
             self._write_gathered()
 
     # ---- the step --------------------------------------------------------------------------------
     def timed(self, batches: Any) -> Iterator[Any]:
         """Pass the micro-batches on; from each on, the time is that of a forward pass."""
-        self.profiler.start(self.state.step)
+        profile, rank = self.config.profile, self.run.rank
+        if profile.window and rank in profile.chosen_ranks:
+            self.profiler = Profiler(self.run, rank, self.device, self.state.step)
         iterator = iter(batches)
         enter = self.phase_times.enter
         while True:
@@ -174,15 +166,12 @@ class MetricsWriter:
 
     def step_ended(self, step: int) -> None:
         """Note when a step ended, since its numbers come after the next one or before a save."""
-        self.ended[step] = self._now(self.phase_times.step_ended())
+        self.ended[step] = time.perf_counter(), self.phase_times.step_ended()
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
         self.screen.step_ended(step + 1)
-        self.profiler.step_ended(step + 1)
-
-    def _now(self, phases: Any) -> Ended:
-        compiled = compilations() if self.is_compiled else 0
-        return Ended(time.perf_counter(), tuple(self.pauses.values()), phases, compiled)
+        if self.profiler:
+            self.profiler.step_ended(step + 1)
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
@@ -192,8 +181,8 @@ class MetricsWriter:
         start = time.perf_counter()
         yield
         self.last_pause = time.perf_counter() - start
-        self.pauses[what] += self.last_pause
-        self.run.paused_seconds = sum(self.pauses.values())
+        self.interval_pauses[what] += self.last_pause
+        self.run.paused_seconds += self.last_pause
         if what == "saving":
             self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
         self.screen.pause("")
@@ -202,38 +191,47 @@ class MetricsWriter:
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
         self._write_gathered()
-        ended = self.ended.pop(report.step)
-        self.last = report, ended
+        clock, marks = self.ended.pop(report.step)
+        self.last = report
         self.interval_steps += 1
         self.interval_items += report.num_items
-        phases = self.phase_times.read(ended.phases)
+        phases = self.phase_times.read(marks)
         self.interval_phases = [a + b for a, b in zip(self.interval_phases, phases, strict=True)]
         done = report.step + 1
         if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
-            self._end_interval(report, ended)
+            self._end_interval(report, clock)
             if self.layout.world_size == 1:
                 self._write_gathered()
 
-    def _end_interval(self, report: StepReport, ended: Ended) -> None:
-        self._record(report, ended)
+    def _begin_interval(self, clock: float) -> None:
+        self.interval_began = clock
+        self.interval_steps = 0  # of this process
+        self.interval_items = 0.0  # of all ranks
+        self.interval_phases = [0.0] * len(PHASES)  # seconds
+        self.interval_pauses = dict.fromkeys(PAUSES, 0.0)  # seconds
+        self.compilations_before = compilations() if self.is_compiled else 0
+
+    def _end_interval(self, report: StepReport, clock: float) -> None:
+        self._record(report, clock - self.interval_began)
         collect_garbage((report.step + 1) // self.config.telemetry.every_steps)
-        self.recorded = ended
-        self.interval_steps, self.interval_items = 0, 0.0
-        self.interval_phases = [0.0] * len(PHASES)
+        self._begin_interval(clock)
         self.state.begin_interval()
 
-    def _record(self, report: StepReport, ended: Ended) -> None:
-        """Begin the record of an interval, which is written with the other ranks' part."""
+    def _record(self, report: StepReport, whole: float) -> None:
+        """Begin the record of an interval, which is written with the other ranks' part.
+
+        Args:
+            report: of its last step.
+            whole: its seconds, with pauses.
+        """
         state, steps, phases = self.state, self.interval_steps, self.interval_phases
-        whole = ended.clock - self.recorded.clock
-        pauses = [now - then for now, then in zip(ended.pauses, self.recorded.pauses, strict=True)]
-        seconds = whole - sum(pauses)
-        rates = self.throughput.add(steps, self.interval_items, seconds)
-        parts: dict[str, float] = dict(zip((*PHASES, *PAUSES), [*phases, *pauses], strict=True))
-        if self.device.type not in ("cpu", "cuda"):  # the clock would show when kernels are queued
-            parts = dict(zip(PAUSES, pauses, strict=True))
-        elif exposed := exposed_communication(self.model):
-            parts["communication"] = min(steps * exposed, parts["backward"])
+        pauses = self.interval_pauses
+        rates = self.throughput.add(steps, self.interval_items, whole - sum(pauses.values()))
+        parts = dict(pauses)
+        if self.device.type in ("cpu", "cuda"):  # else the clock shows when kernels are queued
+            parts |= zip(PHASES, phases, strict=True)
+            if exposed := exposed_communication(self.model):
+                parts["communication"] = min(steps * exposed, parts["backward"])
         shares = {f"{name}_share": part / whole for name, part in parts.items()}
         items = state.interval_num_items or math.nan
         rate = learning_rate(report.step, self.run.total_steps, self.config.optim)
@@ -251,7 +249,7 @@ class MetricsWriter:
             **rounded(rates | shares),
         }
         if self.is_compiled:
-            record["compilations"] = ended.compilations - self.recorded.compilations
+            record["compilations"] = compilations() - self.compilations_before
         mine = RankReport(
             rank_seconds=(phases[DATA] + phases[FORWARD]) / steps,
             data_seconds=phases[DATA] / steps,

@@ -24,42 +24,35 @@ OPERATORS = 15  # in the table
 
 
 class Profiler:
-    """The profile of this rank, if it is one of profile.ranks."""
+    """The profile of a rank that is one of profile.ranks."""
 
-    def __init__(self, run: Run, rank: int, device: torch.device) -> None:
+    def __init__(self, run: Run, rank: int, device: torch.device, step: int) -> None:
+        """Begin at this number of steps done: before the first step, or where a run continues."""
+        config = run.config.profile
+        first, self.last = config.window or (0, 0)
         self.rank = rank
         self.device = device
-        self.config = run.config.profile
         self.folder = run.folder / "profile"
-        self.first, self.last = self.config.window or (0, 0)
-        self.done = 0  # steps
+        self.first = max(first, step + 1)
+        self.done = step
         self.profile: torch.profiler.profile | None = None
-
-    def start(self, step: int) -> None:
-        """Begin at this number of steps done: before the first step, or where a run continues."""
-        if not self.config.window or self.rank not in self.config.chosen_ranks:
-            return
         if self.last <= step:
             logger.warning("no step of profile.steps is left after step %d: none is profiled", step)
             return
-        count = self.last - self.first + 1
-        plan = schedule(wait=self.first - 1, warmup=1, active=count, repeat=1)
-        on_gpu = self.device.type == "cuda"
+        plan = schedule(wait=first - 1, warmup=1, active=self.last - first + 1, repeat=1)
+        on_gpu = device.type == "cuda"
         if not on_gpu:  # else it reports on stderr that there is no GPU, as an error
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        profile = torch.profiler.profile(
+        self.profile = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
             # of steps numbered from 1; torch asks for 0 before it knows the number
             schedule=lambda number: plan(max(number, step + 1)),
             on_trace_ready=self._write,
-            with_stack=self.config.with_stack,
+            with_stack=config.with_stack,
             acc_events=True,  # there is one cycle; without it torch 2.10 warns of others
         )
-        profile.step_num = step + 1
-        self.done = step
-        self.first = max(self.first, step + 1)
-        self.profile = profile
-        self._try(profile.start)
+        self.profile.step_num = step + 1
+        self._try(self.profile.start)
 
     def step_ended(self, step: int) -> None:
         """Note that so many steps are done; called after every step."""
