@@ -90,21 +90,14 @@ def sanity_check(
     state, weights and buffers are restored, so the run is the same as without.
     """
     gpus = [accelerator.device] if accelerator.device.type == "cuda" else []
-    try:
-        with (
-            restored_state(model),
-            fork_rng(),
-            torch.random.fork_rng(devices=gpus),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
-            evaluate(accelerator, config, model, datasets, 0, is_sanity_check=True)
-    except Exception as error:
-        error.add_note(
-            "This was the evaluation of one micro-batch before the first step;"
-            " evaluation.sanity_check false leaves it out."
-        )
-        raise
+    with (
+        restored_state(model),
+        fork_rng(),
+        torch.random.fork_rng(devices=gpus),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
+        evaluate(accelerator, config, model, datasets, 0, is_sanity_check=True)
 
 
 @contextmanager

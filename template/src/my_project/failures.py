@@ -179,7 +179,7 @@ def reason_of(error: BaseException) -> str:
         message += " (in a loader worker)"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     for note in getattr(error, "__notes__", []):
-        text = f"{text} {note}" if note.startswith("(") else f"{text.removesuffix('.')}. {note}"
+        text = f"{text.removesuffix('.')}. {note}"
     return text
 
 

@@ -241,9 +241,6 @@ def failures_recorded(run: Run) -> Iterator[None]:
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
                 " same."
             )
-        if isinstance(error, SystemExit):
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            error.add_note(f"(called in {place.filename}, line {place.lineno})")
         if not isinstance(error, GeneratorExit):
             _record(run, error)
         raise
