@@ -300,7 +300,7 @@ class RecordFile:
         if not self.path.exists():
             return
         is_damaged = False
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = self.path.with_name(f".{self.path.name}.partial")
         with writing(self.run.folder):
             with temporary.open("wb") as file:
                 for record in each_record(self.path):
