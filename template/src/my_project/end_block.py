@@ -42,7 +42,8 @@ class Ending:
         if state == "finished" and (self.is_new or is_success):
             return "finished"
         # stopped in startup, each process exits by itself, and others may report a lost connection
-        unsaved = not self.is_new or state == "running" or self._is_consequence
+        follows = self.status.get("failure", {}).get("cause") in CONSEQUENCES
+        unsaved = not self.is_new or state == "running" or follows
         failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
         if (
             self.stop_signal
@@ -50,10 +51,10 @@ class Ending:
             and (self.was_killed or (unsaved and not failed_before))
         ):
             return "stopped"
-        refused = self._first is not None and self._first["cause"] == "setting"
         if is_success:
             return "unknown"
-        return "refused" if refused and not self._first_step else "failed"
+        is_refused = self._first.get("cause") == "setting" and not self._first["step"]
+        return "refused" if is_refused else "failed"
 
     @property
     def exit_code(self) -> int:
@@ -69,17 +70,8 @@ class Ending:
         return 1
 
     @property
-    def _first(self) -> dict[str, Any] | None:
-        return first_failure(self.failures) or None
-
-    @property
-    def _first_step(self) -> int:
-        return (self._first or {}).get("step") or 0
-
-    @property
-    def _is_consequence(self) -> bool:
-        """Return whether the run has failed since another rank did."""
-        return self.status.get("failure", {}).get("cause") in CONSEQUENCES
+    def _first(self) -> dict[str, Any]:
+        return first_failure(self.failures)
 
     def _continues(self) -> str:
         """Return from which step the same command continues."""
@@ -105,8 +97,7 @@ class Ending:
         elif kind == "finished":
             outcome.print_finished_block(self.folder, self.status, self._goodput())
         elif kind == "refused":
-            reason = self._first["reason"] if self._first else ""
-            print(f"error: {reason}", file=sys.stderr, flush=True)
+            print(f"error: {self._first['reason']}", file=sys.stderr, flush=True)
         elif kind in ("preempted", "stopped"):
             self._print_stopped()
         elif kind == "unknown":
@@ -143,7 +134,7 @@ class Ending:
         return [f"{what} {self._continues()}:", f"  {self.command}"]
 
     def _print_failed(self) -> None:
-        failure = self._first or {}
+        failure = self._first
         follows = failure.get("cause") in CONSEQUENCES  # where this rank noticed it says little
         frames = [] if follows else failure.get("frames", [])
         lines = []

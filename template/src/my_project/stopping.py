@@ -241,8 +241,10 @@ def failures_recorded(run: Run) -> Iterator[None]:
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
                 " same."
             )
-        if not isinstance(error, GeneratorExit):
-            _record(run, error)
+        failure = failures.record_of(error)
+        run.record_error(failure)
+        setattr(error, "is_reported", True)  # noqa: B010 - see failures.report_once
+        run.fail(failure)
         raise
 
 
@@ -259,10 +261,3 @@ def ignore_ended_workers() -> None:
             return
         except RuntimeError:  # by that handler: the signal came just now
             continue
-
-
-def _record(run: Run, error: BaseException) -> None:
-    failure = failures.record_of(error)
-    run.record_error(failure)
-    setattr(error, "is_reported", True)  # noqa: B010 - see failures.report_once
-    run.fail(failure)

@@ -238,7 +238,6 @@ class MetricsWriter:
         record = {
             "kind": "interval",
             "step": report.step + 1,
-            **self._epoch(report.step + 1),
             "steps": state.interval_steps,
             "skipped": state.interval_skipped_steps,
             "skipped_steps": state.skipped_steps,

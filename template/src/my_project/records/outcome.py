@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ..files import format_seconds, read_json, read_manifest, step_of
+from ..files import format_seconds, read_json, read_manifest, read_yaml, step_of
 from ..process import LOGS
 
 
@@ -27,27 +27,14 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def best_of(folder: Path) -> str:
     """Return the best evaluation of a run, as the newest checkpoint has it; "" without one."""
-    name, found = _best_metric(folder), checkpoints(folder)
-    if not name or not found:
-        return ""
     try:
-        evaluation = read_manifest(found[-1]).get("evaluation", {})
-    except (OSError, ValueError):
+        name = read_yaml(folder / "config.yaml")["evaluation"]["best_metric"]
+        newest = checkpoints(folder)[-1]
+        state = read_json(newest / "state.json") | read_manifest(newest).get("evaluation", {})
+        best, step = state["best"], state["best_step"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return ""
-    state = read_json(found[-1] / "state.json") | evaluation
-    if not isinstance(state.get("best"), (int, float)):
-        return ""
-    return f"{name} {format_metric(state['best'])} at step {state.get('best_step')}"
-
-
-def _best_metric(folder: Path) -> str:
-    import yaml
-
-    try:
-        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        return settings["evaluation"]["best_metric"] or ""
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return ""
+    return f"{name} {format_metric(best)} at step {step}" if name and best is not None else ""
 
 
 # ---- layout --------------------------------------------------------------------------------------
