@@ -21,11 +21,10 @@ import torch
 
 from . import failures
 from .config import Config, seconds_of
-from .process import LAUNCHER
+from .process import LAUNCHER, STOP_SIGNALS
 from .run_folder import Run
 
 logger = logging.getLogger(__name__)
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND_SIGNAL_AFTER_SECONDS = 5.0  # seconds
 # Until the watchdogs of other ranks, which look once a second, have reported too: when this process
 # exits, its launcher ends them.
@@ -86,11 +85,11 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            numbers = SIGNALS
+            numbers = {*STOP_SIGNALS}
             # sent by a closed terminal (ignored under nohup), or forwarded by torchrun
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             if not is_ignored or "TORCHELASTIC_RUN_ID" in os.environ:
-                numbers += (signal.SIGHUP,)
+                numbers.add(signal.SIGHUP)
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 

@@ -142,9 +142,8 @@ class MetricsWriter:
         if profile.window and rank in profile.chosen_ranks:
             self.profiler = Profiler(self.run, rank, self.device, self.state.step)
         iterator = iter(batches)
-        enter = self.phase_times.enter
         while True:
-            enter(DATA)
+            self.phase_times.enter(DATA)
             self.throughput.end_counting()  # with accumulation: of the first micro-batch
             try:
                 batch = next(iterator)
@@ -152,7 +151,7 @@ class MetricsWriter:
                 return
             if not self.throughput.is_counted and self.is_main:
                 self.throughput.begin_counting()
-            enter(FORWARD)
+            self.phase_times.enter(FORWARD)
             yield batch
 
     def backward_begins(self) -> None:

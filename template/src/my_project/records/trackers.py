@@ -85,7 +85,7 @@ class Trackers:
         self.threads: list[TrackerThread] = []
         self.logged: dict[str, int] = {}
 
-    def start(self, step: int, logged: dict[str, int] | None = None) -> None:
+    def start(self, step: int, logged: dict[str, int]) -> None:
         """Open the trackers, and wait for them for a while.
 
         Args:
@@ -93,7 +93,7 @@ class Trackers:
             logged: by kind, the step of the newest record that an earlier start has logged. A
                 killed run repeats steps, of which W&B already holds the values.
         """
-        self.logged = logged or {}
+        self.logged = logged
         for kind in self.accelerator.log_with:
             opened = partial(self._open, str(kind), step)
             self.threads.append(TrackerThread(str(kind), opened))
