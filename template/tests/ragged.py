@@ -188,7 +188,7 @@ class Lanes:
         return own[: len(own) - self.recipe.fewer * (i == epoch % self.lanes)]
 
     def lane(self, i: int, start: int, seed: int) -> Any:
-        kinds = {"": Lane, "saved": StatefulLane, "half": HalfLane}
+        kinds = {"": Lane, "saved": StatefulLane}
         lane = kinds.get(self.recipe.state, WrongLane)(self, i, start)
         return lane if self.recipe.state else iter(lane)
 
@@ -222,12 +222,10 @@ class Lane:
             file.write(f"{self.i} {position}\n")
 
 
-class HalfLane(Lane):
+class StatefulLane(Lane):
     def state_dict(self) -> Any:
         return self.live
 
-
-class StatefulLane(HalfLane):
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.live = state
 
@@ -243,7 +241,6 @@ class WrongLane(StatefulLane):
             "nan": float("nan"),
             "tuple": (count,),
             "nested": nested,
-            "large": "x" * 20_000_000,
         }
         if self.stream.recipe.state == "raises":
             raise KeyError("no such shard")

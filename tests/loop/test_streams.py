@@ -200,18 +200,17 @@ def test_a_checkpoint_of_a_stream_in_its_second_epoch_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ("tensor", "must return plain JSON"),
+        ("tensor", "Tensor is not JSON serializable"),
         ("nan", "must return plain JSON"),
-        ("tuple", "tuples, and keys other than strings"),
-        ("key", "tuples, and keys other than strings"),
-        ("nested", "must return plain JSON"),
-        ("large", r"a state of 20,000,002 characters .* at most 1,000,000"),
-        ("half", "needs both state_dict and load_state_dict"),
+        ("tuple", "must return plain JSON"),
+        ("key", "must return plain JSON"),
+        ("nested", "recursion"),
     ],
 )
 def test_a_state_that_a_checkpoint_cannot_hold_is_refused(tmp_path, state, sentence):
-    with pytest.raises(ConfigError, match=rf"^lane 0 of the stream \(.*ragged.*{sentence}"):
+    with pytest.raises((TypeError, ValueError, RecursionError), match=sentence) as raised:
         train(config_of(tmp_path, "one", state=state))
+    assert raised.value.__notes__ == ["This was lane 0 of the stream."]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -25,7 +25,7 @@ order:
         What `lane` returns may have `state_dict()` and `load_state_dict(state)` (the Stateful
         protocol of torch.distributed.checkpoint), so that a resumed run need not read again what
         it skips. `state_dict` is called after each step's samples and returns the position after
-        the last of them as plain JSON, at most a million characters; checkpoints keep it. A run
+        the last of them as plain JSON, which checkpoints keep, so it is best short. A run
         that resumes there calls `load_state_dict` on a new lane, opened with start 0, before it
         iterates.
     build_model(data_info) -> torch.nn.Module

@@ -6,10 +6,9 @@ end): it always feeds the same positions of a global batch, whatever rank reads 
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import Any, NoReturn
+from itertools import count, cycle, islice
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,8 +21,6 @@ from ..recipe import optional, source_location
 from .layout import BatchLayout, lanes_of
 from .loader import check_sendable, make_loader, on_device
 from .seeding import SampleSeeds, derive_seed, seed_rng
-
-MAX_STATE_CHARACTERS = 1_000_000  # of a lane, as JSON; it is taken at every step
 
 
 @dataclass(kw_only=True)
@@ -49,78 +46,48 @@ class LaneReader(IterableDataset):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         own = sorted(lane for lanes in self.lanes for lane in lanes)[worker::workers]
-        opened = {i: OpenLane(self, i) for i in own}
-        for position in count(self.start, self.per_step):
-            for lanes in self.lanes:
-                part = {i: opened[i].read(position) for i in lanes if i in opened}
-                if position == self.start:
-                    check_sendable(part)
-                yield part
+        opened = {i: self._read(i) for i in own}
+        for number, lanes in enumerate(cycle(self.lanes)):
+            part = {i: next(opened[i]) for i in lanes if i in opened}
+            if number < len(self.lanes):
+                check_sendable(part)
+            yield part
 
-
-class OpenLane:
-    """A lane that is being read."""
-
-    def __init__(self, reader: LaneReader, i: int) -> None:
-        """Open the lane at its saved state, else after reader.start samples."""
-        self.reader = reader
-        self.i = i
-        state = reader.states.get(i)
-        with self._named():
-            self.lane = reader.stream.lane(i, 0 if state else reader.start, reader.seed)
-            self.has_state = hasattr(self.lane, "state_dict")
-            if self.has_state != hasattr(self.lane, "load_state_dict"):
-                self._refuse("needs both state_dict and load_state_dict, or neither")
-            if state and self.has_state:
-                self.lane.load_state_dict(json.loads(state))
+    def _read(self, i: int) -> Iterator[tuple[list[Any], str | None]]:
+        """Yield the samples of each step of a lane, and the state after them."""
+        try:
+            state = self.states.get(i)
+            lane = self.stream.lane(i, 0 if state else self.start, self.seed)
+            has_state = hasattr(lane, "state_dict")
+            if state and has_state:
+                lane.load_state_dict(json.loads(state))
             elif state:
-                self.lane = reader.stream.lane(i, reader.start, reader.seed)
-            self.samples = iter(self.lane)
-
-    def read(self, position: int) -> tuple[list[Any], str | None]:
-        """Read the samples of a step; return them and the state after them."""
-        per_step, samples = self.reader.per_step, []
-        keys = ((f"0/{self.i}", position + k) for k in range(per_step))
-        with self._named():
-            for _ in self.reader.seeds.each(keys):
-                samples += islice(self.samples, 1)
-            if len(samples) < per_step:
-                self._refuse(
-                    f"has ended after {position + len(samples)} samples, but a lane must never end:"
-                    " let it begin again at its end (see recipe.py)"
-                )
-            return samples, self._state() if self.has_state else None
-
-    def _state(self) -> str:
-        state = self.lane.state_dict()
-        try:
-            text = json.dumps(state, allow_nan=False)
-            if json.loads(text) != state:
-                raise ValueError("tuples, and keys other than strings, are not")
-        except (TypeError, ValueError, RecursionError) as error:
-            self._refuse(f"must return plain JSON from its state_dict: {error}")
-        if len(text) > MAX_STATE_CHARACTERS:
-            self._refuse(
-                f"has a state of {len(text):,} characters as JSON, but at most"
-                f" {MAX_STATE_CHARACTERS:,} can be taken at every step; let its state_dict return"
-                " a position, and no samples"
-            )
-        return text
-
-    def _refuse(self, problem: str) -> NoReturn:
-        place = source_location(self.reader.stream.lane)
-        raise ConfigError(f"lane {self.i} of the stream ({place}) {problem}.")
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add the lane to the traceback of an error in it."""
-        try:
-            yield
+                lane = self.stream.lane(i, self.start, self.seed)
+            remaining = iter(lane)
+            for position in count(self.start, self.per_step):
+                samples: list[Any] = []
+                for _ in self.seeds.each((f"0/{i}", position + k) for k in range(self.per_step)):
+                    samples += islice(remaining, 1)
+                if len(samples) < self.per_step:
+                    raise ConfigError(
+                        f"lane {i} of the stream ({source_location(self.stream.lane)}) has ended"
+                        f" after {position + len(samples)} samples, but a lane must never end: let"
+                        " it begin again at its end (see recipe.py)."
+                    )
+                yield samples, plain(lane.state_dict()) if has_state else None
         except ConfigError:
             raise
         except Exception as error:
-            error.add_note(f"This was lane {self.i} of the stream.")
+            error.add_note(f"This was lane {i} of the stream.")
             raise
+
+
+def plain(state: Any) -> str:
+    """Return the state of a lane as JSON; refuse one that a checkpoint would give back changed."""
+    text = json.dumps(state)
+    if json.loads(text) != state:
+        raise ValueError("state_dict must return plain JSON: no tuple, NaN, or key but a string")
+    return text
 
 
 class StreamBatches:
