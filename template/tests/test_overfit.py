@@ -49,9 +49,8 @@ def test_what_cannot_be_overfitted_is_refused(tmp_path):
         return contract.build_datasets(recipe, {"features": 6}, config)
 
     assert len(build(Ragged(), 4)[0]) == 64
-    with pytest.raises(ConfigError, match="70 samples, fewer than 5 global batches of 16; lower"):
-        build(Ragged(), 5)
-    with pytest.raises(ConfigError, match="overfit_batches is 1, but the training set is a stream"):
+    assert len(build(Ragged(), 5)[0]) == 70
+    with pytest.raises(ConfigError, match="overfit_batches needs a map-style dataset"):
         build(Streamed(), 1)
     with pytest.raises(ConfigError, match="fewer than one global batch of 128"):
         train(overfitting(tmp_path, batches__global_batch_size=128))

@@ -30,6 +30,9 @@ def config_file(tmp_path):
         (["--epochs", "3", "--steps", "5"], "steps is 5 and epochs is 3.0"),
         (["--evaluation.patience", "2"], "evaluation.best_metric"),
         (["--run_name", "a/b"], "run_name 'a/b'"),
+        (["--optim.init_args", "{weight_decay: 0.1}"], "set optim.weight_decay instead"),
+        (["--optim.init_args.lr", "0.1"], "optim.init_args holds lr: set optim.lr instead"),
+        (["--optim.lr", "-1"], "optim.lr is -1.0, but must be at least 0"),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(config_file, arguments, sentence):

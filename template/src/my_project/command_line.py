@@ -22,12 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import REMOVED, Config, ConfigError, fixed_settings
-from .failures import (
-    exit_with_error,
-    frames_of,
-    own_frame,
-    short_path,
-)
+from .failures import exit_with_error, frames_of, own_frame, short_path
 from .files import flat, read_yaml
 from .process import LAUNCHER
 from .recipe import problems_of
@@ -73,11 +68,11 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | N
 def read_config(file: Path) -> dict[str, Any]:
     """Read a config file."""
     if not file.is_file():
-        folder = file.parent if file.parent.is_dir() else Path("configs")
-        named = Path("configs", f"{file.name.removesuffix('.yaml')}.yaml")
-        hint = did_you_mean(str(file), map(str, sorted(folder.glob("*.yaml"))))
-        hint = f"; did you mean {named}?" if named.is_file() else hint
-        raise ConfigError(f"there is no config file {file}{hint or '; configs/ has some.'}")
+        paths = [*file.parent.glob("*.yaml"), *Path("configs").glob("*.yaml")]
+        known = {path.stem: path for path in paths}
+        similar = get_close_matches(file.stem, known, n=1)
+        hint = f"did you mean {known[similar[0]]}?" if similar else "configs/ has some."
+        raise ConfigError(f"there is no config file {file}; {hint}")
     return read_yaml(file)
 
 
@@ -115,14 +110,11 @@ def name_of_run(
     before = _curve(in_files) if in_files else {}
     settings = _curve(config)
     every = [name.rpartition(".")[2] for name in settings]  # also those not typed
-    # recipe.init_args.width is recipe.width
-    names = [name.replace("recipe.init_args", "recipe", 1) for name in typed]
+    # recipe.init_args.width is recipe.width; a group and what is in it may be typed, too
+    names = [f"{name.replace('recipe.init_args', 'recipe', 1)}." for name in typed]
     shown = {}
     for name, value in settings.items():
-        is_typed = any(
-            name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
-            for other in names
-        )
+        is_typed = any(f"{name}.".startswith(n) or n.startswith(f"{name}.") for n in names)
         if is_typed and before.get(name) != value:
             short = name.rpartition(".")[2]
             shown[short if every.count(short) == 1 else name] = value

@@ -270,6 +270,9 @@ class Config:
         if not self.run_name or self.run_name in {".", ".."} or "/" in self.run_name:
             raise ConfigError(f"run_name {self.run_name!r} must be a folder name without '/'.")
         check_limits(self)
+        for name in ("lr", "weight_decay"):  # set for each group of parameters, by these settings
+            if name in self.optim.init_args:
+                raise ConfigError(f"optim.init_args holds {name}: set optim.{name} instead.")
         if self.optim.schedule == "wsd" and not self.optim.decay_steps:
             raise ConfigError("optim.decay_steps is 0, but must be at least 1 for wsd.")
         if self.stop_after is not None:

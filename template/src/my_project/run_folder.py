@@ -179,15 +179,10 @@ class Run:
             for name, now in self.numerics.items()
             if name in before and before[name] != now
         }
-        if self.changed_numerics and self.rank == 0:
-            differing = [
-                f"{name} {old} (now {new})" for name, (old, new) in self.changed_numerics.items()
-            ]
-            logger.warning(
-                "%s was trained with %s: the curve may differ from here on",
-                folder,
-                ", ".join(differing),
-            )
+        for name, (old, new) in self.changed_numerics.items():
+            if self.rank == 0:
+                text = "%s was trained with %s %s (now %s): the curve may differ from here on"
+                logger.warning(text, folder, name, old, new)
 
     def sees(self, token: str, seconds: float = 20) -> bool:
         """Return whether this rank sees the run folder that rank 0 wrote to.
@@ -249,7 +244,7 @@ def source_hash(file: str | Path | None) -> str | None:
     """Return the SHA-256 of a source file; None where it cannot be read."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
-    except OSError:
+    except OSError:  # such as a broken link by which an editor locks a file
         return None
 
 
@@ -283,10 +278,8 @@ def installed() -> dict[str, str]:
     """Return the versions of the installed packages that a run depends on."""
     found = {}
     for package in RECORDED_PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

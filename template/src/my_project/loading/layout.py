@@ -78,7 +78,10 @@ def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
     size = config.batches.global_batch_size
     if is_stream(train_set):
-        return _total_steps_of_stream(config, train_set.lanes, layout)
+        check_lanes(train_set.lanes, layout)
+        if config.steps is None:
+            raise ConfigError("a stream has no length, so epochs cannot be counted; set steps.")
+        return config.steps
     steps_per_epoch = len(train_set) // size
     if steps_per_epoch == 0:
         raise ConfigError(
@@ -90,9 +93,8 @@ def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     return max(1, round((config.epochs or 0) * steps_per_epoch))
 
 
-def _total_steps_of_stream(config: Config, lanes: int, layout: BatchLayout) -> int:
-    if config.steps is None:
-        raise ConfigError("a stream has no length, so epochs cannot be counted; set steps instead.")
+def check_lanes(lanes: int, layout: BatchLayout) -> None:
+    """Refuse a number of lanes that does not divide the global batch into its micro-batches."""
     size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step
     if lanes < 1 or size % lanes or lanes % micro_batches:
         raise ConfigError(
@@ -101,4 +103,3 @@ def _total_steps_of_stream(config: Config, lanes: int, layout: BatchLayout) -> i
             f" x accumulation {layout.accumulation}); choose another number of lanes, or another"
             " batches.micro_batch_size."
         )
-    return config.steps

@@ -145,24 +145,22 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
     if workers is None:
         workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
     workers = min(workers, how.pop("max_workers", workers))
-    fixed: dict[str, Any] = {
-        "collate_fn": identity,
-        # otherwise the DataLoader draws from torch's generator, which dropout uses
-        "generator": torch.Generator().manual_seed(0),
-        "in_order": True,  # else a step would get the samples that are read first
-        "num_workers": workers,
-        "worker_init_fn": ignore_signals_except_parents,
+    defaults: dict[str, Any] = {
+        "persistent_workers": workers > 0,
+        "pin_memory": device.type == "cuda",
     }
-    if taken := sorted(fixed.keys() & config.loader.keys()):
-        raise ConfigError(
-            f"batches.loader sets {', '.join(taken)}, which the loop sets itself, so that a step"
-            " gets the same batch each time; remove it (batches.workers is the number of workers)."
-        )
-    options: dict[str, Any] = {"persistent_workers": workers > 0}
-    options["pin_memory"] = device.type == "cuda"
     try:
-        return DataLoader(data, **fixed, **options | config.loader | how)
-    except (TypeError, ValueError) as error:
+        return DataLoader(
+            data,
+            collate_fn=identity,
+            # otherwise the DataLoader draws from torch's generator, which dropout uses
+            generator=torch.Generator().manual_seed(0),
+            in_order=True,  # else a step would get the samples that are read first
+            num_workers=workers,
+            worker_init_fn=ignore_signals_except_parents,
+            **defaults | config.loader | how,
+        )
+    except (TypeError, ValueError) as error:  # also an option that is set here
         raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 

@@ -114,27 +114,17 @@ def first_batches(
 ) -> tuple[Any, dict[str, Any]]:
     """Keep the samples of the first overfit_batches global batches, for validation too.
 
-    They are those of the same steps of a run on all samples.
+    They are those of the same steps of a run on all samples; all samples where there are fewer.
 
     Raises:
-        ConfigError: the training set is a stream, or has too few samples.
+        ConfigError: the training set is a stream.
     """
     batches, size = config.overfit_batches, config.batches.global_batch_size
     if batches is None:
         return train_set, validation_sets
     if is_stream(train_set):
-        raise ConfigError(
-            f"overfit_batches is {batches}, but the training set is a stream, which cannot be read"
-            " again and again in part; let the recipe return a map-style dataset, or set it to"
-            " null."
-        )
+        raise ConfigError("overfit_batches needs a map-style dataset, but this is a stream.")
     samples = len(train_set)
-    if size <= samples < batches * size:  # with less than one global batch, total_steps refuses
-        raise ConfigError(
-            f"overfit_batches is {batches}, but the training set has {samples} samples, fewer than"
-            f" {batches} global batches of {size}; lower overfit_batches to at most"
-            f" {samples // size}."
-        )
     indices = permutation(samples, config.seed, 0)(np.arange(min(batches * size, samples)))
     chosen = Subset(train_set, indices.tolist())
     return chosen, dict.fromkeys(validation_sets, chosen)
