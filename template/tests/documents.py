@@ -76,6 +76,20 @@ def train_as_typed(command: str, more: str = "") -> Any:
     return config
 
 
+def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
+    """Train a recipe's config, shortened by some settings, and return its losses."""
+    from runs import change, records, train
+
+    from my_project.command_line import parse
+
+    path = PROJECT / f"configs/{recipe}.yaml"
+    config = parse(["--config", str(path), "--runs_folder", str(folder)])
+    short = {"epochs": None, "evaluation__every_steps": None, "telemetry__every_steps": 1}
+    config = change(config, **short | settings)
+    assert train(config) == 0
+    return [record["loss"] for record in records(config)]
+
+
 def predict_as_typed(command: str) -> str:
     """Run `python -m my_project predict ...` here, and return what it prints."""
     from my_project import commands

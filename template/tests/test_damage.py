@@ -4,8 +4,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -130,13 +130,14 @@ def test_damaged_error_files_name_no_rank(copied):
     assert [one["rank"] for one in read_errors(copied.folder, "abc")] == [1]
 
 
-def test_a_run_that_began_at_a_path_goes_on_without_its_status(trained, tmp_path):
+def test_a_run_that_began_at_a_path_goes_on_with_and_without_its_status(trained, tmp_path):
     given = str(trained.folder / "checkpoints/step_00000004")
     other = change(trained, runs_folder=str(tmp_path), resume=given)
     assert train(other) == 0
-    (other.folder / "status.json").write_bytes(b"")
     assert train(change(other, steps=7)) == 0
-    assert steps(other) == [5, 6, 7]
+    (other.folder / "status.json").write_bytes(b"")
+    assert train(change(other, steps=8)) == 0
+    assert steps(other) == [5, 6, 7, 8]
     assert not list(other.folder.glob("checkpoints/*.old-1")), "it did not begin there again"
 
 
@@ -272,16 +273,22 @@ def test_a_runs_folder_that_cannot_be_is_one_sentence(tmp_path, monkeypatch, whe
             start()
 
 
-@pytest.mark.parametrize("options", ["size=512k", "ro"])
-def test_a_full_or_read_only_disk_is_one_sentence(tmp_path, options):
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
+@contextmanager
+def small_disk(folder: Path, options: str = "size=512k") -> Iterator[None]:
+    """Mount a file system of its own at a folder."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs root, to mount a tmpfs")
-    config = make_config(tmp_path)
     try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("options", ["size=512k", "ro"])
+def test_a_full_or_read_only_disk_is_one_sentence(tmp_path, options):
+    with small_disk(tmp_path, options):
         if options != "ro":
             fill_up(tmp_path / "filler")
         with pytest.raises(ConfigError, match=r"cannot be written to \(.*(space|Read-only)"):
-            train(config)
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+            train(make_config(tmp_path))

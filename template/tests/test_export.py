@@ -80,14 +80,6 @@ def test_predict_answers_without_accelerate_data_or_network(export):
     assert float(answer.stdout) == pytest.approx(model(torch.full((1, 1, 6), 0.5)).item(), abs=1e-6)
 
 
-@pytest.mark.slow
-def test_predict_refuses_a_wrong_folder_and_weights_that_do_not_fit(tmp_path, export):
-    wrong = run_predict(str(tmp_path), "1")
-    assert wrong.returncode == 2
-    assert "config.yaml" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
-
-
 # ---- several files -------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
@@ -125,9 +117,7 @@ def test_large_exports_are_files_of_at_most_the_limit_with_an_index(several):
             assert sum(tensor.nbytes for tensor in tensors.values()) <= limit
             with safe_open(many / name / file, "pt") as opened:
                 assert opened.metadata() == {"format": "pt"}, "as of save_pretrained"
-        expected, found = weights(one / name), all_weights(many / name)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+        torch.testing.assert_close(all_weights(many / name), weights(one / name), rtol=0, atol=0)
 
 
 def test_a_tensor_above_the_limit_has_a_file_of_its_own(monkeypatch):
@@ -136,15 +126,6 @@ def test_a_tensor_above_the_limit_has_a_file_of_its_own(monkeypatch):
     files = exporting.split_into_files(tensors)
     assert [[*names] for names in files.values()] == [["a"], ["b"], ["c", "d"]]
     assert [*exporting.split_into_files({})] == ["model.safetensors"]
-
-
-def test_accelerate_reads_the_index(several):
-    from accelerate import load_checkpoint_in_model
-
-    model = Ragged().build_model({"features": 6})
-    load_checkpoint_in_model(model, str(several[1] / "export"), strict=True)
-    for key, value in weights(several[0] / "export").items():
-        assert torch.equal(model.state_dict()[key], value)
 
 
 def test_predict_evaluate_and_merging_read_one_file_and_several(several, tmp_path, capsys):
@@ -161,15 +142,10 @@ def test_predict_evaluate_and_merging_read_one_file_and_several(several, tmp_pat
         path = tmp_path / f"{i}.safetensors"
         words = {"folder": str(run / "export"), "file": str(path), "ema": False}
         commands.write_one_file(argparse.Namespace(**words))
-        assert weights_are_equal(load_file(path), weights(several[0] / "export"))
+        torch.testing.assert_close(load_file(path), weights(several[0] / "export"), rtol=0, atol=0)
         assert "4 tensors" in capsys.readouterr().out
         found.append((answers, results, path.read_bytes()))
     assert found[0] == found[1]
-
-
-def weights_are_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    same = ours.keys() == theirs.keys()
-    return same and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 # ---- validation samples --------------------------------------------------------------------------

@@ -2,11 +2,10 @@
 
 import os
 import shutil
-from dataclasses import dataclass
 
 import pytest
 import torch
-from ragged import Ragged
+from ragged import Deep, Ragged
 from runs import change, make_config, records, status, train, weights
 from world import run_world
 
@@ -99,40 +98,6 @@ def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
     )
 
 
-class Tied(torch.nn.Sequential):
-    """An output tied to the embedding."""
-
-    def __init__(self) -> None:
-        embedding = torch.nn.Embedding(13, 8)
-        output = torch.nn.Linear(8, 13, bias=False)
-        output.weight = embedding.weight
-        super().__init__(embedding, torch.nn.Linear(8, 8), torch.nn.Tanh(), output)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens(Ragged):
-    """Predict a token from itself, with a weight tied to the embedding."""
-
-    def build_model(self, data_info: dict) -> torch.nn.Module:
-        return Tied()
-
-    def loss(self, model, batch, step):
-        tokens = batch["index"] % 13
-        losses = torch.nn.functional.cross_entropy(
-            model(tokens), (tokens + 1) % 13, reduction="sum"
-        )
-        return losses, len(tokens)
-
-    def build_metrics(self) -> dict:
-        from torchmetrics import MeanMetric
-
-        return {"loss": MeanMetric()}
-
-    def update_metrics(self, model, batch, metrics) -> None:
-        total, weight = self.loss(model, batch, 0)
-        metrics["loss"].update(total / weight, weight)
-
-
 def train_sharded(config) -> int:
     """Train with FSDP2, as an accelerate config asks for it."""
     os.environ.update(
@@ -145,8 +110,7 @@ def train_sharded(config) -> int:
 
 @needs_two
 def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path):
-    recipe = Tokens()
-    ddp = make_config(tmp_path, recipe, run_name="ddp", tf32=False, checkpoints__every_steps=5)
+    ddp = make_config(tmp_path, Deep(), run_name="ddp", tf32=False, checkpoints__every_steps=5)
     run_world(2, train, ddp)
     fsdp = change(ddp, run_name="fsdp")
     run_world(2, train_sharded, fsdp)

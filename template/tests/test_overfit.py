@@ -1,7 +1,7 @@
 """overfit_batches: the first global batches again and again, and an evaluation on them."""
 
 import pytest
-from ragged import Ragged, Streamed
+from ragged import Ragged
 from runs import make_config, records, status, train
 from world import run_world
 
@@ -50,8 +50,6 @@ def test_what_cannot_be_overfitted_is_refused(tmp_path):
 
     assert len(build(Ragged(), 4)[0]) == 64
     assert len(build(Ragged(), 5)[0]) == 70
-    with pytest.raises(ConfigError, match="overfit_batches needs a map-style dataset"):
-        build(Streamed(), 1)
     with pytest.raises(ConfigError, match="fewer than one global batch of 128"):
         train(overfitting(tmp_path, batches__global_batch_size=128))
     with pytest.raises(ConfigError, match="overfit_batches is 0, but must be at least 1"):

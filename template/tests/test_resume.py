@@ -58,16 +58,21 @@ def uninterrupted(tmp_path_factory) -> Config:
     return config
 
 
-@pytest.mark.parametrize(("processes", "tolerance"), [(2, 0.0), (1, 1e-9), (4, 1e-9)])
-def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tolerance):
-    """A killed run: its newest checkpoint is that of step 6, its records go on to step 8."""
+@pytest.mark.parametrize(
+    ("processes", "tolerance", "newest"), [(2, 0.0, 6), (1, 1e-9, 6), (4, 1e-9, 6), (2, 0.0, 10)]
+)
+def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tolerance, newest):
+    """A run that was killed at step 8, or at its end, and its newest checkpoint."""
     config = change(uninterrupted, runs_folder=str(tmp_path))
     shutil.copytree(uninterrupted.folder, config.folder)
-    shutil.rmtree(config.folder / "checkpoints" / "step_00000010")
+    if newest == FIRST:
+        shutil.rmtree(config.folder / "checkpoints" / "step_00000010")
     shutil.rmtree(config.folder / "export")
     (config.folder / "status.json").write_text('{"outcome": "running", "step": 8, "steps": 10}')
     run_world(processes, train, config)
     assert_same(config, uninterrupted, tolerance)
+    results = [status(one)["result"]["validation/auroc"] for one in (config, uninterrupted)]
+    assert results[0] == pytest.approx(results[1])
 
 
 def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path, uninterrupted):
@@ -119,17 +124,6 @@ def test_a_finished_run_shows_its_result_and_a_longer_one_goes_on(tmp_path, caps
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4]
     run_world(1, train, change(config, steps=6))
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_run_killed_after_its_last_save_is_finished_by_the_same_command(tmp_path, uninterrupted):
-    config = change(uninterrupted, runs_folder=str(tmp_path))
-    shutil.copytree(uninterrupted.folder, config.folder)
-    shutil.rmtree(config.folder / "export")
-    (config.folder / "status.json").write_text('{"outcome": "running", "step": 6, "steps": 10}')
-    run_world(2, train, config)
-    assert_same(config, uninterrupted, 0.0)
-    results = status(config)["result"], status(uninterrupted)["result"]
-    assert results[0]["validation/auroc"] == results[1]["validation/auroc"]
 
 
 def test_a_changed_config_is_refused_with_the_keys_and_two_remedies(tmp_path):

@@ -160,6 +160,21 @@ def test_a_recipe_that_calls_sys_exit_has_failed(tmp_path):
     assert "sys.exit(0)" in errors(config)[0]
 
 
+def run_under_torchrun(config: Config, restarts: str) -> None:
+    from my_project import cli
+
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
+    cli.run_on_all_ranks(train, config)
+
+
+@pytest.mark.parametrize(("restarts", "code"), [("0", 75), ("3", 0)])
+def test_a_preempted_run_leaves_with_75_or_with_0_where_torchrun_would_restart_it(
+    tmp_path, restarts, code
+):
+    config = make_config(tmp_path, stop_after="0s")
+    assert run_world(1, run_under_torchrun, config, restarts) == [code]
+
+
 def test_a_loss_that_is_not_finite_is_traced_to_its_process(tmp_path):
     config = with_fault(tmp_path, "nan", optim__max_skipped_steps=1)
     fails(config)

@@ -18,8 +18,9 @@ from my_project import contract
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
-from ragged import Noting, Ragged, Streamed
+from ragged import Noting, Ragged
 from runs import change, make_config, train, weights
+from streamed import Streamed
 from torch.utils.data import IterableDataset, default_collate
 from world import run_world
 

@@ -16,8 +16,8 @@ from my_project.config import Config, ConfigError
 from my_project.loading.seeding import SampleSeeds, derive_seed, seed_rng
 from my_project.loading.streams import LaneReader
 from my_project.state import TrainState
-from ragged import Lanes, Streamed
 from runs import change, make_config, records, train, weights
+from streamed import Lanes, Streamed
 from world import run_world
 
 STEPS = 8
@@ -255,6 +255,7 @@ def test_a_stream_of_an_earlier_version_is_refused_with_what_replaces_it(tmp_pat
         ({"recipe": {"lanes": 5}}, "5 lanes must divide"),
         ({"recipe": {"lanes": 2}}, "2 lanes must divide .* multiple of 4 micro-batches"),
         ({"steps": None, "epochs": 2.0}, "a stream has no length"),
+        ({"overfit_batches": 1}, "overfit_batches needs a map-style dataset"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(tmp_path, settings, sentence):

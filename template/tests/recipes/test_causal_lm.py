@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from documents import PROJECT, predict_as_typed, train_on_own_data
+from documents import predict_as_typed, train_config_of, train_on_own_data
 from runs import assert_same_weights, change, make_config, records, train
 from torch.nn import functional as F
 from world import run_world
 
 from my_project import export
-from my_project.command_line import parse
 from my_project.config import Config
 from my_project.loading.seeding import SampleSeeds
 from my_project.loading.streams import LaneReader
@@ -383,15 +382,11 @@ def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path):
 
 @pytest.mark.slow
 def test_the_default_config_trains_on_the_standard_library(tmp_path):
-    config = parse(["--config", str(PROJECT / "configs/causal_lm.yaml")])
-    recipe = dataclasses.replace(config.recipe, cache_path=str(tmp_path / "cache"))
-    config = dataclasses.replace(config, recipe=recipe, runs_folder=str(tmp_path))
-    config = change(config, steps=6, evaluation__every_steps=None, telemetry__every_steps=1)
-    assert train(config) == 0
-    losses = [r["loss"] for r in records(config)]
-    assert losses[0] == pytest.approx(math.log(257), rel=0.1), (
-        "lower: a space is often followed by a space"
+    losses = train_config_of(
+        "causal_lm", tmp_path, steps=6, recipe__cache_path=str(tmp_path / "cache")
     )
+    # lower: a space is often followed by a space
+    assert losses[0] == pytest.approx(math.log(257), rel=0.1)
     assert losses[-1] < losses[0]
 
 

@@ -7,13 +7,12 @@ from itertools import combinations
 
 import pytest
 import torch
-from documents import PROJECT, predict_as_typed, train_on_own_data
+from documents import predict_as_typed, train_config_of, train_on_own_data
 from runs import assert_same_weights, change, make_config, records, train, weights
 from torch.nn import functional as F
 from world import run_world
 
 from my_project import export
-from my_project.command_line import parse
 from my_project.config import Config
 from my_project.recipes.embedding import (
     Embedding,
@@ -180,11 +179,7 @@ def test_the_default_config_trains_on_the_standard_library(tmp_path):
     pairs = standard_library()
     assert len(pairs) > 1000
     assert not any('"""' in document[:50] for _, document in pairs[:200])
-    config = parse(["--config", str(PROJECT / "configs/embedding.yaml")])
-    config = dataclasses.replace(config, runs_folder=str(tmp_path))
-    config = change(config, epochs=None, steps=8, telemetry__every_steps=1)
-    assert train(config) == 0
-    losses = [r["loss"] for r in records(config)]
+    losses = train_config_of("embedding", tmp_path, steps=8)
     assert losses[-1] < losses[0]
 
 

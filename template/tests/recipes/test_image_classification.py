@@ -16,11 +16,9 @@ from documents import (
     train_as_typed,
     train_on_own_data,
 )
-from runs import change, make_config, records, train, weights
-from world import run_world
+from runs import make_config, train
 
 from my_project import export
-from my_project.command_line import parse
 from my_project.config import ConfigError
 from my_project.recipes.image_classification import ImageClassification
 
@@ -89,41 +87,12 @@ def test_any_torchvision_model_fits_any_data():
         assert num_items == 2
 
 
-@pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one_and_its_export_predicts(tmp_path):
-    """Two processes, loader workers, augmentation; the export classifies a PNG file."""
+def write_digit(path):
     from PIL import Image
     from sklearn.datasets import load_digits
 
-    path = str(PROJECT / "configs" / "image_classification.yaml")
-    config = parse(["--config", path, "--runs_folder", str(tmp_path), "--batches.workers", "1"])
-    config = change(config, epochs=None, steps=24, telemetry__trackers=[], recipe__width=8)
-    config = change(config, evaluation__every_steps=None)
-    whole = change(config, run_name="whole")
-    run_world(2, train, whole)
-    run_world(2, train, change(config, checkpoints__every_steps=12, checkpoints__keep=9))
-    import shutil
-
-    shutil.rmtree(config.folder / "checkpoints" / "step_00000024")
-    (config.folder / "status.json").unlink()
-    run_world(2, train, config)
-    assert [r["loss"] for r in records(config)] == [r["loss"] for r in records(whole)]
-
     pixels = (load_digits().images[4] / 16 * 255).astype("uint8")
-    Image.fromarray(pixels).save(tmp_path / "digit.png")
-    config, data_info, model = export.load(config.folder / "export")
-    answer = config.recipe.predict(model, data_info, str(tmp_path / "digit.png"))
-    assert answer.split()[0] in data_info["classes"]
-
-
-def test_channels_last_does_not_change_the_weights(tmp_path):
-    config = make_config(tmp_path, ImageClassification(width=8), steps=2)  # type: ignore
-    exports = []
-    for channels_last in (False, True):
-        config = change(config, channels_last=channels_last, run_name=str(channels_last))
-        run_world(1, train, config)
-        exports.append(weights(config.folder / "export"))
-    torch.testing.assert_close(*exports, rtol=1e-3, atol=1e-4)
+    Image.fromarray(pixels).save(path)
 
 
 def commands_of(path: Path) -> list[str]:
@@ -203,15 +172,11 @@ def test_labels_are_words_or_numbers(tmp_path, train_labels, validation_labels, 
 @pytest.fixture
 def exported(tmp_path, monkeypatch):
     """The default run, but of 4 steps, and a picture beside it, as the document has them."""
-    from PIL import Image
-    from sklearn.datasets import load_digits
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(PROJECT / "configs")
     command = "python -m my_project train configs/image_classification.yaml"
     train_as_typed(command, "--steps 4")
-    pixels = (load_digits().images[4] / 16 * 255).astype("uint8")
-    Image.fromarray(pixels).save("picture.png")
+    write_digit(tmp_path / "picture.png")
     return text_of("docs/your-own-recipe.md", "## Using an export")
 
 

@@ -5,12 +5,11 @@ import json
 
 import pytest
 import torch
-from documents import PROJECT, predict_as_typed, train_on_own_data
-from runs import assert_same_weights, change, make_config, records, train
+from documents import predict_as_typed, train_config_of, train_on_own_data
+from runs import make_config, records, train
 from world import run_world
 
 from my_project import export
-from my_project.command_line import parse
 from my_project.config import Config
 from my_project.recipes import segmentation
 from my_project.recipes.segmentation import IGNORE_INDEX, Segmentation
@@ -87,13 +86,6 @@ def whole(tmp_path_factory):
     return config
 
 
-def test_it_resumes_exactly(tmp_path, whole):
-    half = change(whole, run_name="half", runs_folder=str(tmp_path), steps=4)
-    assert train(half) == 0
-    assert train(change(half, steps=8)) == 0
-    assert_same_weights(half, whole)
-
-
 def test_a_mask_holds_the_classes_and_shows_their_colors(tmp_path, whole, monkeypatch):
     from PIL import Image
     from torchvision.io import ImageReadMode, decode_image
@@ -157,11 +149,7 @@ def test_a_mask_with_an_unknown_class_or_of_another_size_is_refused_by_name(tmp_
 
 @pytest.mark.slow
 def test_the_default_config_trains(tmp_path):
-    config = parse(["--config", str(PROJECT / "configs/segmentation.yaml")])
-    config = dataclasses.replace(config, runs_folder=str(tmp_path))
-    config = change(config, epochs=None, steps=10, telemetry__every_steps=1)
-    assert train(config) == 0
-    losses = [r["loss"] for r in records(config)]
+    losses = train_config_of("segmentation", tmp_path, steps=10)
     assert losses[-1] < losses[0]
 
 
