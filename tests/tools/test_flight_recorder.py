@@ -150,17 +150,15 @@ def test_the_dumps_of_these_tests_have_the_form_of_torch(tmp_path, monkeypatch):
 
 
 # ---- what the doctor makes of them ---------------------------------------------------------------
-def hang(folder: Path, monkeypatch, *causes: str) -> Run:
+def hang(folder: Path, monkeypatch, *causes: str, apart: bool = False) -> Run:
     """Leave the error files that watchdogs write, of one rank for each cause."""
     monkeypatch.setenv("WORLD_SIZE", str(len(causes)))
     run = Run(make_config(folder), rank=0)
     run.begin()
     for rank, cause in enumerate(causes):
-        if not cause:
-            continue
         monkeypatch.setenv("RANK", str(rank))
         run.rank = rank
-        place = failures.frame("/home/me/recipe.py", 3 + rank * (cause == "stalled"), "loss", "x()")
+        place = failures.frame("/home/me/recipe.py", 3 + rank * apart, "loss", "x()")
         reason = "no progress for 2 s"
         run.record_error(failures.record(reason=reason, cause=cause, frames=[place], details=""))
     run.fail(failures.record(reason="no progress for 2 s", cause="waiting"))
@@ -196,6 +194,15 @@ def test_a_collective_that_all_called_alike_points_to_the_network(tmp_path, monk
         dump(run.folder, rank, [entry(1)], 3)
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("hang", "likely")
+
+
+def test_ranks_that_wait_in_different_lines_have_likely_called_different_collectives(
+    tmp_path, monkeypatch
+):
+    run = hang(tmp_path, monkeypatch, "waiting", "waiting", apart=True)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("mismatched collectives", "likely")
+    assert len(found["known"]) == 2, "a sentence for each line"
 
 
 def test_dumps_of_an_earlier_start_are_left_out(tmp_path, monkeypatch):

@@ -46,6 +46,7 @@ def check(folder, fault: str = "") -> tuple[int, str, str]:
     if fault == "version":
         other = os.environ["RANK"] == "1"
         preflight.installed = lambda: {"torch": "1", "torchmetrics": "0.0.1" if other else "1"}
+        preflight.code_digest = lambda config: str(other)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = preflight.main(make_config(folder))
@@ -75,6 +76,7 @@ def test_what_is_wrong_on_one_process_is_named(tmp_path, fault, sentence):
     assert sentence in said
     assert "wrong on rank 0" not in said
     assert "torch differs" not in said
+    assert ("code differs" in said) == (fault == "version")
     assert not (tmp_path / "preflight.json").exists()
 
 

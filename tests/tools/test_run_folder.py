@@ -9,7 +9,7 @@ import pytest
 from documents import PROJECT
 from my_project.files import RUN_FORMAT
 from my_project.tools import reader
-from my_project.tools.report.report import write_report
+from my_project.tools.doctor import diagnose
 from ragged import Ragged
 from runs import change, make_config, records, train
 
@@ -45,16 +45,26 @@ def test_every_file_and_field_of_a_run_folder_is_described(tmp_path):
         assert re.search(rf"`{re.escape(name[:20])}", described), name
 
 
-def test_a_tool_that_meets_another_format_says_so_and_shows_what_it_can(tmp_path):
+def test_tools_import_no_torch_refuse_what_is_no_run_and_name_a_format_that_they_do_not_know(
+    tmp_path,
+):
     config = make_config(tmp_path, steps=2)
     assert train(config) == 0
     path = config.folder / "run.json"
     about = json.loads(path.read_text())
     assert reader.read_run(config.folder).problems == []
     path.write_text(json.dumps(about | {"format": RUN_FORMAT + 1}))
-    words = [sys.executable, "-m", "my_project"]
-    for command in (["runs", str(tmp_path)], ["doctor", str(config.folder)]):
-        done = subprocess.run([*words, *command], capture_output=True, text=True, check=False)
-        assert "of a run folder" in " ".join(f"{done.stdout} {done.stderr}".split())
-        assert "finished" in done.stdout
-    assert "of a run folder" in write_report([config.folder]).read_text()
+    folder = str(config.folder)
+    for command, path in (("runs", str(tmp_path)), ("doctor", folder), ("report", folder)):
+        words = [sys.executable, "-X", "importtime", "-m", "my_project", command, path]
+        words += ["--json"] * (command == "doctor")
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert not re.findall(r"\| +(torch|accelerate)$", done.stderr, re.M)
+        shown = (config.folder / "report.html").read_text() if command == "report" else done.stdout
+        assert "finished" in shown
+        assert "of a run folder" in " ".join(f"{shown} {done.stderr}".split())
+        if command == "doctor":
+            found = json.loads(done.stdout)
+            assert found == diagnose(config.folder) | {"happened": found["happened"]}
+        words[-1 - (command == "doctor")] = str(tmp_path / "nowhere")
+        assert subprocess.run(words, capture_output=True, check=False).returncode == 2

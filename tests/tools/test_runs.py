@@ -10,10 +10,9 @@ import pytest
 from my_project.config import Config, to_yaml
 from my_project.files import TransientError
 from my_project.run_folder import Run
-from my_project.tools.reader import read_records
 from my_project.tools.runs import differences, list_runs, summarize
 from ragged import Ragged
-from runs import make_config, records, train
+from runs import make_config
 
 
 def write_run(folder: Path, name: str, outcome: str, lines: str = "", **settings: Any) -> Config:
@@ -115,24 +114,3 @@ def test_a_pipe_gets_one_line_for_each_run(tmp_path):
     command[-1] = str(config.folder)
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stdout) == (2, ""), "it is itself a run"
-
-
-def test_goodput_is_listed_where_it_is_known(tmp_path):
-    path = write_run(tmp_path, "a", "finished").folder / "status.json"
-    assert summarize(path.parent).goodput is None
-    for value, wanted in ({"kept": 0.42}, 0.42), ({"kept": "x"}, None), ([1], None):
-        goodput = {"calendar": value}
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"goodput": goodput}))
-        assert summarize(path.parent).goodput == wanted
-
-
-def test_records_are_read_as_a_table(tmp_path):
-    config = make_config(tmp_path, steps=3, evaluation__every_steps=2)
-    train(config)
-    found = read_records(str(config.folder))
-    assert [(record["kind"], record["step"]) for record in found] == [
-        ("start", 0), ("interval", 1), ("interval", 2), ("evaluation", 2), ("interval", 3),
-        ("checkpoint", 3), ("evaluation", 3),
-    ]  # fmt: skip
-    assert [record for record in found if "loss" in record] == records(config)
-    assert read_records(write_run(tmp_path, "new", "running").folder) == []
