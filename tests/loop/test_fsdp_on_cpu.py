@@ -4,7 +4,6 @@ import atexit
 import json
 import os
 import signal
-import subprocess
 import sys
 import warnings
 import weakref
@@ -19,12 +18,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-from documents import PROJECT
 from my_project import contract, devices, optim, sharding
 from my_project.config import Config
 from my_project.files import wait_until
 from ragged import Deep
 from runs import assert_same_weights, change, make_config, records, status, train
+from test_launch import launch
 from test_stopping import wait_for_records
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -207,46 +206,30 @@ def test_bf16_follows_the_curve_of_ddp_and_rounds_no_sum(tmp_path):
 
 
 # ---- the accelerate configs, through accelerate launch -------------------------------------------
-CONFIG = """
-run_name: tiny
-recipe: {class_path: ragged.Deep, init_args: {dtype: float64}}
-batches: {global_batch_size: 16, micro_batch_size: 2, workers: 0}
-steps: 6
-optim: {lr: 0.05, ema_decay: 0.9, clip_norm: 8.0}
-evaluation: {every_steps: 3, best_metric: validation/auroc}
-telemetry: {every_steps: 1, trackers: []}
-"""
-ON_CPU = ("--num_processes", "4", "--mixed_precision", "no", "--fsdp_min_num_params", str(LEAST))
-
-
-def launch(folder: Path, where: str, *sizes: str) -> str:
-    """Train by an accelerate config on 4 processes; return what is shown."""
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch",
-         "--config_file", str(PROJECT / f"accelerate_configs/{where}.yaml"), *ON_CPU, *sizes,
-         "--gpu_ids=-1,-1,-1,-1", "-m", "my_project.train", "--config", "tiny.yaml",
-         "--run_name", where],
-        cwd=folder, env={k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+SETTINGS = """--recipe.class_path ragged.Deep --recipe.init_args.dtype float64 --steps 6
+--batches.micro_batch_size 2 --optim.lr 0.05 --optim.ema_decay 0.9 --optim.clip_norm 8.0
+--evaluation.every_steps 3 --evaluation.best_metric validation/auroc --telemetry.every_steps 1"""
+ON_CPU = (
+    f"--num_processes 4 --mixed_precision no --fsdp_min_num_params {LEAST} --gpu_ids=-1,-1,-1,-1"
+)
+HSDP = "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_config_with_fsdp_for_one_machine_trains_like_ddp_through_accelerate_launch(tmp_path):
     """Those for several machines are tried on two hosts; of a shipped file, the counts change."""
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
-    reference = "cpu_2_processes"
-    launch(tmp_path, reference)
-    sizes = ("--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size")
-    for name, more in {"fsdp2": (), "cpu_fsdp2": (), "cpu_hsdp": (*sizes, "2")}.items():
-        shown = launch(tmp_path, name, *more)
-        assert "Warning" not in shown, "of Python, which nobody could act on"
-        ours, theirs = (make_config(tmp_path / "runs", run_name=n) for n in (name, reference))
-        assert shards_of(ours, 6) == (2 if "hsdp" in name else 4)
-        assert_same_run(ours, theirs)
+    for where in ("cpu_2_processes", "fsdp2", "cpu_fsdp2", "cpu_hsdp"):
+        flags = f"{ON_CPU} {HSDP if 'hsdp' in where else ''}".split()
+        words = [*SETTINGS.split(), "--run_name", where]
+        with launch(tmp_path, *words, flags=tuple(flags), where=where) as run:
+            shown, _ = run.communicate(timeout=600)
+        assert run.returncode == 0, shown
+        ours, ddp = (make_config(tmp_path / "runs", run_name=n) for n in (where, "cpu_2_processes"))
+        if "2_processes" not in where:
+            assert "Warning" not in shown, "of Python, which nobody could act on"
+            assert shards_of(ours, 6) == (2 if "hsdp" in where else 4)
+        assert_same_run(ours, ddp)
 
 
 # ---- the start -----------------------------------------------------------------------------------

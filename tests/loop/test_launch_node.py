@@ -6,20 +6,21 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import test_launch
 from accelerate.commands import launch as accelerate_launch
-from documents import PROJECT
-from my_project import failures, launch, starts, workers
+from documents import HAS_TOOLS, PROJECT
+from my_project import failures, launch, rendezvous, starts, workers
 from my_project.config import ConfigError
 from my_project.end_block import Ending
 from my_project.files import TransientError, read_json
 from my_project.starts import Starts
 from test_accelerate_configs import CONFIGS
-from test_launch import CONFIG, outcome
+from test_launch import CONFIG, steps_done, wait_for_steps
 from world import free_port
 
 WHERE = str(PROJECT / "accelerate_configs")
@@ -170,6 +171,71 @@ def test_a_signal_after_a_failure_does_not_hide_it(tmp_path):
         assert ending.exit_code == wanted
 
 
+# ---- several nodes ------------------------------------------------------------------------------
+SECRET = "hf_QWERTYqwerty123"
+
+
+def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
+    return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])
+
+
+def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
+    four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
+    assert (four.nodes, four.world_size, four.node_rank, four.processes_per_node) == (2, 8, 1, 4)
+    hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
+    assert "--parallelism_config_dp_replicate_size=4" in hsdp.flags
+    assert "--parallelism_config_dp_shard_size=8" in hsdp.flags
+
+
+@pytest.mark.skipif(not HAS_TOOLS, reason="tools/ was deleted")
+def test_a_preflight_that_fails_starts_no_training(tmp_path, monkeypatch):
+    class Fails:
+        stop_signal_at = None
+
+        def run(self, function: Any, *_: object) -> dict[int, int]:
+            assert function.args[0] == "my_project.tools.preflight"
+            return {0: 1}
+
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(launch, "Workers", Fails)
+    assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"]) == 1
+
+
+def test_the_launcher_tells_other_nodes_no_secret(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(rendezvous, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
+    monkeypatch.setattr(launch, "prepare_environment", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it names the interface to the others
+    arguments = ["--config_file", f"{WHERE}/multi_node_cpu.yaml", "--num_machines", "2",
+                 "--num_processes", "2", "--main_process_ip", "127.0.0.1",
+                 *TRAIN, "--telemetry.trackers", f"[pwd={SECRET}]"]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(CONFIG)
+    monkeypatch.setattr(launch, "Workers", SimpleNamespace)
+    with pytest.raises(ZeroDivisionError):
+        launch.main(arguments)
+    assert SECRET not in told[0].run
+    assert told[0].run.startswith("my_project.train --config tiny.yaml")
+    with pytest.raises(ConfigError, match=r"hub_token holds a secret, .* HF_TOKEN") as refusal:
+        launch.main([*arguments, "--recipe.init_args.hub_token", SECRET])
+    assert SECRET not in str(refusal.value)
+
+
+@pytest.mark.parametrize("listed", ["", "a slots=8\nb slots=4"])
+def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, listed):
+    (tmp_path / "hosts.txt").write_text(f"# the nodes\n{listed}\n")
+    done = subprocess.run(
+        [PROJECT / "launch/ssh.sh", tmp_path / "hosts.txt", "--config", "tiny.yaml"],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "write a node per line as: gpu-a slots=8" in done.stderr
+
+
 # ---- restarts in place ---------------------------------------------------------------------------
 KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
 
@@ -233,54 +299,10 @@ def project(tmp_path):
     return tmp_path
 
 
-def steps(folder: Path) -> int:
-    path = folder / "runs/tiny/metrics.jsonl"
-    return path.read_text().count('"interval"') if path.exists() else 0
-
-
 def start(project: Path, where: str, *arguments: str):
     """Start launch.py; at the end, every process of it must be gone."""
     launcher = "my_project.launch"
     return test_launch.launch(project, *arguments, launcher=launcher, where=where)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["cpu", "cpu_2_processes"])
-def test_a_signal_saves_and_leaves_with_75_and_the_next_start_goes_on(project, where):
-    long = ("--steps", "100000", "--telemetry.every_steps", "1")
-    with start(project, where, *long) as run:
-        while steps(project) < 3:
-            assert run.poll() is None, run.communicate()[0]
-            time.sleep(0.1)
-        run.send_signal(signal.SIGUSR1)
-        run.communicate(timeout=600)
-    assert run.returncode == 75
-    left = outcome(project)
-    assert left["outcome"] == "preempted"
-    with start(project, where, "--steps", str(left["step"] + 2)) as run:
-        shown, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, shown
-    assert f"step_{left['step']:08d}" in shown
-
-
-@pytest.mark.slow
-def test_the_launcher_is_killed_and_nothing_keeps_training(project):
-    long = ("--steps", "100000", "--telemetry.every_steps", "1")
-    with start(project, "cpu_2_processes", *long) as run:
-        while steps(project) < 3:
-            assert run.poll() is None, run.communicate()[0]
-            time.sleep(0.1)
-        os.kill(run.pid, signal.SIGKILL)
-        run.communicate(timeout=600)
-    assert run.returncode != 0
-    assert outcome(project)["outcome"] == "preempted", "told to stop by its parent's death"
-    reached = outcome(project)["step"]
-    with start(project, "cpu_2_processes", "--steps", str(reached + 2)) as run:
-        run.communicate(timeout=600)
-    killed, last = starts.each_start(project / "runs/tiny")
-    assert (killed["outcome"], killed["step"], killed["from_step"]) == ("killed", reached, 0)
-    assert (last["outcome"], last["step"], last["from_step"]) == ("finished", reached + 2, reached)
-    assert killed["began"] < killed["first_step_time"] < killed["time"] < last["began"]
 
 
 @pytest.mark.slow
@@ -292,10 +314,7 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(p
     for name, victims in {"whole": (), "killed": (1, 0)}.items():
         with start(project, "cpu_2_processes", *long, *slow) as run:
             for victim in victims:
-                before = steps(project)
-                while steps(project) < before + 12:
-                    assert run.poll() is None, run.communicate()[0]
-                    time.sleep(0.05)
+                wait_for_steps(project, steps_done(project) + 12)
                 os.kill(test_launch.workers(run.pid)[victim], signal.SIGKILL)
             shown[name], _ = run.communicate(timeout=600)
         assert run.returncode == 0, shown[name]
@@ -319,19 +338,6 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(p
         (project / name / "export/model.safetensors").read_bytes() for name in ("whole", "killed")
     )
     assert ours == theirs
-
-
-@pytest.mark.slow
-def test_goodput_stands_beside_the_failure_that_ended_a_run(project):
-    fault = ("--recipe.init_args.fault", "raise", "--recipe.init_args.fault_at", "3")
-    with start(project, "cpu_2_processes", *fault) as run:
-        shown, _ = run.communicate(timeout=600)
-    left = outcome(project)
-    assert (run.returncode, left["outcome"], left["failure"]["cause"]) == (1, "failed", "exception")
-    (one,) = starts.each_start(project / "runs/tiny")
-    assert (one["outcome"], one["cause"], one["checkpoint"]) == ("failed", "exception", None)
-    assert left["goodput"]["calendar"]["kept"] == 0, "nothing was saved"
-    assert "0% of" in shown
 
 
 def test_what_a_fork_does_not_survive_is_spawned(monkeypatch):

@@ -126,15 +126,13 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("background", [True, False])
-def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, background):
-    config = make_config(tmp_path, checkpoints__background=background)
+def test_shards_and_whole_checkpoints_are_read_by_any_number_of_processes_and_merged(tmp_path):
+    one, two = make_config(tmp_path / "one"), make_config(tmp_path / "two")
     # one process, nothing sharded: the reference
-    (reference,) = run_world(1, in_group, train_and_save, make_config(tmp_path / "one"))
-    results = run_world(2, in_group, train_and_save, config)
-    for result in results:
+    (reference,) = run_world(1, in_group, train_and_save, one)
+    for result in run_world(2, in_group, train_and_save, two):
         assert_close(result, reference)
-    folder = config.folder / "checkpoints" / "step_00000003"
+    whole_folder, folder = (c.folder / "checkpoints/step_00000003" for c in (one, two))
     assert files.find_damage(folder) == ""
     kinds = ("ema", "model", "optimizer")
     shards = {f"{kind}.rank_{rank:05d}.safetensors" for kind in kinds for rank in (0, 1)}
@@ -142,22 +140,14 @@ def test_sharded_state_is_saved_in_shards_and_read_by_any_number(tmp_path, backg
     sizes = [(folder / f"model.rank_{rank:05d}.safetensors").stat().st_size for rank in (0, 1)]
     assert max(sizes) < 0.8 * sum(sizes), "each process writes its part"
     for processes, shard in ((1, True), (2, True), (3, True), (4, True), (2, False)):
-        for result in run_world(processes, in_group, load_and_train, config, folder, shard):
+        for result in run_world(processes, in_group, load_and_train, two, folder, shard):
             assert_close(result, reference)
-
-
-@pytest.mark.slow
-def test_a_whole_checkpoint_is_read_into_shards_and_shards_are_merged(tmp_path):
-    one, two = make_config(tmp_path / "one"), make_config(tmp_path / "two")
-    (reference,) = run_world(1, in_group, train_and_save, one)
-    run_world(2, in_group, train_and_save, two)
-    whole_folder = one.folder / "checkpoints" / "step_00000003"
     for result in run_world(2, in_group, load_and_train, two, whole_folder):
         assert_close(result, reference)
     merged = []
-    for folder in (whole_folder, two.folder / "checkpoints" / "step_00000003"):
-        path = tmp_path / f"{folder.parents[1].parent.name}.safetensors"
-        commands.write_one_file(Namespace(folder=str(folder), file=str(path), ema=False))
+    for source in (whole_folder, folder):
+        path = tmp_path / f"{len(merged)}.safetensors"
+        commands.write_one_file(Namespace(folder=str(source), file=str(path), ema=False))
         merged.append(load_file(path))
     assert_close(merged[0], merged[1])
     assert torch.equal(merged[1]["output.weight"], merged[1]["embedding.weight"])
@@ -448,13 +438,10 @@ def export_with_failures(rank: int, world: int, config: Config) -> list[Any]:
         replace("best", checkpoints, model)
         replace("export", checkpoints, model)
         failed = sorted(checkpoints.failures)
-        found = [whole_of(read_export(config.folder / name)) for name in ("best", "export")]
+        read = (read_export(config.folder / name) for name in ("best", "export"))
+        found = [{key: tensor.numpy() for key, tensor in one.items()} for one in read]
         outcomes.append((failed, whole(model), found))
     return outcomes
-
-
-def whole_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def test_an_export_that_fails_leaves_the_one_before_and_no_rank_waits(tmp_path):

@@ -76,7 +76,6 @@ def typed(words: str, folder: Path, **environment: str) -> Terminal:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--optim.lrr 1", "did you mean --optim.lr?"),
         ("--where cpuu", "did you mean cpu?"),
         (
             "--where cpu_2_processes --num_processes 3",
@@ -111,6 +110,8 @@ def test_a_failure_ends_in_one_block(project):
     assert "Traceback" not in shown
     assert lines[-1].startswith("  python -m my_project train configs/tiny.yaml ")
     assert "continues from step 4" in shown
+    left = json.loads((project / "runs/other/status.json").read_text())
+    assert 0 < left["goodput"]["calendar"]["kept"] < 1, "up to the checkpoint of step 4"
     log = next((project / "runs/other/logs/node_0").glob("*/rank_00000.log")).read_text()
     assert "this rank was told to fail" in log
 
