@@ -124,19 +124,6 @@ def test_by_hand_and_by_command_copy_the_same(tmp_path: Path, layout: str, tools
     assert trees[0] == trees[1]
 
 
-def test_a_copy_by_hand_is_brought_up_to_date_by_command(tmp_path: Path):
-    _, package, environment = make_repository(tmp_path, "flat")
-    succeed(blocks()[1], REPOSITORY, environment)
-    shown = copied("causal_lm", package)
-    assert "your_package/training/train.py" in shown.split("brought up to date: ")[1]
-    assert naming("my_project", package) == []
-    assert "configs/causal_lm.yaml" in (package / "training/train.py").read_text()
-    (package / "training/.copied.json").unlink()
-    optim = package / "training/optim.py"
-    optim.write_text(optim.read_text() + "# mine\n")
-    assert "exist and differ: your_package/training/optim.py;" in refused("causal_lm", package)
-
-
 def own_model_and_data(repository: Path, package: Path, environment: dict[str, str]) -> None:
     """Run exactly the text that shows how a model and dataset of one's own become a recipe."""
     (package / "data.py").write_text(DATA)

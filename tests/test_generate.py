@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -316,24 +317,6 @@ def test_a_package_name_may_contain_the_templates(template: Path, desk: Desk, pa
         assert generated[renamed][0] == content.replace(b"my_project", package.encode()), file
 
 
-@pytest.mark.parametrize("license", LICENSES)
-def test_the_chosen_license_is_the_only_one(template: Path, desk: Desk, license: str):
-    project = desk.generate(template, license=license, author="Ada Lovelace")
-    text = (template / f"template/LICENSE.{license}").read_text()
-    assert (project / "LICENSE").read_text() == text.replace("The Author", "Ada Lovelace")
-    assert not list(project.glob("LICENSE.*"))
-    pyproject = (project / "pyproject.toml").read_text()
-    assert tomllib.loads(pyproject)["project"]["license"] == license
-
-
-def test_without_a_license_none_is_claimed(template: Path, desk: Desk):
-    project = desk.generate(template, license="none")
-    assert not list(project.glob("LICENSE*"))
-    default = default_tree(template)["pyproject.toml"][0].decode()
-    assert (project / "pyproject.toml").read_text() == default.replace('license = "MIT"\n', "")
-    assert "license" not in tomllib.loads((project / "pyproject.toml").read_text())["project"]
-
-
 def test_all_keeps_every_recipe(template: Path, desk: Desk):
     project = desk.generate(template, recipe="all")
     expected = default_tree(template, *POST_GEN.RECIPES[1:])
@@ -344,11 +327,14 @@ def test_all_keeps_every_recipe(template: Path, desk: Desk):
     assert tree(project) == expected
 
 
-@pytest.mark.parametrize("recipe", [*POST_GEN.RECIPES, "all"])
-def test_every_way_to_install_brings_what_the_chosen_recipes_need(
-    template: Path, desk: Desk, recipe: str
+@pytest.mark.parametrize(
+    ("recipe", "license"),
+    [*zip([*POST_GEN.RECIPES, "all"], cycle([*LICENSES, "none"]), strict=False)],
+)
+def test_the_license_is_the_chosen_one_and_every_way_to_install_brings_what_the_recipes_need(
+    template: Path, desk: Desk, recipe: str, license: str
 ):
-    printed = desk.cookiecutter(template, **RENAMED, recipe=recipe).stderr
+    printed = desk.cookiecutter(template, **RENAMED, recipe=recipe, license=license).stderr
     project = desk.folder / RENAMED["project_slug"]
     chosen = POST_GEN.RECIPES if recipe == "all" else (recipe,)
     extras = ",".join(chosen).replace("_", "-")  # as pip before 23.3 has to have them
@@ -362,6 +348,13 @@ def test_every_way_to_install_brings_what_the_chosen_recipes_need(
         assert {path.stem for path in project.glob(place)} == set(chosen)
     tests = {path.stem.removeprefix("test_") for path in project.glob("tests/recipes/test_*.py")}
     assert tests == set(chosen)
+    assert pyproject.get("license", "none") == license
+    assert not list(project.glob("LICENSE.*"))
+    if license == "none":
+        assert not (project / "LICENSE").exists()
+        return
+    text = (template / f"template/LICENSE.{license}").read_text()
+    assert (project / "LICENSE").read_text() == text.replace("The Author", RENAMED["author"])
 
 
 # Refusals

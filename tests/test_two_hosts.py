@@ -67,23 +67,6 @@ def doctor(hosts: TwoHosts) -> str:
     return " ".join(told.stdout.split())
 
 
-def test_sigterm_on_one_host_saves_on_both_at_one_step_and_the_run_goes_on(hosts):
-    launch(hosts, "--steps", "60")
-    wait_for(hosts, lambda: steps(hosts) >= 3)
-    os.kill(hosts.workers(1)[1], signal.SIGTERM)
-    hosts.wait(300)
-    left = status(hosts)
-    assert left["outcome"] == "preempted", hosts.output(0) + hosts.output(1)
-    assert [p.name for p in (run_folder(hosts) / "checkpoints").iterdir()] == [
-        f"step_{left['step']:08d}"
-    ]
-    hosts.commands.clear()
-    launch(hosts, "--steps", "60")
-    assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
-    assert f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}" in hosts.output(0)
-    assert_finished_with_the_right_weights(hosts, 60)
-
-
 @pytest.mark.parametrize(("what", "host"), [("kill", 0), ("stop", 1), ("cable", None)])
 def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
     launch(hosts, *STOPS_AT)
@@ -270,32 +253,3 @@ def curve(folder: Path) -> list[float]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     names = ("loss", "gradient_norm", "validation/auroc", "validation/accuracy")
     return [line[name] for line in lines for name in names if name in line]
-
-
-def test_the_planner_predicts_the_bytes_on_the_wire(hosts):
-    """Of 20 steps, by the counters of the interface; within 5 %."""
-    (hosts.folder / "tiny.yaml").write_text(
-        "recipe: {class_path: wide.Wide}\n"
-        "batches: {global_batch_size: 4, micro_batch_size: 1, workers: 0}\n"
-        "steps: 26\noptim: {lr: 0.0}\ntelemetry: {trackers: []}\n"
-    )
-    launch(hosts, processes=1, path=str(Path(__file__).parent))
-    assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
-    (hosts.folder / "accelerate_configs").symlink_to(PROJECT / "accelerate_configs")
-    config = ["--config", str(hosts.folder / "tiny.yaml"), "--nodes", "2", "--gpus-per-node", "1"]
-    planned = subprocess.run(
-        [sys.executable, "-m", "my_project", "planner", *config, "--json"],
-        cwd=hosts.folder, check=True,
-        capture_output=True, text=True,
-        env=dict(os.environ) | {"PYTHONPATH": f"{PROJECT / 'src'}:{Path(__file__).parent}"},
-    ).stdout  # fmt: skip
-    rows = json.loads(planned)["rows"]
-    (ddp,) = (row for row in rows if row["kind"] == "DDP" and row["nodes"] == 2)
-    assert ddp["sent"]["network"] == pytest.approx(4 * 12.5e6, rel=1e-4), "2 (N-1)/N x 4 P"
-    for rank in (0, 1):
-        lines = (hosts.folder / f"sent_{rank}.txt").read_text().splitlines()
-        sent: dict[int, int] = {}
-        for step, count in (map(int, line.split()) for line in lines):
-            sent.setdefault(step, count)  # at the first micro-batch of the step
-        per_step = (sent[25] - sent[5]) / 20
-        assert per_step == pytest.approx(ddp["sent"]["network"], rel=0.05)

@@ -15,8 +15,8 @@ With --simulate it prints one of these steps: the memory of a GPU by kind, and e
     python -m my_project planner --simulate --config configs/image_classification.yaml \
         --nodes 64 --gpus-per-node 8 --where multi_node_hsdp
 
-Tests compare the simulated memory with what torch allocates and with real processes, and the
-traffic with the interface counters of two hosts. Step times are estimates.
+Tests compare the simulated memory with what torch allocates, and memory and collectives with those
+of real processes. Step times are estimates.
 """
 
 import argparse
