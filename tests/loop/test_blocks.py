@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from my_project import blocks, sharding
 from my_project.config import Config, ConfigError
 from ragged import Norm, Ragged
@@ -85,15 +86,49 @@ def test_a_copy_of_a_recomputed_block_calls_its_own_weights():
     assert not torch.equal(copied(x), model(x))
 
 
-def test_blocks_are_the_layers_of_one_class_in_a_list(tmp_path):
-    from accelerate import Accelerator
+class Named(Ragged):
+    """Names its blocks."""
 
-    accelerator = Accelerator(cpu=True)
+    def model_blocks(self, model: nn.Module) -> list[nn.Module]:
+        return [model[1]]
+
+
+class Nested(nn.Module):
+    """Blocks in lists that are not of one class, and in stages; an output tied to one of them."""
+
+    def __init__(self, is_tied: bool = False, no_split: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.ModuleList(Block(0.0, False) for _ in range(2)), nn.Linear(4, 4))
+            for _ in range(2)
+        )
+        self.outer = nn.ModuleList(Stack(4) for _ in range(2))
+        self.head = nn.Linear(8, 32)
+        if is_tied:
+            self.head.weight = self.outer[1].blocks[0].up.weight
+        self._no_split_modules = no_split
+
+
+def test_blocks_are_the_outer_layers_of_one_class_in_a_list_or_what_is_named(tmp_path):
+    accelerator, recipe = Accelerator(cpu=True), Ragged()
+
+    def found(model: nn.Module, of: Any = recipe) -> list[nn.Module]:
+        return blocks.blocks(accelerator, of, model)
+
     model = Stack(6)
-    assert sharding.blocks(accelerator, model) == [*model.blocks]
-    config = make_config(tmp_path, distributed__activation_checkpointing=True)
+    assert found(model) == [*model.blocks]
+    nested = Nested()
+    inner = [block for layer in nested.layers for block in layer[0]]
+    assert found(nested) == [*inner, *nested.outer], "of layers within layers the outer ones"
+    tied = Nested(is_tied=True)
+    of_tied = [block for layer in tied.layers for block in layer[0]]
+    assert found(tied) == [*of_tied, tied.outer[0], tied.outer[1].blocks[1]], "shares a weight"
+    named = Nested(no_split=("Linear",))
+    assert set(map(type, found(named))) == {nn.Linear}, "as transformers names them"
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    assert sharding.blocks(accelerator, plain) == []
+    assert found(plain, Named()) == [plain[1]]
+    assert found(plain) == []
+    config = make_config(tmp_path, distributed__activation_checkpointing=True)
     with pytest.raises(ConfigError, match="activation_checkpointing: Sequential has no blocks"):
         sharding.checkpoint_activations(accelerator, config, plain)
 

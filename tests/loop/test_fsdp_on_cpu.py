@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from my_project import contract, devices, optim, sharding
 from my_project.config import Config
@@ -31,15 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from world import World, run_world
 
-LEAST = 20  # parameters of a block
-
 
 def ask_for_fsdp(replicas: int = 1, precision: str = "no") -> None:
     """Set what `accelerate launch` sets for an accelerate config with fsdp_config."""
     os.environ.update(
         ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
-        FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP", FSDP_MIN_NUM_PARAMS=str(LEAST),
-        FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT", ACCELERATE_MIXED_PRECISION=precision,
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", ACCELERATE_MIXED_PRECISION=precision,
+        FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
     )  # fmt: skip
     if replicas > 1:
         os.environ.update(
@@ -209,9 +206,7 @@ def test_bf16_follows_the_curve_of_ddp_and_rounds_no_sum(tmp_path):
 SETTINGS = """--recipe.class_path ragged.Deep --recipe.init_args.dtype float64 --steps 6
 --batches.micro_batch_size 2 --optim.lr 0.05 --optim.ema_decay 0.9 --optim.clip_norm 8.0
 --evaluation.every_steps 3 --evaluation.best_metric validation/auroc --telemetry.every_steps 1"""
-ON_CPU = (
-    f"--num_processes 4 --mixed_precision no --fsdp_min_num_params {LEAST} --gpu_ids=-1,-1,-1,-1"
-)
+ON_CPU = "--num_processes 4 --mixed_precision no --gpu_ids=-1,-1,-1,-1"
 HSDP = "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2"
 
 
@@ -307,7 +302,7 @@ def start_one(accelerator: Any, config: Config, is_resumed: bool) -> dict[str, A
         model, of_rank_0 = sharding.build_model(accelerator, config, INFO, resume_from)
         optimizer = optim.build_optimizer(config.optim, config.recipe, model)
         fused = optimizer.defaults["fused"]
-        call, _ = sharding.prepare(accelerator, model, optimizer, of_rank_0)
+        call, _ = sharding.prepare(accelerator, config, model, optimizer, of_rank_0)
         peak = counted.peak
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -397,28 +392,3 @@ def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
             tokens = torch.arange(6)[None]
             loss = plain.eval()(input_ids=tokens, labels=tokens).loss.item()
             assert by_rank[0][i]["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-class Part(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-class Stage(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Part(8) for _ in range(layers))
-
-
-def test_blocks_of_a_model_without_a_list_of_layers_and_of_one_in_stages():
-    with torch.device("meta"):
-        alone = nn.Sequential(Part(1000), nn.Linear(1000, 1000))
-        uneven = nn.Sequential(Stage(2), Stage(4))
-    accelerator = Accelerator(cpu=True)
-    assert sharding.blocks(accelerator, alone) == [alone[0]], "large, with its weights whole"
-    inner = [layer for stage in (uneven[0], uneven[1]) for layer in stage.layers]
-    assert sharding.blocks(accelerator, uneven) == inner, "one stage is most of the model"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.optim import build_optimizer, learning_rate, set_learning_rate, step_if_finite
 from ragged import Ragged
@@ -163,18 +162,6 @@ def test_a_run_in_which_every_step_was_skipped_is_not_finished(tmp_path):
         assert status(config)["outcome"] == "failed"
         assert not (config.folder / "export").exists()
     assert train(change(config, steps=6)) == 0
-
-
-def test_a_parameter_that_prepare_loses_is_named(tmp_path, monkeypatch):
-    prepare = Accelerator.prepare
-
-    def lossy(self, model, optimizer):
-        optimizer.param_groups[0]["params"].pop()
-        return prepare(self, model, optimizer)
-
-    monkeypatch.setattr(Accelerator, "prepare", lossy)
-    with pytest.raises(ConfigError, match=r"leaves out 3\.weight"):
-        train(make_config(tmp_path))
 
 
 @pytest.mark.parametrize("reason", ["explode_at", "empty_at"])

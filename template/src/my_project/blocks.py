@@ -1,10 +1,11 @@
-"""The blocks of a model: their activations recomputed in the backward pass, and torch.compile.
+"""The blocks of a model: which they are, activation checkpointing, and torch.compile.
 
-Both change how a module is called and replace none, so that the names of the parameters and the
-keys of exports and checkpoints stay those of the plain model. Which modules are blocks, see
-sharding.blocks.
+FSDP2 gathers one block at a time (sharding.py), and the activations of blocks are recomputed in the
+backward pass. All three change how a module is called and replace none, so that the names of the
+parameters and the keys of exports and checkpoints stay those of the plain model.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
@@ -17,8 +18,54 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from .recipe import Recipe, optional
+
 # `step` in the frame that torch.compile sees: RecipeModule.forward, or what autocast wraps it in.
 STEP_SOURCES = ("L['arguments'][1]", "L['args'][3]")
+
+
+# ---- which modules are blocks --------------------------------------------------------------------
+def blocks(accelerator: Accelerator, recipe: Recipe, model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model: what the recipe's model_blocks returns, or outermost modules.
+
+    These are of the classes that the accelerate config names, else of those that transformers
+    leaves on one device, else of those of which a ModuleList or a Sequential holds several, leaves
+    such as a Linear aside. A module that shares a weight with another part of the model is none:
+    FSDP2 could not gather it alone.
+    """
+    if own := optional(recipe, "model_blocks"):
+        return list(own(model))
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    names = {*(plugin and plugin.transformer_cls_names_to_wrap or ())}
+    for module in () if names else model.modules():
+        names |= {*(getattr(module, "_no_split_modules", None) or ())}
+    names = names or _repeated(model)
+    holders = Counter(_parameters(model))
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # outer ones first
+        if type(module).__name__ in names and module not in inside:
+            is_shared = any(n < holders[p] for p, n in Counter(_parameters(module)).items())
+            found += [] if is_shared else [module]
+            inside |= {*(() if is_shared else module.modules())}
+    return found
+
+
+def _repeated(model: nn.Module) -> set[str]:
+    """Return the names of the classes, of modules with parts, that a list holds several of."""
+    lists = (nn.ModuleList, nn.Sequential)
+    return {
+        kind.__name__
+        for module in model.modules()
+        if isinstance(module, lists)
+        for kind, number in Counter(type(part) for part in module if any(part.children())).items()
+        if number > 1 and kind not in (*lists, nn.ModuleDict)
+    }
+
+
+def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield each parameter as often as a module holds it: a tied weight several times."""
+    return (p for module in model.modules() for p in module.parameters(recurse=False))
 
 
 # ---- activation checkpointing --------------------------------------------------------------------

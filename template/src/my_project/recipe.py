@@ -45,6 +45,10 @@ A recipe may also have:
 
     collate(samples) -> batch                     default: torch's default_collate
     parameter_groups(model) -> list of dicts      as for torch.optim; "lr_scale" multiplies lr
+    model_blocks(model) -> list of modules        that FSDP2 gathers, activation checkpointing
+                                                  recomputes and torch.compile compiles one by one,
+                                                  none inside another; default: the layers of one
+                                                  class in a list (blocks.py)
     build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
     flops_per_item(model) -> float                of its forward and backward, for MFU; default:
@@ -116,6 +120,7 @@ PARAMETERS = {  # of every method that the loop calls
     "loss": ("model", "batch", "step"),
     "collate": ("samples",),
     "parameter_groups": ("model",),
+    "model_blocks": ("model",),
     "build_metrics": (),
     "update_metrics": ("model", "batch", "metrics"),
     "flops_per_item": ("model",),

@@ -1,12 +1,10 @@
-"""The wrapper that DDP, FSDP2, autocast and torch.compile see, and the units that FSDP2 shards."""
+"""The wrapper that DDP, FSDP2, autocast and torch.compile see; what FSDP2 shards, and when it sends."""
 
 import logging
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,24 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from . import contract, sharded_start
-from .blocks import compile_in_place, recompute_activations
+from .blocks import blocks, compile_in_place, recompute_activations
 from .checkpoint.shards import plain_name
 from .config import Config, ConfigError
 from .devices import wants_sharding
-from .optim import check_parameters, set_zero_gradients
+from .optim import set_zero_gradients
 from .process import world
 
 logger = logging.getLogger(__name__)
-MIN_BLOCK_PARAMETERS = 1_000_000  # fsdp_min_num_params of the accelerate configs
 
 
 class RecipeModule(nn.Module):
@@ -91,6 +92,7 @@ def build_model(
 
 def prepare(
     accelerator: Accelerator,
+    config: Config,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     weights: dict[str, Tensor] | None = None,
@@ -102,6 +104,7 @@ def prepare(
 
     Args:
         accelerator: of this process.
+        config: of the run.
         model: with its weights or, for FSDP, on the meta device.
         optimizer: of the model's parameters.
         weights: on rank 0 the weights of a model on the meta device, on the others {}; None leaves
@@ -113,13 +116,13 @@ def prepare(
         ragged, but with autocast and FSDP.
     """
     if getattr(accelerator.state, "fsdp_plugin", None):
-        prepared = shard(accelerator, model, optimizer, weights)
+        prepared = shard(accelerator, config, model, optimizer, weights)
     else:
         if accumulation > 1 and not any(getattr(m, "sparse", False) for m in model.modules()):
             set_zero_gradients(optimizer)
         wrapper = RecipeModule(model)
-        compile_in_place(accelerator, wrapper, blocks(accelerator, model))
-        prepared, _ = accelerator.prepare(wrapper, optimizer)
+        compile_in_place(accelerator, wrapper, blocks(accelerator, config.recipe, model))
+        prepared = accelerator.prepare(wrapper)
         accelerator._models[-1] = prepared  # the DDP, for devices.release_groups
     if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
@@ -128,7 +131,6 @@ def prepare(
         )
     if not has_gradients_in_buckets(prepared):
         optimizer.zero_grad()
-    check_parameters(optimizer.param_groups, model)
     return prepared, accelerator.unwrap_model(prepared)
 
 
@@ -140,93 +142,31 @@ def checkpoint_activations(accelerator: Accelerator, config: Config, model: nn.M
         wanted = True
         # accelerate would wrap modules, and draw other dropout masks in the second forward pass
         plugin.activation_checkpointing = False
-    found = blocks(accelerator, model) if wanted else []
+    found = blocks(accelerator, config.recipe, model) if wanted else []
     if wanted and not found:
         raise ConfigError(
             f"distributed.activation_checkpointing: {type(model).__name__} has no blocks, such as"
-            " several layers of one class in a ModuleList or Sequential; set it to false."
+            " several layers of one class in a ModuleList or Sequential; return them from the"
+            " recipe's model_blocks, or set it to false."
         )
     for block in found:
         recompute_activations(block)
 
 
-def blocks(accelerator: Accelerator, model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose activations are recomputed and which are compiled one by one.
-
-    They are those that FSDP2 gathers one at a time; without FSDP, the layers of which a ModuleList
-    or a Sequential holds several of one class, or else those that FSDP2 would gather.
-    """
-    if plugin := getattr(accelerator.state, "fsdp_plugin", None):
-        choose_blocks(plugin, model)
-        names = set(plugin.transformer_cls_names_to_wrap or ())
-    elif not (names := repeated_layers(model)):
-        names = sharded_blocks(model, MIN_BLOCK_PARAMETERS)
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    inner = {id(part) for block in found for part in block.modules() if part is not block}
-    return [block for block in found if id(block) not in inner]
-
-
-def repeated_layers(model: nn.Module) -> set[str]:
-    """Return the names of the classes of which a list holds several modules, and no other class.
-
-    Of layers within layers these are the outer ones: of a mixture of experts each rank may call
-    others. But where these differ in size, and one has more than a quarter of the model's
-    parameters, most of them in inner layers, they are stages, and the inner layers count.
-    """
-    layers: dict[str, list[nn.Module]] = {}
-    for module in model.modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            first = module[0]
-            is_leaf = not any(first.children())  # a Linear: its class is everywhere
-            is_list = (
-                isinstance(first, (nn.ModuleList, nn.ModuleDict)) or type(first) is nn.Sequential
-            )
-            if not (is_leaf or is_list) and {*map(type, module)} == {type(first)}:
-                layers.setdefault(type(first).__name__, []).extend(module)
-
-    def inside(layer: nn.Module) -> list[nn.Module]:
-        others = (part for part in layer.modules() if type(part) is not type(layer))
-        return [part for part in others if type(part).__name__ in layers]
-
-    stages = set()
-    for name, found in layers.items():
-        largest = max(found, key=parameter_count)
-        size = parameter_count(largest)
-        are_equal = all(parameter_count(layer) == size for layer in found)
-        is_large = 4 * size > parameter_count(model)
-        if not are_equal and is_large and 2 * parameter_count(*inside(largest)) > size:
-            stages.add(name)
-    kept = layers.keys() - stages
-    inner = {type(p).__name__ for name in kept for layer in layers[name] for p in inside(layer)}
-    return kept - inner
-
-
-def parameter_count(*modules: nn.Module) -> int:
-    """Return the number of parameters of modules that may contain one another."""
-    return sum({p: p.numel() for module in modules for p in module.parameters()}.values())
-
-
 def shard(
     accelerator: Accelerator,
+    config: Config,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     weights: dict[str, Tensor] | None,
 ) -> Any:
-    """Shard by accelerate's `prepare`, then allocate and fill the shards. Arguments as of prepare.
+    """Shard by torch's `fully_shard`, then allocate and fill the shards. Arguments as of prepare.
 
-    Accelerate finds the optimizer's parameters by their addresses, which on the meta device are all
-    the same: here they are found by name.
+    Not by accelerate's `prepare`, which chooses what is gathered at once by looking into our
+    wrapper, and finds the optimizer's parameters by their addresses: on the meta device all have
+    the same. Here they are found by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
-    choose_blocks(plugin, model)
-    plugin.cpu_ram_efficient_loading = False  # sharded_start does that
-    autocast = None
-    if accelerator.mixed_precision != "no":  # accelerate's prepare adds autocast to DDP only
-        kind = plugin.mixed_precision_policy.param_dtype
-        # accelerate's policy also casts outputs: of what a loss returns, bf16 keeps 3 digits
-        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
-        plugin.mixed_precision_policy = policy
-        autocast = accelerator.device.type, kind
     if optimizer.state:
         raise ConfigError(
             f"{type(optimizer).__name__} makes its state in its constructor, before FSDP shards the"
@@ -235,19 +175,31 @@ def shard(
     names = {id(p): plain_name(name) for name, p in model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     is_on_meta = any(p.is_meta for p in model.parameters())
-    wrapper = RecipeModule(model, autocast)
-    compile_in_place(accelerator, wrapper, blocks(accelerator, model))
+    autocast, kind = None, None
+    if accelerator.mixed_precision != "no":
+        kind = plugin.mixed_precision_policy.param_dtype
+        autocast = accelerator.device.type, kind
+        for p in model.parameters():
+            if p.requires_grad:  # what the optimizer steps
+                p.data = p.data.float()
+    # without an output_dtype: of what a loss returns, bf16 would keep 3 digits
+    of_blocks = MixedPrecisionPolicy(kind, torch.float32 if kind else None)
+    # the root's inputs are a batch: targets and weights of items stay as they are
+    of_root = MixedPrecisionPolicy(kind, of_blocks.reduce_dtype, cast_forward_inputs=False)
+    mesh: Any = getattr(accelerator, "torch_device_mesh", None)
     with warnings.catch_warnings():
-        # accelerate 1.10 says that it casts float32 to float32
-        warnings.filterwarnings("ignore", message="FSDP upcast of low precision parameters")
-        # torch, on every rank, of how accelerate takes the mesh of the shards
+        # torch, on every rank, of the mesh of the shards
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
-        prepared, _ = accelerator.prepare(wrapper, optimizer)
-    # the backward pass needs the root at once; accelerate before 1.13 lets it be gathered again
-    prepared.set_reshard_after_forward(False, recurse=False)
-    if autocast:  # the root's inputs are a batch: targets and weights of items stay as they are
-        root: Any = prepared._get_fsdp_state()
-        root._mp_policy = replace(root._mp_policy, cast_forward_inputs=False)
+        mesh = mesh and mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    options = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
+    wrapper = RecipeModule(model, autocast)
+    found = blocks(accelerator, config.recipe, model)
+    compile_in_place(accelerator, wrapper, found)
+    again = plugin.reshard_after_forward
+    for block in found:
+        fully_shard(block, reshard_after_forward=again, mp_policy=of_blocks, **options)
+    # the backward pass needs the root at once
+    prepared = fully_shard(wrapper, reshard_after_forward=False, mp_policy=of_root, **options)
     if is_on_meta:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         place = torch.device("cpu") if is_offloaded else accelerator.device
@@ -260,64 +212,17 @@ def shard(
     return prepared
 
 
-def choose_blocks(plugin: Any, model: nn.Module) -> None:
-    """Replace accelerate's size-based wrapping with the classes that sharded_blocks chooses.
+def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
+    """Return the context of a micro-batch: what its backward pass sends of the gradients.
 
-    Size-based wrapping would also wrap modules that FSDP2 cannot gather alone: a ModuleList, whose
-    forward is never called, and one of two modules that share a tied weight.
+    DDP all-reduces them with the last micro-batch of a step. FSDP2 reduce-scatters those of each,
+    so that no rank ever holds the whole gradient; HSDP all-reduces the shards with the last.
     """
-    if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
-        plugin.auto_wrap_policy = transformer_auto_wrap_policy
-        plugin.transformer_cls_names_to_wrap = sorted(sharded_blocks(model, plugin.min_num_params))
-
-
-def sharded_blocks(model: nn.Module, least: int) -> set[str]:
-    """Return the names of the classes whose modules FSDP2 gathers one at a time.
-
-    They are repeated layers that have at least `least` parameters. Elsewhere, from the leaves up, a
-    module becomes a block if it has as many, and no block in it. With a module all modules of its
-    class are blocks; the root keeps the remaining parameters.
-    """
-    wrapped = model  # peft wraps a model in two modules, and calls it without its hooks
-    while len(inner := list(wrapped.children())) == 1 and not list(wrapped.parameters(False)):
-        wrapped = inner[0]
-    # accelerate finds a class by its name
-    names = Counter(kind.__name__ for kind in {type(module) for module in model.modules()})
-    holders = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-
-    def can_be_block(module: nn.Module) -> bool:
-        kind = type(module)
-        is_leaf = not any(module.children())  # a Linear: its class is everywhere
-        is_around_all = any(inner is wrapped for inner in module.modules())
-        if is_around_all or is_leaf or kind is nn.Sequential or names[kind.__name__] > 1:
-            return False
-        inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-        return kind.forward is not nn.Module.forward and inside.items() <= holders.items()
-
-    layers = repeated_layers(model)
-    classes = {
-        type(module)
-        for module in model.modules()
-        if type(module).__name__ in layers
-        and parameter_count(module) >= least
-        and can_be_block(module)
-    }
-
-    def choose(module: nn.Module) -> float:
-        """Return the parameters that are in no block, and add to the classes."""
-        if type(module) in classes:
-            return 0
-        # each module that holds a tied weight counts its part
-        own = sum(p.numel() / holders[id(p)] for p in module.parameters(recurse=False))
-        count = own + sum(map(choose, module.children()))
-        is_around_blocks = any(type(inner) in classes for inner in module.modules())
-        if count < least or is_around_blocks or not can_be_block(module):
-            return count
-        classes.add(type(module))
-        return 0
-
-    choose(model)
-    return {kind.__name__ for kind in classes}
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+    elif isinstance(model, DistributedDataParallel) and not is_last:
+        return model.no_sync()
+    return nullcontext()
 
 
 def strict_ddp(model: Any) -> DistributedDataParallel | None:

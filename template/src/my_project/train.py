@@ -69,8 +69,9 @@ def main(config: Config) -> int:
         resume_from = resuming.choose_together(accelerator, run)
         raw_model, weights = sharding.build_model(accelerator, config, data_info, resume_from)
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
-        prepared = sharding.prepare(accelerator, raw_model, optimizer, weights, layout.accumulation)
-        model, eval_model = prepared
+        model, eval_model = sharding.prepare(
+            accelerator, config, raw_model, optimizer, weights, layout.accumulation
+        )
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         ema_swapped_in = ema.swapped_in if ema else nullcontext
         scaler = accelerator.scaler  # of fp16
@@ -148,7 +149,7 @@ def main(config: Config) -> int:
                     batch = next(micro_batches)
                     seed_forward(config.seed, step, j * world_size + rank, device)
                     is_last = j == layout.accumulation - 1
-                    with nullcontext() if is_last else accelerator.no_sync(model):
+                    with sharding.gradient_sync(model, is_last=is_last):
                         returned = model(recipe.loss, batch, step)  # in the one wrapped forward
                         if step == steps.start and j == 0:
                             read_back.set_names(contract.check_loss(recipe, returned))
@@ -163,7 +164,8 @@ def main(config: Config) -> int:
                         scaled.backward(torch.full_like(scaled, backward_factor))
                 sums.wait()
                 metrics.backward_ended()
-                accelerator.unscale_gradients()
+                if scaler:
+                    scaler.unscale_(optimizer)
 
                 # ---- normalize, clip, step -------------------------------------------------------
                 # undo the average of DDP or FSDP and the factor; divide by the items of all ranks

@@ -1,7 +1,7 @@
 """Simulate one step of rank 0 on a cluster that need not exist, for planner.py.
 
 One process, fake tensors and torch's fake process group, in which no other rank answers: the
-recipe's model takes a real step, sharded by accelerate's own function or with its gradients in the
+recipe's model takes a real step, sharded by the loop's own function or with its gradients in the
 buckets that DDP makes, as the accelerate config says. Counted are the memory of each kind, every
 collective and the FLOPs.
 Tensors have no values, so neither a loss nor a time comes out.
@@ -26,7 +26,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
@@ -265,7 +264,8 @@ class _Step:
         self.optimizer = optim.build_optimizer(config.optim, config.recipe, self.raw_model)
         self.buckets: list[torch.Tensor] = []
         if self.is_sharded:
-            self.model: Any = sharding.shard(accelerator, self.raw_model, self.optimizer, None)
+            of_run = accelerator, config
+            self.model: Any = sharding.shard(*of_run, self.raw_model, self.optimizer, None)
         else:
             self.model = sharding.RecipeModule(self.raw_model)
             if self.world_size > 1:
@@ -291,15 +291,14 @@ class _Step:
 
     def micro_batch(self, batch: Any, sums: StepSums, *, is_last: bool) -> None:
         """Run forward and backward of a micro-batch, and with the last send the gradients."""
-        if self.is_sharded:
-            self.model.set_requires_gradient_sync(is_last)
         is_cast = bool(self.dtype) and not self.is_sharded
-        with torch.autocast("cpu", self.dtype, enabled=is_cast):
-            loss_sum, num_items, *_ = self.model(self.recipe.loss, batch, 0)
-        sums.add(loss_sum, num_items)
-        if is_last:
-            sums.start_all_reduce(False, False)
-        loss_sum.backward()
+        with sharding.gradient_sync(self.model, is_last=is_last):
+            with torch.autocast("cpu", self.dtype, enabled=is_cast):
+                loss_sum, num_items, *_ = self.model(self.recipe.loss, batch, 0)
+            sums.add(loss_sum, num_items)
+            if is_last:
+                sums.start_all_reduce(False, False)
+            loss_sum.backward()
         if is_last and self.buckets:
             for dtype in {buffer.dtype for buffer in self.synced_buffers}:
                 of_type = [b.flatten() for b in self.synced_buffers if b.dtype == dtype]
@@ -322,18 +321,13 @@ class _Step:
 
 
 def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
-    """Return what sharding.py reads of an Accelerator.
-
-    Accelerate's `prepare` finds parameters by addresses, which fake tensors lack: this one is the
-    part of it that shards.
-    """
+    """Return what sharding.py reads of an Accelerator."""
     accelerator: Any = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=None),
         mixed_precision=precision,
         num_processes=world_size,
         is_main_process=True,
         device=CPU,
-        prepare=lambda model, optimizer: (fsdp2_prepare_model(accelerator, model), optimizer),
     )
     if is_sharded:
         if refusal := sharding_refusal():
@@ -350,7 +344,7 @@ def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
 def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> dict[str, Any]:
     """Take two steps, and count in the second: the first allocates the optimizer state.
 
-    Of the micro-batches before the last, which are alike, one is taken. Those of DDP send nothing.
+    Of the micro-batches before the last, which are alike, one is taken.
     """
     here: Any = SimpleNamespace(device=CPU, num_processes=step.world_size)
     step.micro_batch(batch, StepSums(here), is_last=True)
