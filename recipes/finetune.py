@@ -475,19 +475,30 @@ class Finetune:
         words = sample["text"].split(" ")
         return " ".join(words[:4]), " ".join(words[4:])
 
-    def export(self, model: Any, data_info: dict[str, Any], folder: Path) -> None:
-        """Write the model or the adapter, with the tokenizer, as from_pretrained loads them."""
+    def export(
+        self, model: Any, data_info: dict[str, Any], tensors: dict[str, Tensor], folder: Path | None
+    ) -> tuple[str, dict[str, Tensor]] | None:
+        """Write the model or its adapter, with the tokenizer, as from_pretrained loads them."""
+        if folder is None:
+            return self._exported(model, tensors)
         if self.lora_rank and self.merge_adapter:
             # a copy, since training may continue
-            model = copy.deepcopy(model).cpu().merge_and_unload()
-        self._save_pretrained(model, folder)
+            self._save_pretrained(copy.deepcopy(model).cpu().merge_and_unload(), folder)
+            return None
+        nothing = torch.empty(0)  # the loop writes the weights
+        self._save_pretrained(model, folder, state_dict=dict.fromkeys(tensors, nothing))
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+        return None
 
-    def export_tensors(
+    def _exported(
         self, model: Any, tensors: dict[str, Tensor]
     ) -> tuple[str, dict[str, Tensor]] | None:
-        """Return the tensors of a sharded model, or those of its adapter; to merge it, None."""
+        """Return the tensors of the model or of its adapter; None to merge one, which takes all."""
         if not self.lora_rank:
-            return "model", tensors
+            # of a tied weight the first name, as save_pretrained writes it
+            first = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+            return "model", {name: tensors[name] for name in tensors if name in first}
         if self.merge_adapter:
             return None
         from peft import get_peft_model_state_dict
@@ -495,17 +506,6 @@ class Finetune:
         return "adapter_model", get_peft_model_state_dict(
             model, state_dict=tensors, save_embedding_layers=False
         )
-
-    def export_files(self, model: Any, data_info: dict[str, Any], folder: Path) -> None:
-        """Write what export writes, but no weights."""
-        nothing = torch.empty(0)
-        names: list[str] = []
-        if self.lora_rank:  # peft looks for the names of its weights
-            for named in (model.named_parameters, model.named_buffers):
-                names += [name for name, _ in named(remove_duplicate=False)]
-        self._save_pretrained(model, folder, state_dict=dict.fromkeys(names, nothing))
-        for path in folder.glob("*.safetensors"):
-            path.unlink()
 
     def _save_pretrained(self, model: Any, folder: Path, **settings: Any) -> None:
         if self.lora_rank and not self.merge_adapter:

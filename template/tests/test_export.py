@@ -266,16 +266,18 @@ def test_best_is_exported_and_training_stops_when_it_gets_no_better(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen(Ragged):
-    def export_tensors(self, model: Any, tensors: Any) -> Any:
+    def export(self, model: Any, data_info: Any, tensors: Any, folder: Any) -> Any:
+        if folder:
+            (folder / "beside.txt").touch()
         return "mine", {f"my.{name}": tensor for name, tensor in tensors.items()}
 
 
-def test_a_recipe_names_the_file_and_the_tensors_of_a_sharded_model(tmp_path, monkeypatch):
+def test_a_recipe_names_the_file_and_the_tensors_and_writes_what_is_beside_them(tmp_path):
     config = make_config(tmp_path, Chosen())
-    monkeypatch.setattr(exporting, "is_sharded", lambda _: True)
     run = Run(config, 0)
     run.folder.mkdir(parents=True)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     exporting.export(run, {"features": 6}, model, Checkpoints(run, model, optimizer, None, None))
     assert load_file(run.folder / "export/mine.safetensors").keys() == {"my.weight", "my.bias"}
+    assert (run.folder / "export/beside.txt").is_file()

@@ -270,9 +270,11 @@ class OfTied(Ragged):
 class WithExport(OfTied):
     """Its own export needs a whole model."""
 
-    def export(self, model: Any, data_info: Any, folder: Path) -> None:
-        assert not exporting.is_sharded(model)
-        torch.save(model.state_dict(), folder / "model.pt")
+    def export(self, model: Any, data_info: Any, tensors: Any, folder: Path | None) -> None:
+        if folder:
+            assert not exporting.is_sharded(model)
+            assert tensors.keys() == model.state_dict().keys()
+            torch.save(model.state_dict(), folder / "model.pt")
 
 
 LIMIT = 700  # bytes: the embedding and the output, which is tied to it, have 440 each, all 1128

@@ -165,10 +165,10 @@ def test_every_collective_of_a_step_of_512_ranks_by_hand(tmp_path):
         for c in found.collectives
     }
     assert seen == {
-        # each micro-batch gathers a layer in forward and in backward, the root once, in bf16;
-        # gradients are summed in float32
+        # each micro-batch gathers a layer in forward and in backward, the root once, in bf16, and
+        # scatters the sums of its gradients in float32; the last adds up those of all nodes
         ("all-gather", 8, 8): (4 * (2 * 6 + 1), 4 * 2 * (2 * 6 * layer + root)),
-        ("reduce-scatter", 8, 8): (7, 4 * found.parameters),
+        ("reduce-scatter", 8, 8): (4 * 7, 4 * 4 * found.parameters),
         ("all-reduce", 64, 1): (7, 4 * found.parameters // 8),
         ("all-reduce", 8, 8): (1, 4 * (6 * 6 + 2)),  # norms of the gradients
         ("all-reduce", 512, 8): (1, 4 * 8),  # the step's sums

@@ -36,7 +36,7 @@ def blocks(accelerator: Accelerator, recipe: Recipe, model: nn.Module) -> list[n
     if own := optional(recipe, "model_blocks"):
         return list(own(model))
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    names = {*(plugin and plugin.transformer_cls_names_to_wrap or ())}
+    names = {*((plugin and plugin.transformer_cls_names_to_wrap) or ())}
     for module in () if names else model.modules():
         names |= {*(getattr(module, "_no_split_modules", None) or ())}
     names = names or _repeated(model)

@@ -159,9 +159,8 @@ class DistributedConfig:
     """Compute BatchNorm statistics over the micro-batches of all ranks. GPUs only."""
     activation_checkpointing: bool = may_change(False)
     """Keep only the inputs of each block of layers, and recompute the rest in the backward pass:
-    less memory, about a third more computation. The blocks are the modules that FSDP shards;
-    without FSDP the layers of one class in a ModuleList or Sequential or, if there are none, the
-    modules that FSDP would shard (sharding.blocks)."""
+    less memory, about a third more computation. The blocks are those of the recipe's model_blocks,
+    or else the layers of one class in a ModuleList or Sequential (blocks.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

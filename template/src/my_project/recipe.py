@@ -56,11 +56,9 @@ A recipe may also have:
     predict(model, data_info, argument) -> str    the answer that predict prints
     predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
                                                   also shown at each evaluation
-    export(model, data_info, folder) -> None      writes an export other than model.safetensors;
-                                                  the model is whole, also of a sharded one
-    export_tensors(model, tensors) -> (stem, {name: tensor})    what the loop writes of a sharded
-                                                  model to <stem>.safetensors, in place of `export`
-    export_files(model, data_info, folder) -> None    writes other files beside those tensors
+    export(model, data_info, tensors, folder) -> (stem, {name: tensor}) or None
+                                                  what an export holds, see below; default:
+                                                  model.safetensors with all tensors
     load(data_info, folder) -> torch.nn.Module    loads what `export` has written
 
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what
@@ -68,11 +66,12 @@ predict prints, a str or a table of rich; files that it writes into `folder`, su
 are moved to the run. It is called at each evaluation, too, on every rank, for evaluation.samples
 samples, whose tensors are on the device of the model (records/samples.py).
 
-Of a sharded model, rank 0 builds another, whole one for `export`. A model too large for that needs
-`export_tensors`, which is called on every rank with the state of the model, whose values are
-sharded: it returns some or all of them, renamed if need be, and the loop reads and writes one at
-a time; None: `export` it. `export_files` is called by rank 0 alone, so it must neither
-read a weight nor draw random numbers; without `export`, also of a model that is not sharded.
+`export` is called twice. First on every rank, with folder None: it returns which of `tensors`, the
+state of the model, the loop writes to <stem>.safetensors, renamed if need be. Of a sharded model
+their values are sharded, and the loop reads and writes one at a time. Then by rank 0 alone, with a
+folder, into which it writes other files; it must neither read a weight nor draw random numbers
+there. Where it has returned None, it writes the weights too, and gets a whole model: of a sharded
+one rank 0 builds another.
 
 Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
 change between two starts of a run (a path).
@@ -126,9 +125,7 @@ PARAMETERS = {  # of every method that the loop calls
     "flops_per_item": ("model",),
     "predict": ("model", "data_info", "argument"),
     "predict_samples": ("model", "data_info", "samples", "folder"),
-    "export": ("model", "data_info", "folder"),
-    "export_tensors": ("model", "tensors"),
-    "export_files": ("model", "data_info", "folder"),
+    "export": ("model", "data_info", "tensors", "folder"),
     "load": ("data_info", "folder"),
 }
 

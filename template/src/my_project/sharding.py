@@ -1,4 +1,4 @@
-"""The wrapper that DDP, FSDP2, autocast and torch.compile see; what FSDP2 shards, and when it sends."""
+"""The wrapper that DDP, FSDP2, autocast and torch.compile see, and how FSDP2 shards it."""
 
 import logging
 import re

@@ -35,9 +35,9 @@ def export(
     """Replace export/ or best/. Called by every rank; rank 0 writes.
 
     A tensor at a time is read from the files of a checkpoint (Checkpoints.replace_export), best/
-    beside training. But a recipe's own `export` is called before this returns: it may read the
-    model, which training changes, and draw random numbers. Of a sharded model it gets a whole one,
-    unless the recipe has `export_tensors`.
+    beside training. But where the recipe's `export` names no tensors it writes all by itself,
+    before this returns: it may read the model, which training changes, and draw random numbers. Of
+    a sharded model it gets a whole one.
 
     Args:
         run: the run folder.
@@ -51,20 +51,20 @@ def export(
     """
     recipe = run.config.recipe
     state = model_tensors(model)
-    own, choose = optional(recipe, "export"), optional(recipe, "export_tensors")
-    stem, weights = "model", state
-    if choose and is_sharded(model) and (chosen := choose(model, state)):
-        stem, weights, own = chosen[0], dict(sorted(chosen[1].items())), None  # in one order
-    if own and not is_sharded(model):
+    own = optional(recipe, "export")
+    chosen = own(model, data_info, state, None) if own else ("model", state)
+    stem, weights = chosen or ("model", state)
+    weights = dict(sorted(weights.items()))  # in one order on all ranks
+    needs_whole = not chosen and is_sharded(model)
+    if not chosen and not needs_whole:
         weights = {}
 
     def fill(folder: Path) -> None:
-        if own and not is_sharded(model):
+        if not weights:
             for key, tensor in state.items():
                 _check_finite(key, tensor)
-            own(model, data_info, folder)
-        elif not own and (write_files := optional(recipe, "export_files")):
-            write_files(model, data_info, folder)
+        if own and not needs_whole:
+            own(model, data_info, state, folder)
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
         (folder / "data_info.json").write_text(json.dumps(data_info))
         (folder / "step.json").write_text(json.dumps({"step": run.step}))
@@ -76,18 +76,19 @@ def export(
             _check_finite(key, whole)
             return whole
 
-        if not own:
+        if not needs_whole:
             _save_files(split_into_files(weights, stem), value, folder)
             return
         plain = recipe.build_model(data_info)
-        for key, tensor in plain.state_dict().items():
+        whole = plain.state_dict()
+        for key, tensor in whole.items():
             tensor.copy_(value(key))
-        own(plain, data_info, folder)
+        own(plain, data_info, whole, folder)
 
     keys = {id(tensor): key for key, tensor in state.items()}
     saved_names = {key: keys.get(id(tensor)) for key, tensor in weights.items()}
     checkpoints.replace_export(run.folder / name, fill, weights, saved_names, write)
-    if name == "export" or (own and weights):
+    if name == "export" or needs_whole:
         checkpoints.wait()
 
 
