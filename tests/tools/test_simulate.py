@@ -174,7 +174,7 @@ def test_every_collective_of_a_step_of_512_ranks_by_hand(tmp_path):
         ("all-reduce", 512, 8): (1, 4 * 8),  # the step's sums
     }
     assert found.memory_bytes["state"] == pytest.approx(12 * found.parameters / 8, rel=1e-3)
-    assert found.memory_bytes["gradients"] == 4 * found.parameters, "accumulated, not sharded"
+    assert found.memory_bytes["gradients"] < 2 * found.parameters, "no rank holds all of them"
 
 
 def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):

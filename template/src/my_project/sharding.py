@@ -180,7 +180,7 @@ def shard(
         kind = plugin.mixed_precision_policy.param_dtype
         autocast = accelerator.device.type, kind
         for p in model.parameters():
-            if p.requires_grad:  # what the optimizer steps
+            if p.requires_grad and p.dtype != torch.float32:  # what the optimizer steps
                 p.data = p.data.float()
     # without an output_dtype: of what a loss returns, bf16 would keep 3 digits
     of_blocks = MixedPrecisionPolicy(kind, torch.float32 if kind else None)
