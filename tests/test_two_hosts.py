@@ -199,7 +199,7 @@ def card(where: str, host: int) -> list[str]:
         "--machine_rank 0": f"--machine_rank {host}",
         "<address of node 0>": ADDRESSES[0],
         "configs/image_classification.yaml": "tiny.yaml",
-        " -m ": " --gpu_ids=-1,-1 --mixed_precision no --fsdp_min_num_params 20 -m ",
+        " -m ": " --gpu_ids=-1,-1 --mixed_precision no -m ",
     }.items():
         assert command.count(shown) >= 1, (shown, command)
         command = command.replace(shown, ours)

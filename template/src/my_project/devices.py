@@ -81,10 +81,11 @@ def check_gpus(needed: int) -> None:
     found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if found < needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        asked = f"{needed} GPUs" if found else "a GPU"
+        asked = "asks for a GPU, but torch finds none"
+        if found:
+            asked = f"asks for {needed} GPUs, but torch finds {found}"
         raise ConfigError(
-            f"the accelerate config asks for {asked}, but torch finds {found or 'none'}"
-            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set --num_processes, or use"
+            f"the accelerate config {asked} (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set --num_processes, or use"
             " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )
 
