@@ -101,14 +101,6 @@ def test_damaged_lines_cost_no_other_record(copied):
     assert (copied.folder / "metrics.jsonl.damaged-1").read_bytes() == damaged
 
 
-def test_a_last_line_that_a_kill_has_cut_costs_no_other_record(copied):
-    path = copied.folder / "metrics.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"step": 6, "lo')
-    assert train(change(copied, steps=7)) == 0
-    assert steps(copied) == [1, 2, 3, 4, 5, 6, 7]
-    assert not (copied.folder / "metrics.jsonl.damaged-1").exists()
-
-
 def test_what_is_in_the_way_of_an_export_is_moved_aside(copied, tmp_path):
     for name in ("export", ".export.partial", ".export.before"):
         shutil.rmtree(copied.folder / name, ignore_errors=True)

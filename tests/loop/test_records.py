@@ -233,6 +233,16 @@ def test_steps_that_are_skipped_are_counted_in_their_interval(tmp_path):
     assert [r["loss"] is None for r in records(config)] == [False, True, False]
 
 
+def test_a_last_line_that_a_kill_has_cut_costs_no_other_record(tmp_path):
+    config = make_config(tmp_path, Ragged(validation_samples=0), steps=2)
+    assert train(config) == 0
+    with (config.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert train(change(config, steps=3)) == 0
+    assert [record["step"] for record in records(config)] == [1, 2, 3]
+    assert not (config.folder / "metrics.jsonl.damaged-1").exists()
+
+
 # ---- MFU -----------------------------------------------------------------------------------------
 def test_mfu_is_recorded_for_any_recipe(tmp_path):
     """By hand: two linear layers, forward; backward for both weights and one input."""
