@@ -85,8 +85,8 @@ def check_gpus(needed: int) -> None:
         if found:
             asked = f"asks for {needed} GPUs, but torch finds {found}"
         raise ConfigError(
-            f"the accelerate config {asked} (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set --num_processes, or use"
-            " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
+            f"the accelerate config {asked} (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set"
+            " --num_processes, or use accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )
 
 
