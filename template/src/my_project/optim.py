@@ -59,9 +59,9 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     if "weight_decay" in accepted:  # of groups that do not state their own
         arguments.setdefault("weight_decay", config.weight_decay)
     if "fused" in accepted and not {"fused", "foreach", "capturable"} & set(arguments):
-        devices = ["cpu", "cuda"]
-        if issubclass(kind, (torch.optim.Adam, torch.optim.AdamW)):
-            devices.append("meta")  # before FSDP shards them: DTensor knows no other fused kernel
+        # on the meta device FSDP will shard them, and of fused kernels DTensor knows these only
+        is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
+        devices = ["cpu", "cuda", *["meta"] * is_adam]
         is_sparse = any(getattr(module, "sparse", False) for module in model.modules())
         arguments["fused"] = not is_sparse and all(
             p.is_floating_point() and p.device.type in devices

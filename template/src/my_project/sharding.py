@@ -186,11 +186,12 @@ def shard(
     of_blocks = MixedPrecisionPolicy(kind, torch.float32 if kind else None)
     # the root's inputs are a batch: targets and weights of items stay as they are
     of_root = MixedPrecisionPolicy(kind, of_blocks.reduce_dtype, cast_forward_inputs=False)
+    sizes: Any = accelerator.parallelism_config
     mesh: Any = getattr(accelerator, "torch_device_mesh", None)
     with warnings.catch_warnings():
         # torch, on every rank, of the mesh of the shards
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
-        mesh = mesh and mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+        mesh = mesh and mesh[tuple(sizes.fsdp_dim_names)]
     options = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
     wrapper = RecipeModule(model, autocast)
     found = blocks(accelerator, config.recipe, model)
@@ -199,7 +200,7 @@ def shard(
     for block in found:
         fully_shard(block, reshard_after_forward=again, mp_policy=of_blocks, **options)
     # the backward pass needs the root at once
-    prepared = fully_shard(wrapper, reshard_after_forward=False, mp_policy=of_root, **options)
+    prepared: Any = fully_shard(wrapper, reshard_after_forward=False, mp_policy=of_root, **options)
     if is_on_meta:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         place = torch.device("cpu") if is_offloaded else accelerator.device

@@ -207,7 +207,7 @@ class MetricsWriter:
         self.interval_steps = 0  # of this process
         self.interval_items = 0.0  # of all ranks
         self.interval_phases = [0.0] * len(PHASES)  # seconds
-        self.interval_pauses = dict.fromkeys(PAUSES, 0.0)  # seconds
+        self.interval_pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
         self.compilations_before = compilations() if self.is_compiled else 0
 
     def _end_interval(self, report: StepReport, clock: float) -> None:
