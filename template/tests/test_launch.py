@@ -171,9 +171,12 @@ def test_a_signal_saves_and_leaves_and_the_same_command_continues(
         shown, _ = run.communicate(timeout=600)
     left = outcome(tmp_path)
     assert left["outcome"] == "preempted", shown
-    assert "my_project" not in shown.partition("Traceback")[2], "no traceback of ours"
-    assert run.returncode == 75 or launcher != "my_project.launch"
-    assert f"{name}: will save and exit after this step" in shown
+    if to == "all":
+        assert "my_project" not in shown.partition("Traceback")[2], "no traceback of ours"
+    if launcher == "my_project.launch":
+        assert run.returncode == 75
+    else:
+        assert f"{name}: will save and exit after this step" in shown
     saved = [path.name for path in (tmp_path / "runs/tiny/checkpoints").iterdir()]
     assert saved == [f"step_{left['step']:08d}"]
     with launch(tmp_path, "--steps", str(left["step"] + 2)) as run:
