@@ -1,9 +1,9 @@
 """What the documents say is there: files, links, messages. Their commands fit a page, and run."""
 
 import ast
+import inspect
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -26,7 +26,8 @@ from documents import (
     text_of,
     train_as_typed,
 )
-from runs import records, status
+from runs import assert_same_weights, records, status, weights
+from safetensors.torch import load_file
 
 SOURCE = PROJECT / "src/my_project"
 
@@ -130,53 +131,110 @@ def test_the_commands_of_watching_runs_run_as_they_stand(project):
     assert done.returncode == 0
 
 
-OWN = text_of("docs/your-own-recipe.md", "## A recipe in 40 lines")
-SHOWN = text_of("docs/your-own-recipe.md", "## What a run has learned")
-RECORDED = text_of("docs/your-own-recipe.md", "## Numbers to record of the training")
+PAGE = "docs/your-own-recipe.md"
+OWN = text_of(PAGE, "## A recipe on one page")
+SHOWN = text_of(PAGE, "## What a run has learned")
+RECIPE = blocks(OWN, "python")[0]
+EXAMPLE = r"(?m)^class (\w+)\((?:Table|Started)\)"  # is put below it
+EXAMPLES = [block for block in blocks(text_of(PAGE), "python") if re.search(EXAMPLE, block)]
+(MUON,) = [block for block in blocks(text_of(PAGE), "python") if "class MuonAdamW" in block]
 
 
-def write_flowers(folder: Path) -> None:
-    """Write a table of two classes that a small network can tell apart, and not by one number."""
-    draw = random.Random(0)
-    lines = ["petal,sepal,name"]
-    for _ in range(400):
-        petal, sepal = draw.uniform(-1, 1), draw.uniform(-1, 1)
-        lines.append(f"{petal},{sepal},{'rose' if petal * sepal > 0 else 'lily'}")
-    (folder / "data").mkdir()
-    (folder / "data/flowers.csv").write_text("\n".join(lines))
-    (folder / "flower.csv").write_text("0.5,-0.5")
-
-
-def write_own(recipes: Path, configs: Path) -> None:
-    (recipe,), (config,) = blocks(OWN, "python"), blocks(OWN, "yaml")
-    for text in (RECORDED, SHOWN):
-        first, _, methods = blocks(text, "python")[0].partition("\n")
-        assert first.startswith("class Table:")
-        recipe += f"\n{methods}"  # the class is what comes last
-    (recipes / "table.py").write_text(recipe)
-    (configs / "table.yaml").write_text(config)
-
-
-def test_the_recipe_of_the_document_learns_and_shows_it(tmp_path, monkeypatch):
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with the recipe, its examples and its config, copied out of the document."""
     import my_project.recipes
 
     monkeypatch.chdir(tmp_path)
-    for folder in ("recipes", "configs"):
-        (tmp_path / folder).mkdir()
-    write_flowers(tmp_path)
-    write_own(tmp_path / "recipes", tmp_path / "configs")
-    where = [*my_project.recipes.__path__, str(tmp_path / "recipes")]
-    monkeypatch.setattr(my_project.recipes, "__path__", where)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/table.yaml").write_text(blocks(OWN, "yaml")[0])
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/table.py").write_text("\n\n".join([RECIPE, *EXAMPLES]))
+    (tmp_path / "muon.py").write_text(MUON)
+    for package, folder in ((my_project, tmp_path), (my_project.recipes, tmp_path / "recipes")):
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    monkeypatch.delitem(sys.modules, "my_project.recipes.table", raising=False)
+    return tmp_path
+
+
+def test_the_recipe_of_the_document_learns_and_shows_it_as_it_stands(own, capsys):
     config, wider = (train_as_typed(command) for command in commands(OWN))
     assert status(config)["result"]["validation/loss"] < 0.2, "by chance it were ln 2 = 0.7"
     assert wider.run_name == "table-width=64"
-    right = [record["train/accuracy"] for record in records(config)]
-    assert right[0] < 0.75 < right[-1]
-    for command in commands(SHOWN):
-        predict_as_typed(command)
-    lines = predict_as_typed(commands(SHOWN)[0]).splitlines()
+    samples, answer = commands(SHOWN)
+    assert samples in capsys.readouterr().out
+    lines = predict_as_typed(samples).splitlines()
     right = ("truth rose, answer rose", "truth lily, answer lily")
     assert sum(line in right for line in lines) > 13
+    assert predict_as_typed(answer) == "lily\n"
+
+
+@pytest.mark.parametrize("code", [RECIPE, "\n\n".join([RECIPE, *EXAMPLES]), MUON])
+def test_the_code_of_the_document_passes_the_lint_of_a_project(code):
+    name = f"--stdin-filename={SOURCE}/recipes/table.py"
+    for how in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *how, name, "-"]
+        done = subprocess.run(ruff, input=code, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def train_example(name: str, more: str = "") -> Any:
+    command = (
+        f"python -m my_project train configs/table.yaml --recipe my_project.recipes.table.{name}"
+    )
+    return train_as_typed(f"{command} --run_name {name}", f"--epochs null --steps 60 {more}")
+
+
+def test_each_example_of_the_document_does_what_it_says(own):
+    names = re.findall(EXAMPLE, "".join(EXAMPLES))
+    from_there = f"--recipe.start {train_example('Table').folder}/export/model.safetensors"
+    runs = {
+        name: train_example(name, from_there if name in ("Started", "Frozen") else "")
+        for name in names
+    }
+    assert len(runs) == 8
+    results = {name: status(config)["result"] for name, config in runs.items()}
+    assert results["Measured"]["validation/accuracy"] > 0.8
+    assert results["Measured"]["validation/loss"] < results["Gan"]["validation/loss"]
+    accuracies = [record["train/accuracy"] for record in records(runs["Counted"])]
+    assert accuracies[0] < 0.75 < accuracies[-1]
+    assert records(runs["Pictured"], "pictures")[-1]["pictures"][0].endswith("/plane.png")
+    frozen, given = weights(runs["Frozen"].folder / "export"), weights(own / "runs/Table/export")
+    assert frozen["0.0.weight"].equal(given["0.weight"])
+    assert not weights(runs["Started"].folder / "export")["0.weight"].equal(given["0.weight"])
+    assert "train/judge" in records(runs["Gan"])[-1]
+
+
+def test_samples_are_drawn_by_their_weights(own):
+    from my_project.recipes import table  # pyright: ignore[reportAttributeAccessIssue]
+
+    drawn = [table.Drawn("abc", [0, 1, 3])[i] for i in range(4000)]
+    assert drawn.count("a") == 0
+    assert 2850 < drawn.count("c") < 3150
+
+
+def test_the_optimizer_of_the_document_resumes_where_it_was(own):
+    muon = "--optim.class_path my_project.muon.MuonAdamW --optim.schedule constant"
+    whole = train_example("Table", muon)
+    train_example("Table", f"{muon} --runs_folder resumed --steps 30")
+    resumed = train_example("Table", f"{muon} --runs_folder resumed")
+    assert_same_weights(whole, resumed)
+    slots = load_file(whole.folder / "checkpoints/step_00000060/optimizer.safetensors")
+    assert {"0.weight/momentum_buffer", "0.bias/exp_avg"} < {*slots}
+
+
+def test_the_schedule_of_the_document_is_a_branch_of_the_function():
+    from my_project import optim
+    from my_project.config import OptimConfig
+
+    (branch,) = blocks(text_of(PAGE, "### Another schedule"), "python")
+    code = inspect.getsource(optim.learning_rate)
+    last = "    else:\n        remaining"
+    assert code.count(last) == 1
+    exec(code.replace(last, branch + last), names := {**vars(optim)})
+    config = OptimConfig(lr=1.0, schedule="rsqrt", warmup_steps=4)  # type: ignore[arg-type]
+    rates = [names["learning_rate"](step, 100, config) for step in (1, 4, 16, 64)]
+    assert rates == [0.5, 1.0, 0.5, 0.25]
 
 
 def test_the_lanes_of_the_document_go_on_at_their_states(tmp_path):

@@ -78,7 +78,8 @@ class OptimConfig:
     weight_decay: float = limited(0.0, least=0)
     """Of matrices and kernels; biases and normalization weights are not decayed."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """After the warmup. wsd: constant, then a linear decay over the last decay_steps."""
+    """After the warmup (optim.learning_rate). wsd: constant, then a linear decay over the last
+    decay_steps."""
     warmup_steps: int = limited(0, least=0)
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int = limited(0, least=0)
@@ -118,10 +119,13 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointsConfig:
-    """When to save the full training state, and which checkpoints to keep."""
+    """When to save the full training state, and which checkpoints to keep.
+
+    The end of a run is always saved, and so is the step at which a signal stops it.
+    """
 
     every_steps: int | None = may_change(None, least=1)
-    """Steps between checkpoints; null: only at the end."""
+    """Steps between checkpoints; null: none by steps, so that every_minutes decides."""
     every_minutes: float | Literal["auto"] | None = may_change("auto", least=0)
     """Minutes without a save after which one is made by time; auto: 10 where every_steps is null,
     else none; null or 0: none. It is not counted in keep, replaces only earlier saves by time, and
@@ -168,11 +172,12 @@ class TelemetryConfig:
     """What is logged, how often, and where to."""
 
     every_steps: int = may_change(10, least=1)
-    """Steps between records in metrics.jsonl and the trackers."""
+    """Steps between records in metrics.jsonl and the trackers, and between new numbers in the bar
+    (records/screen.py)."""
     trackers: list[str] = field(
         default_factory=lambda: ["tensorboard"], metadata={"changes_curve": False}
     )
-    """Names of accelerate's trackers: tensorboard, wandb, mlflow, ..."""
+    """Names of accelerate's trackers: tensorboard, wandb, mlflow, ... (records/trackers.py)."""
     peak_tflops: float | None = may_change(None)
     """Peak TFLOP/s of one device for the run's precision, from its data sheet, to record MFU; null:
     by the device's name, for those in records/performance.py."""
@@ -240,7 +245,8 @@ class Config:
     """Parent of the run folders; on several nodes, shared storage."""
     resume: str = may_change("auto")
     """auto: continue this run if it exists; never: move it aside and start again from step 0; or
-    the path of a checkpoint to continue from."""
+    the path of a checkpoint to continue from, with its step and its optimizer. Weights alone, to
+    start from, are read by the recipe's build_model."""
     stop_after: str | None = may_change(None)
     """Save and exit after this time, such as 3h55m, counted from the start of the process; the
     same command continues the run."""

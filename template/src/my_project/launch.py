@@ -1,11 +1,14 @@
 """Start this node's part of a run, as accelerate launch would.
 
     python -m my_project.launch --config_file accelerate_configs/multi_node.yaml \
-        --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip gpu-a \
+        --num_machines 2 --num_processes 16 --machine_rank 0 \
+        --main_process_ip gpu-a --main_process_port 29500 \
         -m my_project.train --config configs/image_classification.yaml
 
 Takes the options of accelerate launch, whose own translation makes environment variables of them
-and of the config file, and in this order:
+and of the config file. Where several nodes meet is --main_process_ip and --main_process_port, or
+main_process_port in the config file: of node 0, the same on all nodes, and another for each run.
+One node takes a free port where the file has 0. In this order:
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all are there and reach each other (rendezvous.py);
 3. with --preflight, checks the cluster (tools/preflight.py), and exits with 1 if that fails;
@@ -80,7 +83,7 @@ class Launch:
     world_size: int  # processes over all nodes
     node_rank: int
     address: str  # of node 0
-    port: int
+    port: int  # there; one node with main_process_port 0 takes a free one, in environments
     precision: str
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module

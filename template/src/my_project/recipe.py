@@ -39,7 +39,7 @@ order:
         `if torch.is_grad_enabled()`) and with the steps that the weights were trained for.
         scalars, {name: sum}, are recorded as train/<name>: each is summed over the step's
         micro-batches and ranks as the loss is, and divided by the items. A value is a number or a
-        scalar tensor; the names are the same each time.
+        scalar tensor; the names are the same each time, and none of contract.TRAIN_TAGS.
 
 A recipe may also have:
 
@@ -86,7 +86,8 @@ sample in a dataset (with batches.seed_samples) and that of the micro-batch in `
 State: what `loss` changes in the model besides gradients (a mean teacher, a queue in a buffer)
 depends on how a step is split into micro-batches, unless it does so once for each `step`, and only
 while `model.training`. The loop calls `model.train()`, which also sets a frozen part to training,
-with its dropout and BatchNorm: give that part a `train` method that does nothing. Under FSDP all
+with its dropout and BatchNorm: give that part a `train` method that calls `super().train(False)`.
+Under FSDP all
 ranks must call the same blocks in each forward, or the run hangs.
 """
 
