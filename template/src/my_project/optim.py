@@ -62,8 +62,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
         # on the meta device FSDP will shard them, and of fused kernels DTensor knows these only
         is_adam = issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
         devices = ["cpu", "cuda", *["meta"] * is_adam]
-        is_sparse = any(getattr(module, "sparse", False) for module in model.modules())
-        arguments["fused"] = not is_sparse and all(
+        arguments["fused"] = not has_sparse_gradients(model) and all(
             p.is_floating_point() and p.device.type in devices
             for group in groups
             for p in group["params"]
@@ -80,6 +79,11 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", 1.0)
     return optimizer
+
+
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Return whether a module, such as nn.Embedding, is told to have sparse gradients."""
+    return any(getattr(module, "sparse", False) for module in model.modules())
 
 
 def _as_groups(returned: Any) -> list[dict[str, Any]]:

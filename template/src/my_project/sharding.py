@@ -27,7 +27,8 @@ from .blocks import blocks, compile_in_place, recompute_activations
 from .checkpoint.shards import plain_name
 from .config import Config, ConfigError
 from .devices import wants_sharding
-from .optim import set_zero_gradients
+from .loading.layout import batch_layout
+from .optim import has_sparse_gradients, set_zero_gradients
 from .process import world
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,6 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     weights: dict[str, Tensor] | None = None,
-    accumulation: int = 1,
 ) -> tuple[Any, Any]:
     """Prepare model and optimizer for DDP, FSDP2, autocast and torch.compile.
 
@@ -109,7 +109,6 @@ def prepare(
         optimizer: of the model's parameters.
         weights: on rank 0 the weights of a model on the meta device, on the others {}; None leaves
             its shards for a checkpoint to fill.
-        accumulation: micro-batches per step.
 
     Returns:
         What training calls, and what evaluation calls: without DDP, since batches there are
@@ -118,7 +117,8 @@ def prepare(
     if getattr(accelerator.state, "fsdp_plugin", None):
         prepared = shard(accelerator, config, model, optimizer, weights)
     else:
-        if accumulation > 1 and not any(getattr(m, "sparse", False) for m in model.modules()):
+        layout = batch_layout(config.batches, accelerator.num_processes)
+        if layout.accumulation > 1 and not has_sparse_gradients(model):
             set_zero_gradients(optimizer)
         wrapper = RecipeModule(model)
         compile_in_place(accelerator, wrapper, blocks(accelerator, config.recipe, model))

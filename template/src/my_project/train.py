@@ -69,9 +69,7 @@ def main(config: Config) -> int:
         resume_from = resuming.choose_together(accelerator, run)
         raw_model, weights = sharding.build_model(accelerator, config, data_info, resume_from)
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
-        model, eval_model = sharding.prepare(
-            accelerator, config, raw_model, optimizer, weights, layout.accumulation
-        )
+        model, eval_model = sharding.prepare(accelerator, config, raw_model, optimizer, weights)
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         ema_swapped_in = ema.swapped_in if ema else nullcontext
         scaler = accelerator.scaler  # of fp16
