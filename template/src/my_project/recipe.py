@@ -87,8 +87,7 @@ State: what `loss` changes in the model besides gradients (a mean teacher, a que
 depends on how a step is split into micro-batches, unless it does so once for each `step`, and only
 while `model.training`. The loop calls `model.train()`, which also sets a frozen part to training,
 with its dropout and BatchNorm: give that part a `train` method that calls `super().train(False)`.
-Under FSDP all
-ranks must call the same blocks in each forward, or the run hangs.
+Under FSDP all ranks must call the same blocks in each forward, or the run hangs.
 """
 
 import importlib
