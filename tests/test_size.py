@@ -17,17 +17,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_035,
-    "files of train.py and all that it imports": 43,
-    "lines of the package without tools/": 8_060,
-    "lines of tools/": 2_192,
-    "lines of template/tests": 3_952,
-    "lines of template/tests and tests": 14_423,
+    "lines of train.py and all that it imports": 5_747,
+    "files of train.py and all that it imports": 38,
+    "lines of the package without tools/": 7_766,
+    "lines of tools/": 2_190,
+    "lines of template/tests": 3_699,
+    "lines of template/tests and tests": 13_819,
     "settings": 52,
-    "methods of a recipe": 15,
+    "methods of a recipe": 14,
     "lines of train.py": 185,
 }
-STEP_FILES = 23  # 31 at a9ab39b, counted in the same way
+STEP_FILES = 19  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
     getattr(tokenize, name)
     for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -121,7 +122,7 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
         for scalars in more:
             names = tuple(sorted(scalars))
             is_right &= len(more) == 1 and not TRAIN_TAGS & scalars.keys()
-            _ = [float(value) for value in scalars.values()]
+            _ = [torch.as_tensor(value).detach().item() for value in scalars.values()]
     except (AttributeError, RuntimeError, TypeError, ValueError):
         is_right = False
     if not is_right:
