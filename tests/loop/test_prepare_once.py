@@ -1,10 +1,12 @@
 """Who prepares the data first, and what the others do meanwhile."""
 
+import errno
 import multiprocessing
 import os
 import time
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from my_project.files import wait_until
@@ -84,6 +86,17 @@ def test_the_next_one_prepares_alone_where_the_first_has_failed(tmp_path, how):
             assert pipe.poll(600)
             done.append(pipe.recv()[1])
     assert sorted(done)[:2] == [0, 1], "one alone, then the others"
+
+
+def test_where_the_file_system_has_no_locks_each_process_prepares(tmp_path, monkeypatch, caplog):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(prepare_once.FileLock, "acquire", refuse)
+    with in_turn(tmp_path), in_turn(tmp_path):
+        pass
+    assert "each process prepares the data itself" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 def work(folder: Path) -> bool:

@@ -7,15 +7,17 @@ releases a lock when its process ends, for whatever reason.
 """
 
 import fcntl
+import logging
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from ..files import writing
 
+logger = logging.getLogger(__name__)
 
 @contextmanager
 def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
@@ -47,15 +49,19 @@ def first_alone(path: Path) -> Iterator[bool]:
     """Let one process go first, alone, then all others at once; yield whether this one is first."""
     unfinished = path.with_suffix(".unfinished")  # it is there until the first one has finished
     lock = FileLock(path, mode=0o666, poll_interval=0.2)
+    held: AbstractContextManager
     try:
         held, waited = lock.acquire(blocking=False), False
     except Timeout:
         held, waited = lock.acquire(), True
+    except OSError as error:  # a file system without locks
+        logger.warning("no file locks (%s): each process prepares the data itself", error)
+        held, waited = nullcontext(), False
     with held:
         is_first = not waited or unfinished.exists()
         if is_first:
             unfinished.touch()
             yield True
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
     if not is_first:
         yield False
