@@ -223,15 +223,15 @@ def test_the_optimizer_of_the_document_resumes_where_it_was(own):
     assert {"0.weight/momentum_buffer", "0.bias/exp_avg"} < {*slots}
 
 
-def test_the_schedule_of_the_document_is_a_branch_of_the_function():
+def test_the_schedule_of_the_document_is_a_line_of_the_function():
     from my_project import optim
     from my_project.config import OptimConfig
 
-    (branch,) = blocks(text_of(PAGE, "### Another schedule"), "python")
+    (line,) = blocks(text_of(PAGE, "### Another schedule"), "python")
     code = inspect.getsource(optim.learning_rate)
-    last = "    else:\n        remaining"
-    assert code.count(last) == 1
-    exec(code.replace(last, branch + last), names := {**vars(optim)})
+    first = '        "constant": 1.0'
+    assert code.count(first) == 1
+    exec(code.replace(first, line + first), names := {**vars(optim)})
     config = OptimConfig(lr=1.0, schedule="rsqrt", warmup_steps=4)  # type: ignore[arg-type]
     rates = [names["learning_rate"](step, 100, config) for step in (1, 4, 16, 64)]
     assert rates == [0.5, 1.0, 0.5, 0.25]

@@ -108,8 +108,8 @@ class Launch:
         options = argparse.Namespace(**vars(self.options))  # they change it
         if not (options.multi_gpu or options.use_fsdp) or options.cpu:
             return [prepare_simple_launcher_cmd_env(options)[1]]
-        if self.nodes == 1 and not options.main_process_port:
-            options.main_process_port = get_free_port()  # 29500 may be that of another run
+        if not options.main_process_port:  # on one node 29500 may be that of another run
+            options.main_process_port = get_free_port() if self.nodes == 1 else self.port
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             common = prepare_multi_gpu_env(options)

@@ -148,12 +148,12 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     if config.schedule == "wsd":
         start = max(start, total_steps - config.decay_steps)
     progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
-    if config.schedule == "constant":
-        remaining = 1.0
-    elif config.schedule == "cosine":
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        remaining = 1.0 - progress
+    remaining = {
+        "constant": 1.0,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "linear": 1.0 - progress,
+        "wsd": 1.0 - progress,
+    }[config.schedule]
     return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * remaining)
 
 
