@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_747,
+    "lines of train.py and all that it imports": 5_753,
     "files of train.py and all that it imports": 38,
-    "lines of the package without tools/": 7_766,
+    "lines of the package without tools/": 7_772,
     "lines of tools/": 2_190,
-    "lines of template/tests": 3_699,
-    "lines of template/tests and tests": 13_819,
+    "lines of template/tests": 3_700,
+    "lines of template/tests and tests": 13_830,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 185,

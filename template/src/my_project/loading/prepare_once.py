@@ -19,6 +19,7 @@ from ..files import writing
 
 logger = logging.getLogger(__name__)
 
+
 @contextmanager
 def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
     """Run the block, then wait until every other process has finished it.
