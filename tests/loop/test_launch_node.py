@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import test_launch
 from accelerate.commands import launch as accelerate_launch
-from documents import HAS_TOOLS, PROJECT
+from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
 from my_project import failures, launch, rendezvous, starts, workers
 from my_project.config import ConfigError
 from my_project.end_block import Ending
@@ -225,6 +225,7 @@ def test_the_launcher_tells_other_nodes_no_secret(tmp_path, monkeypatch):
     assert SECRET not in str(refusal.value)
 
 
+@pytest.mark.skipif(not HAS_LAUNCHERS, reason="the project has no launch/")
 @pytest.mark.parametrize("listed", ["", "a slots=8\nb slots=4"])
 def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, listed):
     (tmp_path / "hosts.txt").write_text(f"# the nodes\n{listed}\n")
