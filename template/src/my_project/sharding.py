@@ -183,9 +183,9 @@ def shard(
             if p.requires_grad and p.dtype != torch.float32:  # what the optimizer steps
                 p.data = p.data.float()
     # without an output_dtype: of what a loss returns, bf16 would keep 3 digits
-    of_blocks = MixedPrecisionPolicy(kind, torch.float32 if kind else None)
+    block_policy = MixedPrecisionPolicy(kind, torch.float32 if kind else None)
     # the root's inputs are a batch: targets and weights of items stay as they are
-    of_root = MixedPrecisionPolicy(kind, of_blocks.reduce_dtype, cast_forward_inputs=False)
+    root_policy = MixedPrecisionPolicy(kind, block_policy.reduce_dtype, cast_forward_inputs=False)
     sizes: Any = accelerator.parallelism_config
     mesh: Any = getattr(accelerator, "torch_device_mesh", None)
     with warnings.catch_warnings():
@@ -194,23 +194,23 @@ def shard(
         mesh = mesh and mesh[tuple(sizes.fsdp_dim_names)]
     options = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
     wrapper = RecipeModule(model, autocast)
-    found = blocks(accelerator, config.recipe, model)
-    compile_in_place(accelerator, wrapper, found)
-    again = plugin.reshard_after_forward
-    for block in found:
-        fully_shard(block, reshard_after_forward=again, mp_policy=of_blocks, **options)
+    block_list = blocks(accelerator, config.recipe, model)
+    compile_in_place(accelerator, wrapper, block_list)
+    reshard = plugin.reshard_after_forward
+    for block in block_list:
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=block_policy, **options)
     # the backward pass needs the root at once
-    prepared: Any = fully_shard(wrapper, reshard_after_forward=False, mp_policy=of_root, **options)
+    fully_shard(wrapper, reshard_after_forward=False, mp_policy=root_policy, **options)
     if is_on_meta:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         place = torch.device("cpu") if is_offloaded else accelerator.device
-        sharded_start.allocate(prepared, place)
+        sharded_start.allocate(wrapper, place)
         if weights is not None:
             sharded_start.fill(model, weights, accelerator.device)
     parameters = {plain_name(name): p for name, p in model.named_parameters()}
     for group, named in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in named]
-    return prepared
+    return wrapper
 
 
 def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
