@@ -88,7 +88,7 @@ GPT_124M = Case(
     task="Tokens",
     recipe=SIZE | {"activation": "gelu"},
     processes=None,
-    micro_batch_size=4,
+    micro_batch_size=16,  # 16,384 tokens
     rounds=20,
     precision="bf16",
 )

@@ -34,7 +34,7 @@ def loader(settings: Settings, data: Any) -> DataLoader:
 
 
 def adamw(
-    settings: Settings, model: nn.Module, scheduler_steps: int = 1
+    settings: Settings, model: nn.Module, scheduler_steps: int = 1, *, fused: bool = True
 ) -> tuple[torch.optim.Optimizer, Any]:
     """Return the optimizer, and the schedule as a scheduler of torch.
 
@@ -42,13 +42,14 @@ def adamw(
         settings: of all loops.
         model: whose parameters are trained.
         scheduler_steps: how often the scheduler steps in one optimizer step.
+        fused: one kernel for all weights.
     """
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2]},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
-        groups, lr=settings.lr, weight_decay=settings.weight_decay, fused=True
+        groups, lr=settings.lr, weight_decay=settings.weight_decay, fused=fused
     )
 
     def factor(scheduler_step: int) -> float:
@@ -167,7 +168,9 @@ def lightning_trainer(settings: Settings) -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            optimizer, scheduler = adamw(settings, self.model)
+            # its precision plugin refuses to clip for a fused optimizer
+            fused = settings.precision == "no"
+            optimizer, scheduler = adamw(settings, self.model, fused=fused)
             schedule: Any = {"scheduler": scheduler, "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 

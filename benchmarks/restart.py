@@ -4,6 +4,7 @@
     python benchmarks/restart.py --kills 3 --config configs/causal_lm.yaml
     python benchmarks/restart.py --hosts 2   as root: two hosts, in network namespaces
     python benchmarks/restart.py --base ../other_clone/template/src   the launcher of a copy, too
+    python benchmarks/restart.py --where accelerate_configs/gpu.yaml   one process on a GPU
 
 Two CPU processes train a recipe of the project, with a checkpoint at every tenth step; the rank
 that is killed is drawn with a fixed seed. By the project's own launcher, which forks the processes,
@@ -111,13 +112,19 @@ def main() -> None:
     parser.add_argument("--config", default="template/configs/image_classification.yaml")
     parser.add_argument("--base", type=Path, help="the package's folder in another clone")
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
+    parser.add_argument(
+        "--where", default=WHERE, help="one process: accelerate does not restart it"
+    )
     options = parser.parse_args()
+    where = str(Path(options.where).resolve())
     config = ["--config", str(Path(options.config).resolve()), *SETTINGS.split()]
     python, train = [sys.executable, "-m"], ["-m", "my_project.train", *config]
-    ours = [*python, "my_project.launch", "--config_file", WHERE]
-    theirs = [*python, "accelerate.commands.launch", "--config_file", WHERE, *TORCHRUN.split()]
+    ours = [*python, "my_project.launch", "--config_file", where]
+    theirs = [*python, "accelerate.commands.launch", "--config_file", where, *TORCHRUN.split()]
     source = ROOT / "template/src"
-    cases = {"ours": ([*ours, *train], source), "accelerate launch": ([*theirs, *train], source)}
+    cases = {"ours": ([*ours, *train], source)}
+    if options.where == WHERE:
+        cases["accelerate launch"] = ([*theirs, *train], source)
     if options.base:
         cases["the launcher of --base"] = ([*ours, *TORCHRUN.split(), *train], options.base)
     print(f"| {options.kills} kills | seconds | least | most | CPU s of a worker |")

@@ -1,13 +1,23 @@
-"""What no CPU can show. Run with: make test-gpu (one GPU; two for NCCL, SyncBatchNorm and FSDP)."""
+"""What no CPU can show. Run with: make test-gpu.
+
+Several processes have a GPU each, and NCCL; where there is one GPU they share it, over gloo.
+"""
 
 import os
 import shutil
+from collections.abc import Callable
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from ragged import Deep, Ragged
-from runs import change, make_config, records, status, train, weights
-from world import run_world
+from runs import assert_same_weights, change, make_config, records, status, train, weights
+from test_launch import launch, wait_for_steps
+from torch import nn
+from world import free_port, run_world
+
+from my_project.config import Config
 
 pytestmark = pytest.mark.gpu
 gpus = torch.cuda.device_count() if os.environ.get("CUDA_VISIBLE_DEVICES") != "-1" else 0
@@ -15,18 +25,40 @@ needs_one = pytest.mark.skipif(gpus < 1, reason="needs a GPU")
 needs_two = pytest.mark.skipif(gpus < 2, reason="needs two GPUs")
 
 
+def on_gpus(processes: int, function: Callable, *arguments: Any) -> list[Any]:
+    """Run on one GPU each or, where there are fewer, all on the first one and over gloo."""
+    if gpus >= processes:
+        return run_world(processes, function, *arguments)
+    return run_world(processes, on_one_gpu, function, *arguments)
+
+
+def on_one_gpu(function: Callable, *arguments: Any) -> Any:
+    init_process_group = torch.distributed.init_process_group
+    os.environ["LOCAL_RANK"] = "0"
+    torch.distributed.init_process_group = lambda **options: init_process_group(
+        **options | {"backend": "gloo"}  # NCCL refuses two ranks on one GPU
+    )
+    return function(*arguments)
+
+
 @needs_one
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_one_gpu_trains_like_the_cpu(tmp_path, precision, monkeypatch):
-    config = make_config(tmp_path, precision=precision, tf32=False)
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_one_gpu_trains_like_the_cpu(tmp_path, precision, optimizer, monkeypatch):
+    """Also where the first steps are skipped, as the scale of fp16 has them."""
+    settings = {"optim__class_path": f"torch.optim.{optimizer}", "optim__lr": 0.02, "tf32": False}
+    if optimizer == "SGD":
+        settings["optim__init_args"] = {"momentum": 0.9}
+    config = make_config(tmp_path, precision=precision, steps=14, **settings)
     run_world(1, train, config)
-    reference = change(config, run_name="cpu", precision="no")
+    skipped = tuple(step for step, r in enumerate(records(config)) if r["loss"] is None)
+    assert bool(skipped) == (precision == "fp16")
+    reference = change(config, run_name="cpu", precision="no", recipe=Ragged(explode_at=skipped))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     run_world(1, train_on_cpu, reference)
     tolerance = 1e-4 if precision == "no" else 0.05
-    assert [r["loss"] for r in records(config)] == pytest.approx(
-        [r["loss"] for r in records(reference)], rel=tolerance
-    )
+    for ours, theirs in zip(records(config), records(reference), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
 
 
 def train_on_cpu(config) -> int:
@@ -43,39 +75,94 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
     assert all(value.isfinite().all() for value in weights(config.folder / "export").values())
 
 
+class OfImages(Ragged):
+    """The samples as small images, for a convolution."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        convolution = nn.Conv2d(3, 3, 3, padding=1)
+        layers = (nn.Unflatten(1, (3, 3)), convolution, nn.Flatten(1, 2), nn.Tanh())
+        return nn.Sequential(*layers, nn.Linear(data_info["features"], 1))
+
+
 @needs_one
-def test_deterministic_resume_is_bit_identical(tmp_path):
-    whole = make_config(tmp_path, Ragged(dropout=0.2), run_name="whole", deterministic=True)
+@pytest.mark.parametrize(
+    ("recipe", "channels_last"), [(Ragged(dropout=0.2), False), (OfImages(), True)]
+)
+def test_deterministic_resume_is_bit_identical(tmp_path, recipe, channels_last):
+    settings = {"deterministic": True, "channels_last": channels_last}
+    whole = make_config(tmp_path, recipe, run_name="whole", optim__schedule="constant", **settings)
+    parts = change(whole, run_name="parts")
     run_world(1, train, whole)
-    parts = change(whole, run_name="parts", steps=5, optim__schedule="constant")
-    whole = change(parts, run_name="constant", steps=10)
-    run_world(1, train, whole)
+    run_world(1, train, change(parts, steps=5))
     run_world(1, train, parts)
-    run_world(1, train, change(parts, steps=10))
-    ours, theirs = weights(parts.folder / "export"), weights(whole.folder / "export")
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(parts, whole)
 
 
+@needs_one
+def test_a_killed_process_is_forked_again_and_ends_with_the_same_weights(tmp_path):
+    """The launcher that forks it has imported torch, and must not have touched the GPU."""
+    finals = []
+    for name in ("whole", "killed"):
+        (folder := tmp_path / name).mkdir()
+        arguments = (
+            "--steps", "120", "--checkpoints.every_steps", "5", "--telemetry.every_steps", "1",
+            "--deterministic", "true", "--recipe.init_args.seconds", "0.02",
+        )  # fmt: skip
+        with launch(folder, *arguments, launcher="my_project.launch", where="gpu") as run:
+            if name == "killed":
+                wait_for_steps(folder, 20)
+                (worker,) = (
+                    p
+                    for p in psutil.Process(run.pid).children(recursive=True)
+                    if p.name() == "rank 0"
+                )
+                worker.kill()
+            shown, _ = run.communicate(timeout=600)
+        assert run.returncode == 0, shown
+        starts = (folder / "runs/tiny/starts.jsonl").read_text().count('"event": "start"')
+        assert starts == (2 if name == "killed" else 1), shown
+        finals.append((folder / "runs/tiny/export/model.safetensors").read_bytes())
+    assert finals[0] == finals[1]
+
+
+def train_compiled(config: Config, regional: bool) -> int:
+    """Train as an accelerate config with dynamo_config asks for it."""
+    os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(regional)
+    return train(config)
+
+
+@needs_one
+@pytest.mark.parametrize("regional", [False, True])
+def test_a_compiled_model_trains_like_an_eager_one(tmp_path, regional):
+    eager = make_config(tmp_path, Deep(), run_name="eager", tf32=False)
+    run_world(1, train, eager)
+    compiled = change(eager, run_name="compiled")
+    run_world(1, train_compiled, compiled, regional)
+    assert [r["loss"] for r in records(compiled)] == pytest.approx(
+        [r["loss"] for r in records(eager)], rel=1e-4
+    )
+    assert records(compiled)[0]["compilations"] > 0
+
+
+@needs_one
 @pytest.mark.parametrize("several", [2, 4, 8])
-def test_nccl_gives_the_curve_of_one_process(tmp_path, several):
-    if gpus < several:
-        pytest.skip(f"needs {several} GPUs")
+def test_several_processes_give_the_curve_of_one(tmp_path, several):
     curves = []
     for processes in (1, several):
         config = make_config(
             tmp_path, run_name=str(processes), tf32=False, batches__micro_batch_size=2
         )
-        run_world(processes, train, config)
+        on_gpus(processes, train, config)
         curves.append([r["loss"] for r in records(config)])
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
+@needs_one
 @pytest.mark.parametrize("processes", [1, 2])
 def test_records_have_the_phases_by_cuda_events_and_the_sensors(tmp_path, processes):
-    if gpus < processes:
-        pytest.skip(f"needs {processes} GPUs")
     config = make_config(tmp_path, steps=12, telemetry__every_steps=3, telemetry__peak_tflops=1.0)
-    run_world(processes, train, config)
+    on_gpus(processes, train, config)
     for record in records(config):
         phases = [record[f"{name}_share"] for name in ("data", "forward", "backward", "optimizer")]
         assert all(share > 0 for share in phases)
@@ -85,35 +172,60 @@ def test_records_have_the_phases_by_cuda_events_and_the_sensors(tmp_path, proces
         assert record["mfu"] > 0, "counted on fake tensors of the GPU"
 
 
-@needs_two
+@needs_one
 def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
     """2 processes with micro-batch 8 and SyncBN normalise like one with micro-batch 16."""
     recipe = Ragged(batch_norm=True)
     one = make_config(tmp_path, recipe, run_name="one", batches__micro_batch_size=16, tf32=False)
     run_world(1, train, one)
     two = change(one, run_name="two", batches__micro_batch_size=8, distributed__sync_batchnorm=True)
-    run_world(2, train, two)
+    on_gpus(2, train, two)
     assert [r["loss"] for r in records(one)] == pytest.approx(
         [r["loss"] for r in records(two)], rel=1e-3
     )
 
 
-def train_sharded(config) -> int:
-    """Train with FSDP2, as an accelerate config asks for it."""
+def train_sharded(config: Config) -> int:
+    """Train with FSDP2, as an accelerate config asks for it; one process has a group of its own."""
     os.environ.update(
         ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
-        FSDP_AUTO_WRAP_POLICY="NO_WRAP", FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
-        ACCELERATE_MIXED_PRECISION="no",
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
+        ACCELERATE_MIXED_PRECISION=config.precision,
     )  # fmt: skip
+    if "RANK" not in os.environ:
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free_port()}
+        os.environ.update({name: str(value) for name, value in alone.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
     return train(config)
 
 
-@needs_two
+@needs_one
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_fsdp_on_one_gpu_trains_like_no_fsdp_and_resumes(tmp_path, precision, optimizer):
+    plain = make_config(
+        tmp_path, Deep(), run_name="plain", tf32=False, precision=precision, optim__lr=0.02,
+        optim__class_path=f"torch.optim.{optimizer}", optim__schedule="constant",
+        evaluation__every_steps=5,
+    )  # fmt: skip
+    run_world(1, train, plain)
+    fsdp = change(plain, run_name="fsdp")
+    run_world(1, train_sharded, change(fsdp, steps=5))
+    run_world(1, train_sharded, fsdp)
+    tolerance = 1e-4 if precision == "no" else 0.05
+    for name in ("loss", "validation/accuracy"):
+        assert [r[name] for r in records(fsdp, name)] == pytest.approx(
+            [r[name] for r in records(plain, name)], rel=tolerance, abs=tolerance
+        )
+    assert status(fsdp)["outcome"] == "finished"
+
+
+@needs_one
 def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path):
     ddp = make_config(tmp_path, Deep(), run_name="ddp", tf32=False, checkpoints__every_steps=5)
-    run_world(2, train, ddp)
+    on_gpus(2, train, ddp)
     fsdp = change(ddp, run_name="fsdp")
-    run_world(2, train_sharded, fsdp)
+    on_gpus(2, train_sharded, fsdp)
     assert [r["loss"] for r in records(ddp)] == pytest.approx(
         [r["loss"] for r in records(fsdp)], rel=1e-4
     )
@@ -126,7 +238,7 @@ def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path
         shutil.rmtree(again.folder / "checkpoints/step_00000010")
         shutil.rmtree(again.folder / "export")
         (again.folder / "status.json").write_text('{"outcome": "running", "steps": 10}')
-        run_world(processes, train_sharded, again)
+        on_gpus(processes, train_sharded, again)
         ours = weights(again.folder / "export")
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():

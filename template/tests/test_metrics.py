@@ -164,6 +164,7 @@ class Kinds(Metric):
         self.add_state("smallest", torch.tensor(math.inf), "min")
         self.add_state("unmerged", torch.zeros(()), None)
         self.add_state("custom", torch.ones(()), lambda stacked: stacked.prod(0))
+        self.add_state("listed", [], "cat")
 
     def update(self, index: torch.Tensor) -> None:
         value = index.float() if self.fault != "nan" else index.float().log().neg().sqrt()
@@ -176,12 +177,14 @@ class Kinds(Metric):
         self.smallest = torch.minimum(self.smallest, value.min())
         self.unmerged = torch.maximum(self.unmerged, index.max().float())
         self.custom = self.custom * 2.0 ** len(index)
+        self.listed.append(index)
 
     def compute(self) -> dict[str, torch.Tensor]:
         if self.fault == "compute":
             raise LookupError("no such class")
+        assert isinstance(self.listed, list), "torchmetrics would make a tensor of it"
         return {
-            "count": self.count, "sum": self.by_column[2], "large": self.exact[0],
+            "listed": torch.cat(self.listed).sum(), "count": self.count, "sum": self.by_column[2], "large": self.exact[0],
             "small": self.exact[1], "average": self.average, "largest": self.largest,
             "smallest": self.smallest, "unmerged": self.unmerged.max(), "custom": self.custom,
         }  # fmt: skip
@@ -217,6 +220,13 @@ def evaluate_or_fail(configs: list[Config]) -> list[Any]:
     return results
 
 
+def evaluate_in_a_group_of_one(configs: list[Config]) -> list[Any]:
+    """Evaluate as torchrun with one process has it, or FSDP2 on one GPU."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    return evaluate_or_fail(configs)
+
+
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
 @pytest.mark.slow
 def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
@@ -225,6 +235,7 @@ def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
     recipes += [AllKinds(metric_fault=fault) for fault in ("nan", "shape", "compute")]
     configs = [make_config(tmp_path, recipe, batches__global_batch_size=12) for recipe in recipes]
     alone = run_world(1, evaluate_or_fail, configs)[0]
+    assert repr(run_world(1, evaluate_in_a_group_of_one, configs)[0]) == repr(alone)  # NaN too
     kind, said = alone.pop()
     assert kind is LookupError
     assert "no such class" in said

@@ -96,14 +96,16 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
     """
     from torchmetrics import Metric
 
-    if accelerator.num_processes == 1:
-        return
     parts = [
         part
         for name in sorted(metrics)
         for part in metrics[name].modules()
         if isinstance(part, Metric)
     ]
+    for part in parts:
+        part._to_sync = False  # compute() is to take the state as it is, also in a group of one
+    if accelerator.num_processes == 1:
+        return
     everywhere = gather_on_main(accelerator, [_state_of(part) for part in parts])
     # of ranks with samples: the others hold defaults, whose shape may be another
     states = [[rank[i] for rank in everywhere if rank[i].updates] for i in range(len(parts))]
@@ -170,7 +172,6 @@ def _set_merged(
     """Set a metric's state to that of all ranks."""
     from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
-    part._to_sync = False  # compute() is to take this state as it is
     part._update_count = sum(state.updates for state in states)
     for name, total in sums.items():
         is_mean = part._reductions[name] is dim_zero_mean

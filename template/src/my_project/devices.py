@@ -78,7 +78,10 @@ def check_launch(config: Config) -> None:
 
 def check_gpus(needed: int) -> None:
     """Refuse an accelerate config for more GPUs than torch finds on this machine."""
-    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    # without CUDA's driver, whose threads would forbid the launcher to fork: torch asks NVML
+    found = torch.cuda.device_count()
+    if not found and torch.accelerator.is_available():
+        found = torch.accelerator.device_count()
     if found < needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         asked = "asks for a GPU, but torch finds none"
@@ -172,7 +175,6 @@ def keep_gloo_on_this_machine() -> None:
 @contextmanager
 def start(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
-    set_numerics(config)
     keep_gloo_on_this_machine()
     turn_on_flight_recorder(config)
     AcceleratorState._reset_state(True)  # a run may follow another in one process
@@ -198,6 +200,7 @@ def start(config: Config) -> Iterator[Accelerator]:
     )
     if mesh_variable:
         os.environ[USES_MESH] = mesh_variable
+    set_numerics(config)  # after its constructor, which allows TF32 where it is to compile
     finished = False
     try:
         check_world(accelerator)

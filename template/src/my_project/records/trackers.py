@@ -146,7 +146,7 @@ class Trackers:
             if thread.name == "wandb" and kind and self.logged.get(kind, -1) >= step:
                 continue
             if values:
-                thread.put("log", lambda tracker: tracker.log({**values}, step=step))
+                thread.put("log", partial(log_values, values=values, step=step))
             if (text or pictures) and thread.name in WITH_SAMPLES:
                 thread.put("show samples", partial(show, text=text, pictures=pictures, step=step))
 
@@ -214,6 +214,17 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
     seconds = numbers.pop("seconds", None)
     values = {name: value for name, value in numbers.items() if name not in ABOUT}
     return values | ({} if seconds is None else {f"perf/{kind}_seconds": seconds})
+
+
+def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
+    """Log numbers; to TensorBoard as one event, since it takes 50 us of Python to write each."""
+    if tracker.name != "tensorboard":
+        tracker.log({**values}, step=step)
+        return
+    proto = import_module("tensorboard.compat.proto.summary_pb2").Summary
+    summary = proto(value=[proto.Value(tag=n, simple_value=v) for n, v in values.items()])
+    tracker.tracker.file_writer.add_summary(summary, step)
+    tracker.tracker.flush()
 
 
 def show(tracker: Any, text: str | None, pictures: list[Path], step: int) -> None:
