@@ -184,7 +184,8 @@ class Kinds(Metric):
             raise LookupError("no such class")
         assert isinstance(self.listed, list), "torchmetrics would make a tensor of it"
         return {
-            "listed": torch.cat(self.listed).sum(), "count": self.count, "sum": self.by_column[2], "large": self.exact[0],
+            "listed": torch.cat(self.listed).sum(),
+            "count": self.count, "sum": self.by_column[2], "large": self.exact[0],
             "small": self.exact[1], "average": self.average, "largest": self.largest,
             "smallest": self.smallest, "unmerged": self.unmerged.max(), "custom": self.custom,
         }  # fmt: skip

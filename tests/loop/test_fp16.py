@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from my_project import contract, devices, sharding
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
-from my_project.config import Config, ConfigError
+from my_project.config import Config
 from my_project.run_folder import Run
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, records, train, weights
@@ -157,16 +157,3 @@ def test_tf32_is_what_the_config_says_also_where_a_model_is_compiled(tmp_path, m
     monkeypatch.setattr(devices, "Accelerator", make)
     with devices.start(make_config(tmp_path, tf32=False)):
         assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_the_launcher_counts_gpus_without_the_driver_whose_threads_no_fork_survives(monkeypatch):
-    def initialize_driver() -> int:
-        raise AssertionError
-
-    monkeypatch.setattr("torch.cuda._device_count_nvml", lambda: 2)
-    monkeypatch.setattr("torch.cuda._is_compiled", lambda: True)
-    monkeypatch.setattr("torch._C._cuda_getDeviceCount", initialize_driver)
-    monkeypatch.setattr("torch.accelerator.is_available", initialize_driver)
-    devices.check_gpus(2)
-    with pytest.raises(ConfigError, match="asks for 4 GPUs, but torch finds 2"):
-        devices.check_gpus(4)

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import test_launch
 from my_project.config import Config
 from my_project.files import wait_until
+from my_project.process import count_gpus
 from ragged import Ragged
 from runs import make_config, train
 from test_launch import outcome, steps_done
@@ -246,6 +249,18 @@ def litter(config: Config) -> tuple[int, bool]:
     before = gc.isenabled(), gc.get_threshold()
     train(config)
     return max(Cycle.alive_by_step.values()), (gc.isenabled(), gc.get_threshold()) == before
+
+
+def test_gpus_are_counted_without_a_thread_that_would_stay(monkeypatch):
+    def as_nvml_does() -> int:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        return 2
+
+    monkeypatch.setattr("torch.cuda.device_count", as_nvml_does)
+    monkeypatch.setattr("os.listdir", lambda _: ["1"])  # a test has threads of its own
+    before = threading.active_count()
+    assert count_gpus() == 2
+    assert threading.active_count() == before
 
 
 def test_garbage_is_bounded_however_rare_the_records_are(tmp_path: Path):

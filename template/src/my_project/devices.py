@@ -30,7 +30,7 @@ from .config import Config, ConfigError
 from .files import writing
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
-from .process import collect_all_garbage, no_garbage_collection, world
+from .process import collect_all_garbage, count_gpus, no_garbage_collection, world
 from .run_folder import Run, code_digest, not_shared
 from .stopping import turn_on_flight_recorder
 
@@ -78,10 +78,7 @@ def check_launch(config: Config) -> None:
 
 def check_gpus(needed: int) -> None:
     """Refuse an accelerate config for more GPUs than torch finds on this machine."""
-    # without CUDA's driver, whose threads would forbid the launcher to fork: torch asks NVML
-    found = torch.cuda.device_count()
-    if not found and torch.accelerator.is_available():
-        found = torch.accelerator.device_count()
+    found = count_gpus()
     if found < needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         asked = "asks for a GPU, but torch finds none"

@@ -35,6 +35,7 @@ from .files import (
     writing,
 )
 from .loading.layout import batch_layout
+from .process import count_gpus
 from .records import outcome
 from .run_folder import refuse_other_settings
 from .safety.redaction import mask_command
@@ -54,13 +55,6 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 # ---- where ---------------------------------------------------------------------------------------
-def count_gpus() -> int:
-    """Count the GPUs that torch sees, without initializing CUDA."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def most_that_divide(gpus: int, global_batch_size: int) -> int:
     """Return the largest number of processes up to gpus that divides the global batch."""
     return max((n for n in range(1, gpus + 1) if global_batch_size % n == 0), default=1)
