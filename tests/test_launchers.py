@@ -246,10 +246,12 @@ SBATCH = (PROJECT / "launch/slurm.sbatch").read_text()
 OPTIONAL = re.compile(
     r"(?m)^# (#SBATCH|module|eval|source|export|container|inside|set --|values|disk|srun)(.*)$"
 )
-# The launcher: notes its arguments; the last task of an array is preempted when it first runs.
+# The launcher: notes its arguments. When they first run, a task of an array is killed, and the last
+# one preempted.
 LAUNCHER = """
 echo "launched ${SLURM_ARRAY_TASK_ID:-} $*" >> "$NOTES"
-[ "${SLURM_ARRAY_TASK_ID:-}" != 2 ] || [ -n "${SLURM_RESTART_COUNT:-}" ] || exit 75
+[ -z "${SLURM_RESTART_COUNT:-}" ] || exit 0
+case ${SLURM_ARRAY_TASK_ID:-} in 1) kill -9 $$ ;; 2) exit 75 ;; esac
 """
 STANDS_FOR = {
     "python": LAUNCHER,
@@ -298,7 +300,7 @@ def run_to_its_end(slurm, *arguments: str) -> tuple[str, list[str]]:
     return job, path.read_text().splitlines() if path.exists() else []
 
 
-def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_alone(
+def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_a_task_alone(
     noting, monkeypatch
 ):
     assert len(OPTIONAL.findall(SBATCH)) == 17
@@ -316,7 +318,7 @@ def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_al
     tasks = [line[1] for line in launched]
     disk = f"/tmp/data-{getpass.getuser()}"
     assert notes.count(f"rsync -a --delete data/ {disk}/") == len(launched), "one on each node"
-    assert sorted(tasks) == ["0"] * 2 + ["1"] * 2 + ["2"] * 4, "two nodes; the last is tried again"
+    assert sorted(tasks) == ["0"] * 2 + ["1"] * 4 + ["2"] * 4, "two nodes; two are tried again"
     for line in launched:
         assert line[line.index("--num_processes") + 1] == "16"
         assert "accelerate_configs/multi_node.yaml" in line
@@ -341,8 +343,9 @@ def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_one_task_al
         f"--container-mounts={folder}:/workspace,/data:/data,/tmp:/tmp",
         "--container-workdir=/workspace",
     } <= set(notes)
-    shown = (folder / f"slurm-{job}_2.out").read_text()
-    assert f"requeueing job {job}_2\n" in shown
+    for task in (1, 2):
+        shown = (folder / f"slurm-{job}_{task}.out").read_text()
+        assert f"requeueing job {job}_{task}\n" in shown
     assert [line for line in notes if line.startswith("apptainer exec --nv")]
     mails = (folder / "slurm/mails").read_text()
     assert "Requeued" in mails

@@ -143,7 +143,8 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the path of the file that a launch locks, beside its run folder."""
+    """Return the path of the file that a launch locks, beside its run folder (of a link: its own)."""
+    folder = folder.resolve()
     return folder.parent / f".{folder.name}.lock"
 
 
