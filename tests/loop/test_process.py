@@ -16,7 +16,7 @@ import pytest
 import test_launch
 from my_project.config import Config
 from my_project.files import wait_until
-from my_project.process import count_gpus
+from my_project.workers import count_gpus
 from ragged import Ragged
 from runs import make_config, train
 from test_launch import outcome, steps_done

@@ -52,8 +52,7 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
 
     from . import contract, devices, evaluate, export, sharding
     from .checkpoint import resuming
-    from .files import finite
-    from .records.outcome import format_metric
+    from .files import finite, format_metric
 
     output = sys.stdout
     if arguments.json:  # standard output is for the JSON alone

@@ -30,7 +30,7 @@ from .config import Config, ConfigError
 from .files import writing
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
-from .process import collect_all_garbage, count_gpus, no_garbage_collection, world
+from .process import collect_all_garbage, no_garbage_collection, world
 from .run_folder import Run, code_digest, not_shared
 from .stopping import turn_on_flight_recorder
 
@@ -60,7 +60,7 @@ def check_launch(config: Config) -> None:
             " write nothing: unset RANK, or start the processes with `accelerate launch`."
         )
     if not asked_for_cpu() and launched():
-        check_gpus(1)
+        check_gpus(1, count_gpus())
     if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
             "the accelerate config asks for FSDP 1, which this loop does not support (its flat"
@@ -76,9 +76,14 @@ def check_launch(config: Config) -> None:
         )
 
 
-def check_gpus(needed: int) -> None:
-    """Refuse an accelerate config for more GPUs than torch finds on this machine."""
-    found = count_gpus()
+def count_gpus() -> int:
+    """Count the GPUs, or other accelerators, that torch finds on this machine."""
+    gpus = torch.cuda.device_count()
+    return gpus or (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+
+
+def check_gpus(needed: int, found: int) -> None:
+    """Refuse an accelerate config for more GPUs than were found."""
     if found < needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         asked = "asks for a GPU, but torch finds none"

@@ -1,15 +1,18 @@
 """How a launch ended, and the block that says so, last on the screen. Imports no torch."""
 
+import shlex
+import shutil
 import signal
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checkpoint.resuming import checkpoints
 from .failures import CONSEQUENCES, first_failure, folded, place_of, short_path
-from .files import step_of
+from .files import format_metric, format_seconds, read_json, read_manifest, read_yaml, step_of
 from .process import PREEMPTED
-from .records import outcome
 from .starts import in_words
 
 GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
@@ -75,7 +78,7 @@ class Ending:
 
     def _continues(self) -> str:
         """Return from which step the same command continues."""
-        if found := outcome.checkpoints(self.folder):
+        if found := checkpoints(self.folder):
             return f"continues from step {step_of(found[-1])}"
         return "starts again from step 0"
 
@@ -95,7 +98,7 @@ class Ending:
                 reason = f"{self._first['reason']}{place}; see {self.logs}"
             print(f"{self.folder}: {kind}: {reason or self.stop_signal}", flush=True)
         elif kind == "finished":
-            outcome.print_finished_block(self.folder, self.status, self._goodput())
+            print_finished(self.folder, self.status, self._goodput())
         elif kind == "refused":
             print(f"error: {self._first['reason']}", file=sys.stderr, flush=True)
         elif kind in ("preempted", "stopped"):
@@ -122,10 +125,10 @@ class Ending:
         else:
             title = "stopped before it could save"
             pairs = [("reason", self.stop_signal), ("run", str(self.folder))]
-        lines = outcome.rows([pair for pair in pairs if pair[1]])
+        lines = rows([pair for pair in pairs if pair[1]])
         if self.stop_signal:
             print()  # the terminal may have shown ^C
-        outcome.print_block(title, [*lines, *self._next("the same command")])
+        print_block(title, [*lines, *self._next("the same command")])
 
     def _next(self, what: str) -> list[str]:
         """Return the lines about what continues the run."""
@@ -158,11 +161,11 @@ class Ending:
         if goodput := self._goodput():
             pairs.append(("goodput", goodput))
         pairs.append(("logs", str(self.folder / "logs")))
-        lines = [*(f"{line}"[: 4 * outcome.width()] for line in lines), *outcome.rows(pairs)]
-        if outcome.has_tool("doctor"):
-            lines.append(f"  {'doctor':8} {outcome.command_line('doctor', self.folder)}")
+        lines = [*(f"{line}"[: 4 * width()] for line in lines), *rows(pairs)]
+        if has_tool("doctor"):
+            lines.append(f"  {'doctor':8} {command_line('doctor', self.folder)}")
         lines += self._next("fix it; then the same command")
-        outcome.print_block(title, lines, to=sys.stderr)
+        print_block(title, lines, to=sys.stderr)
 
     def _unexplained(self) -> str:
         """Return what is known of processes that left no error file."""
@@ -179,3 +182,76 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"exited with {code}"
     return f"was ended by {signal.Signals(-code).name}"
+
+
+def best_of(folder: Path) -> str:
+    """Return the best evaluation of a run, as the newest checkpoint has it; "" without one."""
+    try:
+        name = read_yaml(folder / "config.yaml")["evaluation"]["best_metric"]
+        newest = checkpoints(folder)[-1]
+        state = read_json(newest / "state.json") | read_manifest(newest).get("evaluation", {})
+        best, step = state["best"], state["best_step"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return ""
+    return f"{name} {format_metric(best)} at step {step}" if name and best is not None else ""
+
+
+# ---- layout --------------------------------------------------------------------------------------
+def width() -> int:
+    """Return the number of columns: of the terminal, at most 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+def rows(pairs: list[tuple[str, str]]) -> list[str]:
+    """Return names and values in two columns; long values go on below."""
+    lines = []
+    for name, value in pairs:
+        wrapped = textwrap.wrap(
+            value, width() - 11, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+        lines.append(f"  {name:8} {wrapped[0]}")
+        lines += [f"{'':11}{line}" for line in wrapped[1:]]
+    return lines
+
+
+def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
+    """Print a title under a rule, and lines."""
+    text = [("--- " + title + " ").ljust(width(), "-"), *lines]
+    print("\n".join(text), file=to or sys.stdout, flush=True)
+
+
+def print_finished(folder: Path, status: dict[str, Any], goodput: str = "") -> None:
+    """Show how a finished run ended, and what can be done with it."""
+    step, steps, reason = status.get("step"), status.get("steps"), status.get("reason", "")
+    pairs = [("steps", f"{step} of {steps}" + (f", {reason}" if step != steps else ""))]
+    pairs.append(("note", status.get("note", "")))
+    if "seconds" in status:
+        pairs.append(("time", f"{format_seconds(status['seconds'])} in the last start"))
+    pairs.append(("goodput", goodput))
+    if best := best_of(folder):
+        pairs.append(("best", best))
+    found = dict(status.get("result", {}))
+    if speed := found.pop("samples per second", None):
+        pairs.append(("speed", f"{speed:.4g} samples per second"))
+    results = [f"{name} {format_metric(value)}" for name, value in found.items()]
+    pairs.append(("result", ", ".join(results)))
+    pairs.append(("weights", str(folder / "export")))
+    pairs.append(("metrics", str(folder / "metrics.jsonl")))
+    pairs += [("", link) for link in status.get("trackers", {}).values()]
+    lines = rows([(name, value) for name, value in pairs if value])
+    lines.append("next:")
+    answers = (folder / "samples").is_dir()  # the recipe has predict_samples
+    names = {"report": has_tool("report"), "predict": answers, "evaluate": True}
+    lines += [f"  {command_line(name, folder)}" for name, is_there in names.items() if is_there]
+    print_block(f"finished: {folder}", lines)
+
+
+def has_tool(name: str) -> bool:
+    """Return whether this project still has a tool: tools/ may be deleted."""
+    tools = Path(__file__).parent / "tools"
+    return (tools / name).is_dir() or (tools / f"{name}.py").is_file()
+
+
+def command_line(name: str, folder: Path) -> str:
+    """Return what one types for a command on a run."""
+    return f"python -m {__package__} {name} {shlex.quote(str(folder))}"

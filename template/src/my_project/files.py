@@ -143,7 +143,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the path of the file that a launch locks, beside its run folder (of a link: its own)."""
+    """Return the path of the file that a launch locks, beside its run folder, also of a link."""
     folder = folder.resolve()
     return folder.parent / f".{folder.name}.lock"
 
@@ -220,6 +220,13 @@ def format_seconds(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric: four decimals, or none where it is large."""
+    if value is None:
+        return "not a number"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def printable(text: str) -> str:

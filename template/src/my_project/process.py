@@ -34,28 +34,6 @@ def process_name() -> str:
     return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
 
-def count_gpus() -> int:
-    """Count the GPUs that torch sees, in a child process.
-
-    NVML, which torch asks, starts a thread, and a process that has two is not forked any more.
-    """
-    import torch
-
-    def count() -> int:
-        gpus = torch.cuda.device_count()
-        return gpus or (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
-
-    if sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:
-        return count()
-    if not (child := os.fork()):
-        gpus = 0
-        try:
-            gpus = count()
-        finally:
-            os._exit(gpus)
-    return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
 GARBAGE_OBJECTS = 10_000  # Python's own limit is 700 to 2,000
 RECORDS_PER_FULL_COLLECTION = 100
 FROZEN = threading.Event()  # set by freeze_objects; gc.get_freeze_count would take 0.05 s to count

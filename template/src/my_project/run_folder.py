@@ -39,6 +39,10 @@ from .process import START
 from .safety.redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
 
 logger = logging.getLogger(__name__)
+FINISHED_BEFORE = (
+    "already finished, so nothing is trained; --resume never trains it again and keeps this run"
+    " aside, --run_name trains another run"
+)
 RECORDED_PACKAGES = (
     "torch",
     "torchvision",

@@ -21,6 +21,7 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any, NamedTuple
 
+from .checkpoint.resuming import checkpoints
 from .failures import first_failure, read_errors
 from .files import (
     each_record,
@@ -33,7 +34,6 @@ from .files import (
     write_atomically,
 )
 from .process import PREEMPTED
-from .records.outcome import checkpoints
 
 CAUSES = ("lost contact", "lost node", "device error")
 REPEATED = ("lost contact", "lost node", SIGKILL.name)  # may come twice at one step by chance

@@ -23,7 +23,7 @@ from .loading.loader import IndexedBatches
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
 from .process import garbage_collected_at_records, world
-from .records import outcome, samples, screen
+from .records import samples, screen
 from .records.metrics import MetricsWriter
 from .run_folder import Run
 from .state import StepReport, TrainState, check_best_metric, is_due
@@ -54,7 +54,7 @@ def main(config: Config) -> int:
     run.total_steps = total_steps(config, train_set, layout)
     if run.finished:
         if rank == 0:
-            outcome.print_earlier(run.folder, run.status())
+            screen.log_finished(run, before=True)
         return 0
 
     with (
@@ -221,7 +221,7 @@ def main(config: Config) -> int:
             patience = config.evaluation.patience if state.step < run.total_steps else 0
             note = checkpoints.note
             run.write_status("finished", end_reason, note=note, result=result, patience=patience)
-            outcome.print_finished(run.folder, run.status())
+            screen.log_finished(run)
     return 0
 
 

@@ -23,8 +23,10 @@ import tempfile
 from pathlib import Path
 
 from . import cli, launch
+from .checkpoint.resuming import checkpoints
 from .command_line import did_you_mean, parse
 from .config import Config, ConfigError, to_yaml
+from .end_block import print_block, print_finished, rows
 from .files import (
     format_seconds,
     processes,
@@ -35,10 +37,9 @@ from .files import (
     writing,
 )
 from .loading.layout import batch_layout
-from .process import count_gpus
-from .records import outcome
-from .run_folder import refuse_other_settings
+from .run_folder import FINISHED_BEFORE, refuse_other_settings
 from .safety.redaction import mask_command
+from .workers import count_gpus
 
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
@@ -104,7 +105,7 @@ def describe(started: launch.Launch, reason: str) -> str:
     """Return what starts, as lines."""
     config = started.config
     assert config is not None
-    found = outcome.checkpoints(config.folder) if config.resume != "never" else []
+    found = checkpoints(config.folder) if config.resume != "never" else []
     state = f"continues from step {step_of(found[-1])}" if found else f"new, resume {config.resume}"
     device = f"{started.gpus} GPU{'s' * (started.gpus > 1)}" if started.gpus else "the CPU"
     precision = config.precision or started.precision
@@ -113,7 +114,7 @@ def describe(started: launch.Launch, reason: str) -> str:
         ("on", f"{device}, {processes(started.world_size)}, precision {precision}"),
         ("where", started.options.config_file + (f": {reason}" if reason else "")),
     ]
-    return "\n".join([*outcome.rows(pairs), f"= {started.line}"])
+    return "\n".join([*rows(pairs), f"= {started.line}"])
 
 
 def is_finished(config: Config) -> bool:
@@ -169,7 +170,7 @@ def print_estimate(config: Config, folder: Path) -> None:
         ("kept", "nothing"),
     ]
     title = "dry run: two steps, an evaluation, a save and an export work"
-    outcome.print_block(title, outcome.rows(pairs))
+    print_block(title, rows(pairs))
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -194,7 +195,8 @@ def main(arguments: list[str]) -> int:
         return dry_run(config, flags, settings, command)
     refuse_other_settings(config)
     if config.resume == "auto" and is_finished(config):
-        outcome.print_earlier(config.folder, read_status(config.folder))
+        print(FINISHED_BEFORE, flush=True)
+        print_finished(config.folder, read_status(config.folder))
         return 0
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
     return launch.start(started, shown=describe(started, reason), command=command)

@@ -159,6 +159,24 @@ def start_method() -> tuple[str, str]:
     return "fork", ""
 
 
+def count_gpus() -> int:
+    """Count the GPUs that torch sees, in a child process.
+
+    NVML, which torch asks, starts a thread, and a process that has two is not forked any more.
+    """
+    from . import devices
+
+    if sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:
+        return devices.count_gpus()
+    if not (child := os.fork()):
+        gpus = 0
+        try:
+            gpus = devices.count_gpus()
+        finally:
+            os._exit(gpus)
+    return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
 def kill_all(workers: Iterable[Any]) -> None:
     """Kill processes and all their descendants, also those whose parent has ended."""
     pids = {worker.pid for worker in workers}

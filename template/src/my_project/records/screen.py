@@ -18,11 +18,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..files import format_seconds, kind_of, printable, processes
+from ..files import format_metric, format_seconds, kind_of, printable, processes
 from ..loading.layout import BatchLayout
-from ..process import CopiedStream
-from ..run_folder import Run
-from .outcome import format_metric
+from ..process import LOGS, CopiedStream
+from ..run_folder import FINISHED_BEFORE, Run
 
 logger = logging.getLogger(__name__)
 SECONDS_PER_DRAWING = 0.25
@@ -180,3 +179,13 @@ def log_start(
         f" {run.total_steps:,} steps; {size:,} parameters{part}"
     )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
+
+
+def log_finished(run: Run, *, before: bool = False) -> None:
+    """Log the result of a run, in an earlier start or now, unless launch.py shows it in a block."""
+    if before:
+        print(FINISHED_BEFORE, flush=True)
+    if LOGS not in os.environ:
+        result = run.status().get("result", {})
+        parts = [f"{name} {format_metric(value)}" for name, value in result.items()]
+        print(", ".join([f"finished: weights in {run.folder / 'export'}", *parts]), flush=True)
