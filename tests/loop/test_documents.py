@@ -26,6 +26,7 @@ from documents import (
     text_of,
     train_as_typed,
 )
+from my_project.end_block import print_finished
 from runs import assert_same_weights, records, status, weights
 from safetensors.torch import load_file
 
@@ -162,6 +163,7 @@ def test_the_recipe_of_the_document_learns_and_shows_it_as_it_stands(own, capsys
     assert status(config)["result"]["validation/loss"] < 0.2, "by chance it were ln 2 = 0.7"
     assert wider.run_name == "table-width=64"
     samples, answer = commands(SHOWN)
+    print_finished(config.folder, status(config))
     assert samples in capsys.readouterr().out
     lines = predict_as_typed(samples).splitlines()
     right = ("truth rose, answer rose", "truth lily, answer lily")
