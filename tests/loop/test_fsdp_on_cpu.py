@@ -1,6 +1,8 @@
 """FSDP2 and HSDP through the real loop on CPU processes, and what a sharded start holds."""
 
+import argparse
 import atexit
+import io
 import json
 import os
 import signal
@@ -17,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
-from my_project import contract, devices, optim, sharding
+from my_project import commands, contract, devices, evaluate, optim, sharding
+from my_project.checkpoint.resuming import checkpoints
 from my_project.config import Config
 from my_project.files import wait_until
 from ragged import Deep
@@ -123,6 +126,22 @@ def shards_of(config: Config, step: int) -> int:
     return len(list(folder.glob("model.rank_*.safetensors")))
 
 
+def evaluate_sharded(folder: Path) -> str:
+    """Evaluate as the command does under an accelerate config with FSDP; return what it prints."""
+    ask_for_fsdp()
+    real = evaluate.evaluate
+
+    def check_sharded(accelerator: Any, config: Config, model: nn.Module, *rest: Any) -> Any:
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        return real(accelerator, config, model, *rest)
+
+    evaluate.evaluate = check_sharded
+    printed = sys.stdout = io.StringIO()
+    arguments = argparse.Namespace(folder=str(folder), trust=["ragged.Deep"], json=True)
+    assert commands.print_evaluation(arguments) == 0
+    return printed.getvalue()
+
+
 @pytest.mark.slow
 def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
     ddp = deep(tmp_path, run_name="ddp")
@@ -142,6 +161,11 @@ def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
         processes, resume = then
         run_world(processes, resume, change(ours, steps=10))
         assert_same_run(ours, ddp)
+    wanted = status(ddp)["result"]
+    for folder in (checkpoints(ours.folder)[-1], ddp.folder):
+        found = json.loads(run_world(2, evaluate_sharded, folder)[0])
+        for name in ("validation/auroc", "validation/accuracy"):
+            assert found[name] == pytest.approx(wanted[name], abs=1e-6)
 
 
 @pytest.mark.slow

@@ -48,7 +48,8 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
 
     The weights are those that training evaluates: a checkpoint's EMA, if it has one.
     """
-    from accelerate.utils import DynamoBackend
+    import torch
+    from accelerate.utils import DistributedType, DynamoBackend
 
     from . import contract, devices, evaluate, export, sharding
     from .checkpoint import resuming
@@ -62,15 +63,25 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
     devices.check_launch(config)
     data_info, datasets = validation_sets(config)
     with devices.start(config) as accelerator:
-        if export.is_export(folder):
-            model = export.load_model(folder, config.recipe, data_info)
-        else:
-            resuming.hashing_together(accelerator, lambda find: resuming.check(folder, find))
-            model = contract.build_model(config, data_info)
-            export.load_weights(folder, model)
         if plugin := accelerator.state.dynamo_plugin:
             plugin.backend = DynamoBackend.NO  # evaluation is not compiled
-        model = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
+        is_export = export.is_export(folder)
+        if not is_export:
+            resuming.hashing_together(accelerator, lambda find: resuming.check(folder, find))
+        has_own_load = is_export and optional(config.recipe, "load")
+        if accelerator.distributed_type == DistributedType.FSDP and not has_own_load:
+            plain, _ = sharding.build_model(accelerator, config, data_info, folder)
+            no_state = torch.optim.SGD(plain.parameters())
+            model = sharding.shard(accelerator, config, plain, no_state, None)
+            export.load_weights(folder, plain)
+        else:
+            if is_export:
+                plain = export.load_model(folder, config.recipe, data_info)
+            else:
+                plain = contract.build_model(config, data_info)
+                export.load_weights(folder, plain)
+            wrapper = sharding.RecipeModule(plain.to(accelerator.device))
+            model = accelerator.prepare_model(wrapper, evaluation_mode=True)
         step = export.step_of_weights(folder)
         results = evaluate.evaluate(accelerator, config, model, datasets, step)
         if accelerator.is_main_process:

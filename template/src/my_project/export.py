@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .checkpoint import resuming
-from .checkpoint.shards import TensorReader
+from .checkpoint.shards import TensorReader, model_tensors, plain_name
 from .config import Config, ConfigError, TelemetryConfig
 from .files import read_json, step_of
 from .recipe import Recipe, optional
@@ -81,12 +81,12 @@ def step_of_weights(folder: Path) -> int:
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights, or its EMA, into the plain module; the keys must match."""
-    TensorReader(folder, "model").fill(model.state_dict())
+    """Load an export's or a checkpoint's weights, or its EMA, into a plain or a sharded module."""
+    TensorReader(folder, "model").fill(model_tensors(model))
     if any(folder.glob("ema.*")):
         averages = TensorReader(folder, "ema")
-        named = model.named_parameters()
-        averages.fill({name: p.detach() for name, p in named if name in averages.shapes})
+        named = {plain_name(name): p.detach() for name, p in model.named_parameters()}
+        averages.fill({name: p for name, p in named.items() if name in averages.shapes})
 
 
 def weights_folder(folder: Path) -> Path:
