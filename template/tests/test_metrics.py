@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from world import run_world
 
 from my_project import devices, sharding
 from my_project.config import Config, ConfigError
-from my_project.evaluate import evaluate
+from my_project.evaluate import evaluate, micro_batch_size
 from my_project.state import TrainState
 
 
@@ -36,7 +37,13 @@ def _evaluate(accelerator: Accelerator, config: Config) -> dict[str, float]:
     model = config.recipe.build_model(data_info)
     call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
     _, data_sets = config.recipe.build_datasets(data_info)
-    return evaluate(accelerator, config, call, data_sets, config.steps or 0)
+    told: list[None] = []
+    watchdog: Any = SimpleNamespace(allow_long_limit=lambda: told.append(None))
+    results = evaluate(accelerator, config, call, data_sets, config.steps or 0, watchdog)
+    size = micro_batch_size(config) * accelerator.num_processes
+    rounds = (math.ceil(len(data) / size) for data in data_sets.values())
+    assert len(told) == sum(rounds), "of each micro-batch: many may take longer than its limit"
+    return results
 
 
 def expected(recipe: Ragged) -> dict[str, float]:

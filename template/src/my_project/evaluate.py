@@ -26,6 +26,7 @@ from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import fork_rng, seed_forward
 from .recipe import optional
+from .stopping import Watchdog
 
 logger = logging.getLogger(__name__)
 DEFAULT_SIZE = 64  # samples of a micro-batch, where the config has no number
@@ -37,6 +38,7 @@ def evaluate(
     model: Any,
     datasets: dict[str, Any],
     step: int,
+    watchdog: Watchdog | None = None,
     *,
     is_sanity_check: bool = False,
 ) -> dict[str, float]:
@@ -52,6 +54,7 @@ def evaluate(
         model: prepared; called with a function of the plain model (sharding.RecipeModule).
         datasets: map-style, by name.
         step: the number of steps that the weights have been trained for; told to `loss`.
+        watchdog: told of each micro-batch, since a large dataset may take longer than its limit.
         is_sanity_check: take one micro-batch of each, on each rank.
 
     Returns:
@@ -62,7 +65,8 @@ def evaluate(
         for name, data in datasets.items():
             update = optional(config.recipe, "update_metrics") or recipe_loss(config, step)
             forward = partial(model, update)
-            values = _evaluate_one(accelerator, config, forward, name, data, is_sanity_check)
+            arguments = name, data, watchdog, is_sanity_check
+            values = _evaluate_one(accelerator, config, forward, *arguments)
             results |= {f"{name}/{metric}": value for metric, value in values.items()}
     return results
 
@@ -82,7 +86,11 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
 
 
 def sanity_check(
-    accelerator: Accelerator, config: Config, model: Any, datasets: dict[str, Any]
+    accelerator: Accelerator,
+    config: Config,
+    model: Any,
+    datasets: dict[str, Any],
+    watchdog: Watchdog,
 ) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
@@ -97,7 +105,7 @@ def sanity_check(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
-        evaluate(accelerator, config, model, datasets, 0, is_sanity_check=True)
+        evaluate(accelerator, config, model, datasets, 0, watchdog, is_sanity_check=True)
 
 
 @contextmanager
@@ -138,6 +146,7 @@ def _evaluate_one(
     forward: Callable[[Any, dict[str, Any]], None],
     name: str,
     data: Any,
+    watchdog: Watchdog | None,
     is_sanity_check: bool,
 ) -> dict[str, float]:
     recipe, world_size, device = config.recipe, accelerator.num_processes, accelerator.device
@@ -162,6 +171,8 @@ def _evaluate_one(
         for _ in range(2)
     )
     for m, batch in zip(numbers, on_device(loader, device), strict=True):
+        if watchdog:
+            watchdog.allow_long_limit()
         seed_forward(config.seed, f"evaluation/{name}", m, device)
         forward(batch, metrics if m < count else discarded)
     merge_metrics_on_main(accelerator, metrics)

@@ -95,6 +95,7 @@ def main(config: Config) -> int:
         model.train()
         stop.loop_begins()
         metrics = MetricsWriter(accelerator, run, layout, state, model)
+        for_evaluation = accelerator, config, eval_model, validation_sets
         with checkpoints, metrics, garbage_collected_at_records():
 
             def observe(report: StepReport | None) -> None:
@@ -120,7 +121,7 @@ def main(config: Config) -> int:
             def evaluate_and_record() -> None:
                 watchdog.allow_long_limit()
                 with metrics.paused("evaluation"), ema_swapped_in():
-                    results = evaluate(accelerator, config, eval_model, validation_sets, state.step)
+                    results = evaluate(*for_evaluation, state.step, watchdog)
                     shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
                         exporting.export(run, data_info, raw_model, checkpoints, "best")
@@ -130,9 +131,8 @@ def main(config: Config) -> int:
             if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
                 evaluate_and_record()
             elif config.evaluation.sanity_check and state.step == 0:
-                watchdog.allow_long_limit()
                 with metrics.paused("evaluation"):
-                    sanity_check(accelerator, config, eval_model, validation_sets)
+                    sanity_check(*for_evaluation, watchdog)
             end_reason = state.end_reason(run)  # empty until the run is at its end
             micro_batches = metrics.timed(batches)
             for step in steps if not end_reason else ():
