@@ -152,8 +152,8 @@ class DistributedConfig:
     """Settings of the process group, DDP and memory that accelerate's YAML files lack."""
 
     startup_timeout_seconds: int = may_change(1800, least=1)
-    """Time without progress after which a rank is stalled in startup, an evaluation, a save, or the
-    step after one of these; timeout_seconds if that is longer."""
+    """Time without progress after which a rank is stalled in startup, in a micro-batch of an
+    evaluation, in a save, or in the step after one of these; timeout_seconds if that is longer."""
     timeout_seconds: int = may_change(600, least=1)
     """Time without progress after which a rank is stalled in a step. Every rank then writes its
     stack trace into errors/ and ends."""

@@ -104,10 +104,10 @@ class StopRequest:
 class Watchdog:
     """End this process, and report where it stalled, when it has made no progress for too long.
 
-    The long limit holds for startup, evaluations, saves and the end of a run; the short one for
-    steps, once one has been completed since. Time in which the process was stopped (Ctrl-Z) or
-    waited for a command to pdb does not count. The limit does not depend on the backend, so a
-    loader or storage that hangs is noticed too.
+    The long limit holds for startup, each micro-batch of an evaluation, saves and the end of a run;
+    the short one for steps, once one has been completed since. Time in which the process was
+    stopped (Ctrl-Z) or waited for a command to pdb does not count. The limit does not depend on the
+    backend, so a loader or storage that hangs is noticed too.
     """
 
     def __init__(self, run: Run) -> None:
