@@ -98,7 +98,6 @@ TEMPLATE_FILES = (
     "src/my_project/recipes/segmentation.py",
     "src/my_project/records/__init__.py",
     "src/my_project/records/metrics.py",
-    "src/my_project/records/outcome.py",
     "src/my_project/records/performance.py",
     "src/my_project/records/profiling.py",
     "src/my_project/records/samples.py",
