@@ -101,17 +101,6 @@ def test_damaged_lines_cost_no_other_record(copied):
     assert (copied.folder / "metrics.jsonl.damaged-1").read_bytes() == damaged
 
 
-def test_what_is_in_the_way_of_an_export_is_moved_aside(copied, tmp_path):
-    for name in ("export", ".export.partial", ".export.before"):
-        shutil.rmtree(copied.folder / name, ignore_errors=True)
-        (copied.folder / name).write_text("mine")
-    (copied.folder / "best").symlink_to(tmp_path / "nowhere")
-    assert train(change(copied, steps=7)) == 0
-    assert (copied.folder / "export/model.safetensors").is_file()
-    assert (copied.folder / "export.old-1").read_text() == "mine"
-    assert not list(copied.folder.glob(".export.*"))
-
-
 def test_damaged_error_files_name_no_rank(copied):
     now = Run(copied, rank=1)
     now.token = "abc"

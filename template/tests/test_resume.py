@@ -150,17 +150,6 @@ def test_a_run_of_an_earlier_version_goes_on_without_the_settings_that_were_remo
     assert "stage_to" not in saved.read_text()
 
 
-def test_resume_never_moves_the_old_run_aside(tmp_path):
-    config = make_config(tmp_path, steps=2)
-    run_world(1, train, config)
-    run_world(1, train, change(config, resume="never", optim__lr=0.01))
-    assert (tmp_path / "run.old-1" / "export" / "model.safetensors").is_file()
-    assert (
-        records(config)[0]["learning_rate"]
-        != records(change(config, run_name="run.old-1"))[0]["learning_rate"]
-    )
-
-
 def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere cannot be used: it has no manifest"):
         train(make_config(tmp_path, resume=str(tmp_path / "nowhere")))
@@ -193,15 +182,3 @@ def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_
     assert log.read_text() == "of this launch"
     assert (tmp_path / f"{config.run_name}.old-1/export").is_dir()
     assert not (tmp_path / f"{config.run_name}.old-1/logs").exists()
-
-
-def test_old_checkpoints_are_removed_while_the_run_goes_on(tmp_path):
-    """Without an evaluation, and before the end, where they would be removed in any case."""
-    config = make_config(
-        tmp_path, Ragged(validation_samples=0, fault="raise", fault_at=4, fault_on_rank=0),
-        steps=6, checkpoints__every_steps=1, checkpoints__keep=2, checkpoints__background=False,
-    )  # fmt: skip
-    with pytest.raises(RuntimeError):
-        run_world(1, train, config)
-    left = sorted(path.name for path in (config.folder / "checkpoints").iterdir())
-    assert left == ["step_00000003", "step_00000004"]

@@ -594,17 +594,6 @@ def test_a_save_is_not_waited_for_once_another_rank_is_gone(tmp_path, monkeypatc
     assert names(saver.config) == []
 
 
-def train_writing_late(config: Config) -> int:
-    write = saving.save_shards
-
-    def late(named, path):
-        time.sleep(0.2)
-        return write(named, path)
-
-    saving.save_shards = late
-    return train(config)
-
-
 @pytest.mark.parametrize(("stop_after", "saves"), [(None, 2), ("0s", 1)])
 def test_a_run_whose_last_save_fails_has_failed_also_where_it_was_told_to_stop(
     tmp_path, stop_after, saves
@@ -641,22 +630,6 @@ def test_a_best_that_could_not_be_written_is_written_by_the_next_start(tmp_path)
     assert run_world(1, train, config) == [0]
     ours, theirs = weights(config.folder / "best"), weights(config.folder / "export")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-def test_a_save_in_the_background_holds_the_step_it_was_asked_for(tmp_path, trained):
-    """Writing starts when later steps have changed the weights."""
-    config = change(trained, runs_folder=str(tmp_path), checkpoints__background=True)
-    run_world(2, train_writing_late, config)
-    plain = change(trained, runs_folder=str(tmp_path / "plain"), checkpoints__background=False)
-    run_world(2, train, plain)
-    for step in (4, 6, 8, 10):
-        for name in FILES[:3]:
-            path, other = folder_of(config, step) / name, folder_of(plain, step) / name
-            assert path.read_bytes() == other.read_bytes(), f"{name} of step {step}"
-        ours, theirs = (json.loads((folder_of(c, step) / "state.json").read_text())
-                        for c in (config, plain))  # fmt: skip
-        assert ours == theirs
 
 
 def test_merge_writes_one_file_of_the_weights_or_of_their_average(trained, tmp_path):
