@@ -176,15 +176,6 @@ def test_a_preempted_run_leaves_with_75_or_with_0_where_torchrun_would_restart_i
     assert run_world(1, run_under_torchrun, config, restarts) == [code]
 
 
-def test_a_loss_that_is_not_finite_is_traced_to_its_process(tmp_path):
-    config = with_fault(tmp_path, "nan", optim__max_skipped_steps=1)
-    fails(config)
-    found = errors(config)
-    assert "the loss on this rank is nan" in found[1]
-    assert "the loss on this rank is nan" not in found[0]
-    assert "the gradient was not finite in 1 steps in a row, up to step 4" in found[0]
-
-
 def test_an_exception_in_a_loader_worker_ends_the_run_and_is_named(tmp_path):
     recipe = Ragged(bad_sample=5)
     config = make_config(tmp_path, recipe, batches__workers=1, distributed__timeout_seconds=5)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from my_project import failures
 from my_project.config import ConfigError
-from my_project.files import writing
 from my_project.launch import correct_status
 from my_project.run_folder import Run
 from my_project.state import NotFiniteError
@@ -19,11 +18,6 @@ from runs import make_config
 
 class DistStoreError(RuntimeError):
     """As torch.distributed has one."""
-
-
-def full(folder: Path) -> None:
-    with writing(folder):
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
 
 def raise_(error: BaseException) -> None:
@@ -80,13 +74,6 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     assert (noted["outcome"], noted["step"]) == ("failed", 7)
     assert noted["failure"] == failures.as_status(found)["failure"]
     assert failures.checked(noted["failure"]), "it can be read as an error file is"
-
-
-def test_a_setting_that_a_full_disk_made_wrong_says_so(tmp_path):
-    with pytest.raises(ConfigError) as error:
-        full(tmp_path)
-    found = failures.record_of(error.value)
-    assert (found["cause"], found["errno"]) == ("setting", "EDQUOT")
 
 
 def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(

@@ -152,6 +152,21 @@ def test_a_signal_while_a_process_is_started_reaches_it_and_nohup_holds_for_it(b
     assert bool(int(ignored, 16) & 1 << signal.SIGHUP - 1) == (before == ["nohup"])
 
 
+ENDING_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+from my_project import workers
+def chosen():
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(str, range(8)))
+    return workers.start_method()[0]
+print({chosen() for _ in range(300)})
+"""
+
+
+def test_threads_that_python_has_joined_do_not_keep_processes_from_being_forked():
+    assert script(ENDING_THREADS, OPENBLAS_NUM_THREADS="1") == ["{'fork'}"]
+
+
 # ---- the real launchers --------------------------------------------------------------------------
 # Steps of 0.8 s, so that two of them, in which all agree to leave, last longer than who watches.
 SLOW = ("--steps", "1000", "--recipe.init_args.seconds", "0.2", "--telemetry.every_steps", "1")

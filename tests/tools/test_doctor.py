@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,16 +16,16 @@ import pytest
 import test_launch
 from my_project import failures, stopping
 from my_project.config import Config, ConfigError
-from my_project.files import wait_until, writing
+from my_project.files import writing
 from my_project.run_folder import Run
 from my_project.tools import doctor
 from my_project.tools.doctor import diagnose
 from ragged import Ragged
-from runs import change, make_config, status, train
+from runs import change, make_config, train
 from test_damage import KINDS
 from test_runs import HOLD
-from test_stopping import Killing, fails, with_fault
-from world import World, run_world
+from test_stopping import fails, with_fault
+from world import run_world
 
 HERE = socket.gethostname()
 
@@ -74,44 +73,6 @@ def test_a_fault_is_told_with_its_rank(tmp_path, fault, settings, cause, said):
     assert (found["first"]["rank"], found["first"]["host"]) == (1, HERE)
     assert said in str(found)
     assert said or found["known"] == [], "nothing is claimed"
-
-
-STOPPED = []  # once, not at each micro-batch of the step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stopped(Ragged):
-    """Rank 1 is stopped, as by a debugger."""
-
-    def loss(self, model, batch, step):
-        if step == 3 and os.environ["RANK"] == "1" and not STOPPED:
-            STOPPED.append(os.kill(os.getpid(), signal.SIGSTOP))
-        return super().loss(model, batch, step)
-
-
-@pytest.mark.slow
-def test_a_rank_that_was_stopped_for_a_time_is_named_also_when_it_goes_on(tmp_path):
-    config = make_config(tmp_path, Stopped(), distributed__timeout_seconds=2)
-    world = World(2, train, config)
-    path = config.folder / "status.json"
-    assert wait_until(lambda: bool(path.is_file() and status(config).get("failure")), 90)
-    assert diagnose(config.folder)["cause"] == "no report"
-    world.workers[0].join(30)  # until then its main thread would go on
-    os.kill(world.workers[1].pid, signal.SIGCONT)
-    with pytest.raises(RuntimeError):
-        world.results(60)
-    found = diagnose(config.folder)
-    assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
-    assert "SIGSTOP" in found["likely"][0]
-
-
-def test_a_killed_loader_worker_is_told(tmp_path):
-    config = make_config(tmp_path, Killing(), batches__workers=1)
-    with pytest.raises(RuntimeError):  # its queue, its socket or its signal may tell first
-        run_world(1, train, config)
-    found = diagnose(config.folder)
-    assert found["cause"] == "loader worker"
-    assert "fewer batches.workers (now 1)" in found["remedy"][0]
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
@@ -183,6 +144,18 @@ def test_ranks_that_lost_contact_point_to_those_that_do_not_report(
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == (cause, "likely")
     assert (found["first"]["rank"], found["first"]["host"]) == (rank, host)
+
+
+def test_a_rank_that_went_on_when_the_others_had_given_up_was_likely_stopped(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch, (HERE, HERE))
+    for run.rank, cause, idle_seconds in ((0, "waiting", 10), (1, "lost contact", 30)):
+        failure = failures.record(reason="", cause=cause)
+        run.progress_time = failure["time"] - idle_seconds
+        run.record_error(failure)
+    run.fail(failure)
+    found = diagnose(run.folder)
+    assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
+    assert "SIGSTOP" in found["likely"][0]
 
 
 def test_the_newest_of_several_failures_is_told(tmp_path, monkeypatch):
