@@ -109,18 +109,6 @@ def test_what_is_first_drawn_late_is_what_seeding_each_sample_gives(generators):
     assert torch.equal(resumed, wanted[20:])
 
 
-def test_a_micro_batch_is_read_again_only_where_a_draw_is_first_noticed():
-    data = DrawsLate(random.random, np.random.rand)
-    batches(data=data)
-    assert data.reads == 160 + 4, "the micro-batch of the first draws, from both generators"
-    never = DrawsLate()
-    batches(data=never)
-    assert never.reads == 160
-    always = DrawsLate(random.random)
-    batches(data=always, seed_samples=True)
-    assert always.reads == 160
-
-
 class WithSeeds(Drawing):
     """Makes a generator of its own from the seed of the sample, so draws from none of ours."""
 
@@ -181,11 +169,13 @@ def test_a_whole_micro_batch_is_fetched_at_once_as_long_as_nothing_is_drawn():
         seen = batches(data=subset if in_a_subset else data, seed_samples=how)
         assert torch.equal(seen, plain)
         assert data.at_once == (0 if how is True else 40), how
+        assert data.reads == 160
     for draw in (random.random, np.random.rand, lambda: torch.rand(()).item()):
         data = AtOnce(draw)
         wanted = batches(data=DrawsLate(draw), seed_samples=True)
         assert torch.equal(batches(data=data), wanted)
         assert 0 < data.at_once < 40
+        assert data.reads == 160 + 4, "the micro-batch of the first draw, which is read again"
 
 
 class OwnTensors(torch.utils.data.TensorDataset):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from ragged import Ragged
-from runs import make_config
+from runs import change, make_config
 from torch import nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassJaccardIndex
@@ -271,3 +271,15 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path, mode, best):
     better = [state.record_evaluation(config, {"validation/loss": value}) for value in values]
     assert better == [False, True, False, True]
     assert state.best == best
+
+
+def test_another_mode_of_the_best_metric_has_no_best_yet(tmp_path):
+    """Compared with the highest value, the lowest would never have been reached."""
+    highest = make_config(tmp_path, evaluation__best_metric="validation/loss")
+    state, resumed = (TrainState(items_per_micro_batch=1.0) for _ in range(2))
+    better = [state.record_evaluation(highest, {"validation/loss": value}) for value in (5, 4)]
+    assert better == [True, False]
+    lowest = change(highest, evaluation__best_mode="min")
+    resumed.restore(state.to_dict(), lowest)
+    assert resumed.evaluations_since_best == 0
+    assert resumed.record_evaluation(lowest, {"validation/loss": 7})

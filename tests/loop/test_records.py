@@ -34,19 +34,11 @@ class Clock:
         return self.now + 1e9
 
 
-class Feed:
-    """Micro-batches, each of which takes some seconds."""
-
-    epoch = 0
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock = clock
-        self.seconds = seconds
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            self.clock.now += self.seconds
-            yield 0
+def micro_batches(clock: Clock, seconds: float) -> Iterator[int]:
+    """Yield micro-batches, each of which takes some seconds."""
+    while True:
+        clock.now += seconds
+        yield 0
 
 
 @pytest.fixture
@@ -76,7 +68,7 @@ def writer_of(folder: Path, steps: int, **settings: Any) -> metrics.MetricsWrite
 
 def take_steps(log: metrics.MetricsWriter, clock: Clock, seconds: list[float]) -> None:
     """Take steps of so many seconds each; a save or an evaluation after steps 4, 5, 7 and 8."""
-    samples = log.timed(Feed(clock, 0.25))
+    samples = log.timed(micro_batches(clock, 0.25))
     unread: list[StepReport] = []
     for step, whole in enumerate(seconds):
         next(samples)
@@ -231,16 +223,6 @@ def test_steps_that_are_skipped_are_counted_in_their_interval(tmp_path):
     seen = [(r["steps"], r["skipped"], r["skipped_steps"]) for r in records(config)]
     assert seen == [(2, 0, 0), (2, 2, 2), (2, 1, 3)]
     assert [r["loss"] is None for r in records(config)] == [False, True, False]
-
-
-def test_a_last_line_that_a_kill_has_cut_costs_no_other_record(tmp_path):
-    config = make_config(tmp_path, Ragged(validation_samples=0), steps=2)
-    assert train(config) == 0
-    with (config.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
-    assert train(change(config, steps=3)) == 0
-    assert [record["step"] for record in records(config)] == [1, 2, 3]
-    assert not (config.folder / "metrics.jsonl.damaged-1").exists()
 
 
 # ---- MFU -----------------------------------------------------------------------------------------
