@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import gather_object
-from documents import predict_as_typed
 from my_project import devices, sharding
 from my_project.config import Config
 from my_project.records import samples
@@ -47,14 +46,6 @@ def shown_config(folder: Path, recipe: Ragged | None = None, **settings: Any) ->
     return make_config(folder, recipe or Shown(), **settings)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pictures(Shown):
-    """Writes a picture, and returns nothing."""
-
-    def predict_samples(self, *given: Any) -> None:  # type: ignore[override]
-        super().predict_samples(*given)
-
-
 def folders_of(config: Config) -> list[str]:
     return sorted(path.name for path in (config.folder / "samples").iterdir())
 
@@ -80,20 +71,6 @@ def test_the_newest_folders_are_kept_and_steps_not_done_yet_are_removed(tmp_path
     assert train(config) == 0
     assert folders_of(config) == ["mine", *(f"step_{step:08d}" for step in (3, 4, 5))]
     assert records(config, "validation/accuracy")[-1]["sample"].endswith(": 0 7 15")
-
-
-def test_pictures_without_a_text_are_kept_and_predict_is_named_where_samples_are(tmp_path, capsys):
-    config = shown_config(tmp_path, Pictures(), steps=1)
-    assert train(config) == 0
-    (record,) = records(config, "pictures")
-    assert "sample" not in record
-    assert (config.folder / record["pictures"][0]).read_bytes() == PICTURE
-    assert f"my_project predict {config.folder}" in capsys.readouterr().out
-    predict = f"python -m my_project predict {config.folder} --trust test_samples.Pictures"
-    files = [f"{config.folder}/{name}" for name in ("drawn.txt", "picture.png")]
-    assert predict_as_typed(predict).split() == files
-    assert train(make_config(tmp_path, steps=1, run_name="plain")) == 0
-    assert "my_project predict" not in capsys.readouterr().out
 
 
 def test_what_fails_is_told_in_one_line_and_the_run_goes_on(tmp_path, caplog):
