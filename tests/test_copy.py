@@ -64,15 +64,11 @@ def make_repository(folder: Path, layout: str) -> tuple[Path, Path, dict[str, st
     return repository, package, environment
 
 
-def call(command: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess:
-    return subprocess.run(
+def succeed(command: str, folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
         ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-
-
-def succeed(command: str, folder: Path, environment: dict[str, str]) -> str:
-    done = call(command, folder, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -219,30 +215,6 @@ def test_the_package_is_named_as_it_is_imported(tmp_path, folder, files, dotted,
     assert f" -m {dotted}.training.train " in last
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (None, b"/runs/\n"),
-        (b"\xe9t\xe9/\r\n\r\n", b"\xe9t\xe9/\r\n\r\n/runs/\r\n"),
-        (b"#runs/\nmy_runs/\nruns/old\n", b"#runs/\nmy_runs/\nruns/old\n/runs/\n"),
-    ],
-)
-def test_git_ignores_the_run_folders_after_copying(tmp_path, before, after):
-    repository, package, environment = make_repository(tmp_path, "src")
-    file = repository / ".gitignore"
-    if before is not None:
-        file.write_bytes(before)
-    for _ in range(2):
-        copied("embedding", package)
-        assert file.read_bytes() == after
-    for folder in ("runs/first", "src/your_package/runs"):
-        (repository / folder).mkdir(parents=True)
-        (repository / folder / "file").touch()
-    shown = succeed("git status --short --untracked-files=all", repository, environment)
-    assert "runs/first" not in shown
-    assert "src/your_package/runs/file" in shown, "theirs is not ignored"
-
-
 @pytest.mark.slow
 def test_the_line_that_is_printed_trains(tmp_path: Path):
     repository, package, environment = make_repository(tmp_path, "src")
@@ -265,19 +237,25 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
 
 def test_a_second_call_updates_what_is_as_it_was_copied(tmp_path: Path):
     repository, package, _ = make_repository(tmp_path, "flat")
+    ignored = repository / ".gitignore"
+    ignored.write_bytes(b"\xe9t\xe9/\r\nmy_runs/\r\n#runs/\r\n")
     copied("image_classification", package)
+    copied("image_classification", package, "--tools")
     assert "0 file(s) written" in copied("image_classification", package)
+    assert ignored.read_bytes() == b"\xe9t\xe9/\r\nmy_runs/\r\n#runs/\r\n/runs/\r\n", "once"
     recipe, module = package / "image_classification.py", package / "training/optim.py"
     config = "configs/image_classification.yaml"
     loop = [f"your_package/training/{name}.py" for name in ("optim", "gone", "loading/gone")]
-    as_if_older(package, *loop, config)
+    as_if_older(package, *loop, "your_package/training/tools/planner.py", config)
     recipe.write_text("# mine now\n")
     shown = copied("image_classification", package)
-    assert "2 file(s) written" in shown
+    assert "3 file(s) written" in shown
     assert "kept, since they are yours: your_package/image_classification.py\n" in shown
     assert f"no longer part of the loop: {', '.join(loop[1:])}\n" in shown
     assert "an older version" not in module.read_text() + (repository / config).read_text()
     assert recipe.read_text() == "# mine now\n"
+    shutil.rmtree(package / "training/tools")  # a repository that wants it no more
+    assert "0 file(s) written" in copied("image_classification", package)
 
 
 def test_a_module_of_the_loop_that_is_theirs_now_is_kept_until_both_sides_change(tmp_path: Path):
@@ -301,22 +279,6 @@ def test_a_module_of_the_loop_that_is_theirs_now_is_kept_until_both_sides_change
     )
     assert "of mine" in loader.read_text()
     assert "0 file(s) written" in copied("causal_lm", package)
-
-
-def test_tools_are_copied_when_asked_and_then_kept_up_to_date(tmp_path: Path):
-    _, package, _ = make_repository(tmp_path, "flat")
-    copied("causal_lm", package)
-    tools = package / "training/tools"
-    assert not tools.exists()
-    there = {path.relative_to(LOOP / "tools") for path in (LOOP / "tools").rglob("*.py")}
-    assert f"{len(there)} file(s) written" in copied("causal_lm", package, "--tools")
-    assert {path.relative_to(tools) for path in tools.rglob("*.py")} == there
-    as_if_older(package, "your_package/training/tools/planner.py")
-    shown = copied("causal_lm", package)
-    assert "brought up to date: your_package/training/tools/planner.py\n" in shown
-    shutil.rmtree(tools)  # a repository that wants it no more
-    assert "0 file(s) written" in copied("causal_lm", package)
-    assert not tools.exists()
 
 
 @pytest.mark.parametrize(

@@ -206,13 +206,6 @@ def test_what_git_ignores_in_a_used_clone_does_not_get_into_the_project(
     assert tree(used) == before
 
 
-def test_cruft_gives_the_same_project(template: Path, repository: Path, desk: Desk):
-    desk.succeed("cruft", "create", "--no-input", repository)
-    project = desk.folder / DEFAULTS["project_slug"]
-    (project / ".cruft.json").unlink()
-    assert tree(project) == default_tree(template)
-
-
 MOVED = {  # since the commit below; a rewritten file stays where the owner edited it
     "src/leafscan/recipes/image_classification.py": "src/leafscan/recipes/image_classification.py",
     "src/leafscan/cluster/rendezvous.py": "src/leafscan/rendezvous.py",

@@ -98,19 +98,6 @@ def test_what_is_chosen_for_a_model_and_a_network(parameters, speed, network, ba
     assert planner.advice(rows)[0].removeprefix("Choose ").startswith(choice)
 
 
-def test_more_gpus_are_faster_and_less_efficient():
-    rows = planner.plan(steps_of(10**9), cluster(), 32 * 64)
-    sizes = [(row["nodes"], row["gpus_per_node"]) for row in rows]
-    assert sizes == [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (4, 8), (4, 8)]
-    steps = [row["seconds"] for row in rows[:6]]
-    assert steps == sorted(steps, reverse=True)
-    small = planner.plan(steps_of(10**8), cluster(), 32)
-    assert [row["micro_batch"] for row in small[:6]] == [32, 16, 8, 4, 2, 1]
-    efficiencies = [row["efficiency"] for row in rows]
-    assert max(efficiencies) <= 1
-    assert efficiencies[0] > efficiencies[4] > efficiencies[5] > 0
-
-
 def test_the_seconds_of_a_step_by_hand():
     """1 G parameters, micro-batch 8: HSDP's rings over nodes share the link of a node."""
     step = steps_of(10**9)("multi_node_hsdp", 4, 8, 8, 2)
