@@ -285,7 +285,6 @@ def test_a_module_of_the_loop_that_is_theirs_now_is_kept_until_both_sides_change
     ("file", "named"),
     [
         ("your_package/training/optim.py", ""),
-        ("your_package/training/loading/loader.py", ""),
         ("your_package/causal_lm.py", ""),
         ("accelerate_configs/cpu.yaml", ""),
         # of the same name in an import, so that one would hide the other

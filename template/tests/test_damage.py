@@ -143,15 +143,10 @@ def test_a_damaged_config_is_one_sentence(copied, kind):
         train(copied)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [
-        ("aliases of aliases", "it has 90 aliases, but may have 50"),
-        # by the version of PyYAML
-        ("nested", "maximum (nesting|recursion) depth|did not find expected node content"),
-    ],
-)
-def test_yaml_that_would_take_all_memory_is_refused_everywhere(tmp_path, kind, sentence):
+@pytest.mark.parametrize("kind", ["aliases of aliases", "nested"])
+def test_yaml_that_would_take_all_memory_is_refused_everywhere(tmp_path, kind):
+    # of what is nested, by the version of PyYAML
+    sentence = "has 90 aliases|maximum (nesting|recursion) depth|did not find expected node content"
     path = tmp_path / "config.yaml"
     path.write_bytes(CONFIGS[kind])
     for read in (lambda: read_yaml(path), lambda: parse(["--config", str(path)])):

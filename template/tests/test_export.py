@@ -209,20 +209,16 @@ def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, cap
 
 
 def test_the_average_of_the_weights_is_what_is_exported(tmp_path):
-    base = make_config(tmp_path, steps=3)
-    averaged = change(base, run_name="averaged", optim__ema_decay=0.5)
-    start = change(base, run_name="start", optim__ema_decay=1.0)
-    for config in (base, averaged, start):
+    every = {"checkpoints__every_steps": 1, "checkpoints__keep": 9}
+    averaged = make_config(tmp_path, steps=3, optim__ema_decay=0.5, **every)
+    still = change(averaged, run_name="still", optim__ema_decay=1.0)
+    for config in (averaged, still):
         run_world(1, train, config)
-    steps = {}
-    for n in (1, 2):
-        config = change(base, run_name=f"s{n}", checkpoints__every_steps=n, checkpoints__keep=9)
-        run_world(1, train, config)
-        steps[n] = weights(config.folder / "checkpoints" / f"step_{n:08d}")
+    initial = weights(still.folder / "export")
+    steps = [weights(averaged.folder / f"checkpoints/step_{n:08d}") for n in (1, 2, 3)]
     for key, value in weights(averaged.folder / "export").items():
-        initial = weights(start.folder / "export")[key]
-        last = weights(base.folder / "export")[key]
-        average = initial / 8 + steps[1][key] / 8 + steps[2][key] / 4 + last / 2
+        first, second, last = (step[key] for step in steps)
+        average = initial[key] / 8 + first / 8 + second / 4 + last / 2
         torch.testing.assert_close(value, average)
 
 

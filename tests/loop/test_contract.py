@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,11 @@ def test_each_method_with_other_parameters_is_named_with_its_place(tmp_path):
         train(make_config(tmp_path, OtherArguments()))
 
 
-class Collator:
-    def __call__(self, samples: Any) -> Any:
-        return default_collate(samples)
-
-
 @Recipe
 class Unusual(Ragged):
     """All that is unusual here is right."""
 
-    collate = Collator()
+    collate = partial(default_collate)  # no function
 
     def loss(self, model: Any, *given: Any) -> Any:
         total, weight = super().loss(model, *given)

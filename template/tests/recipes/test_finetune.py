@@ -157,12 +157,7 @@ def test_a_pair_of_texts_is_tokenized_as_a_pair(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"lora_rank": 2, "lora_dropout": 0.1},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"task": "causal_lm"}, marks=pytest.mark.slow),
-    ],
+    "settings", [{"lora_rank": 2, "lora_dropout": 0.1}, {}, {"task": "causal_lm"}]
 )
 def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path, folder, settings):
     one = config_of(tmp_path, folder, **settings)
