@@ -103,8 +103,8 @@ def _mask_value(found: re.Match[str]) -> str:
 
 def _known() -> Iterator[str]:
     """Yield the secrets in the environment."""
-    for name, value in os.environ.items():
-        if is_secret(name) and len(value) >= 8:
+    for name in os.environ:  # items() would decode each value, at each line of a log
+        if is_secret(name) and len(value := os.environ[name]) >= 8:
             yield value
 
 
