@@ -19,7 +19,7 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 5_711,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_805,
+    "lines of the package without tools/": 7_806,
     "lines of tools/": 2_190,
     "lines of template/tests": 3_656,
     "lines of template/tests and tests": 13_587,

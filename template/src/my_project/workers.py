@@ -150,13 +150,17 @@ def start_method() -> tuple[str, str]:
         return "spawn", "only Linux forks safely"
     if torch and torch.cuda.is_initialized():
         return "spawn", "an import has initialized CUDA, which no fork survives"
+    if len(names := threads()) > 1:
+        return "spawn", f"an import has started threads ({', '.join(sorted(names)[:4])})"
+    return "fork", ""
+
+
+def threads() -> list[str]:
+    """Return the names of this process's threads, as Linux has them."""
     tasks = Path("/proc/self/task")
     if threading.active_count() == 1:  # one that Python has joined may still be ending
         wait_until(lambda: len([*tasks.iterdir()]) == 1, 0.5, 0.01)
-    names = [path.read_text().strip() for path in tasks.glob("*/comm")]
-    if len(names) > 1:
-        return "spawn", f"an import has started threads ({', '.join(sorted(names)[:4])})"
-    return "fork", ""
+    return [path.read_text().strip() for path in tasks.glob("*/comm")]
 
 
 def count_gpus() -> int:
@@ -166,7 +170,7 @@ def count_gpus() -> int:
     """
     from . import devices
 
-    if sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:
+    if sys.platform != "linux" or len(threads()) > 1:
         return devices.count_gpus()
     if not (child := os.fork()):
         gpus = 0
