@@ -36,6 +36,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 # B: pairs in a micro-batch, N: pairs over all processes, D: width
 
@@ -253,7 +254,7 @@ class RecallAtK(Metric):
         """
         # float64, since float32 matmuls may run in TF32
         queries, documents = (
-            torch.cat(list(side)).double() for side in (self.queries, self.documents)
+            dim_zero_cat(side).double() for side in (self.queries, self.documents)
         )
         hits = queries.new_zeros(())
         start = 0
