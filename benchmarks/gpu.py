@@ -2,7 +2,7 @@
 
     make test-gpu
 
-Runs the tests marked `gpu` (tests for 2, 4 and 8 GPUs are skipped on machines with fewer), then
+Runs the tests marked `gpu` (where there is one GPU, several processes share it over gloo), then
 the benchmark of the loop against hand-written PyTorch over NCCL.
 """
 

@@ -228,7 +228,7 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
     # one document leaves none for validation
     size += " --evaluation.best_metric null --run_name causal_lm"
     shown = succeed(line + SHORT + data + size, repository, environment)
-    assert f"  python -m {DOTTED['src']}.training evaluate runs/causal_lm" in shown
+    assert "finished, all steps done: weights in runs/causal_lm/export" in shown
     assert outcome(repository, "causal_lm")["outcome"] == "finished"
     copied("causal_lm", package, "--tools")
     doctor = f"PYTHONPATH=src python -m {DOTTED['src']}.training doctor runs/causal_lm"

@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_711,
+    "lines of train.py and all that it imports": 5_710,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_806,
+    "lines of the package without tools/": 7_812,
     "lines of tools/": 2_190,
-    "lines of template/tests": 3_656,
-    "lines of template/tests and tests": 13_587,
+    "lines of template/tests": 3_655,
+    "lines of template/tests and tests": 13_585,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 185,

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import closing, suppress
-from itertools import cycle
+from itertools import cycle, islice
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["world_imports"])
 
 
-# below the ports that the kernel gives to connections, which may take one before it is used
-PORTS = cycle(range(start := 10_000 + 500 * (os.getpid() % 40), start + 500))
+# Below the ports that the kernel gives to connections, which may take one before it is used.
+# Another pytest whose process number has the same remainder begins elsewhere among them.
+START = 10_000 + 500 * (os.getpid() % 40)
+PORTS = islice(cycle(range(START, START + 500)), os.getpid() // 40 % 500, None)
 
 
 def free_port() -> int:

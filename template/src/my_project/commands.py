@@ -63,13 +63,16 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
     devices.check_launch(config)
     data_info, datasets = validation_sets(config)
     with devices.start(config) as accelerator:
-        if plugin := accelerator.state.dynamo_plugin:
-            plugin.backend = DynamoBackend.NO  # evaluation is not compiled
+        if dynamo := accelerator.state.dynamo_plugin:
+            dynamo.backend = DynamoBackend.NO  # evaluation is not compiled
         is_export = export.is_export(folder)
         if not is_export:
             resuming.hashing_together(accelerator, lambda find: resuming.check(folder, find))
         has_own_load = is_export and optional(config.recipe, "load")
-        if accelerator.distributed_type == DistributedType.FSDP and not has_own_load:
+        is_sharding = accelerator.distributed_type == DistributedType.FSDP
+        if is_sharding and not has_own_load:
+            plugin: Any = accelerator.state.fsdp_plugin
+            plugin.activation_checkpointing = False
             plain, _ = sharding.build_model(accelerator, config, data_info, folder)
             no_state = torch.optim.SGD(plain.parameters())
             model = sharding.shard(accelerator, config, plain, no_state, None)
@@ -80,7 +83,9 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
             else:
                 plain = contract.build_model(config, data_info)
                 export.load_weights(folder, plain)
-            wrapper = sharding.RecipeModule(plain.to(accelerator.device))
+            wrapper = sharding.RecipeModule(plain)
+            if is_sharding:
+                wrapper = wrapper.to(accelerator.device)  # which accelerate leaves to FSDP
             model = accelerator.prepare_model(wrapper, evaluation_mode=True)
         step = export.step_of_weights(folder)
         results = evaluate.evaluate(accelerator, config, model, datasets, step)

@@ -78,8 +78,7 @@ def check_launch(config: Config) -> None:
 
 def count_gpus() -> int:
     """Count the GPUs, or other accelerators, that torch finds on this machine."""
-    gpus = torch.cuda.device_count()
-    return gpus or (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def check_gpus(needed: int, found: int) -> None:

@@ -143,8 +143,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the path of the file that a launch locks, beside its run folder, also of a link."""
-    folder = folder.resolve()
+    """Return the path of the file that a launch locks, beside its run folder."""
     return folder.parent / f".{folder.name}.lock"
 
 

@@ -54,7 +54,7 @@ from .files import read_json, read_status, wait_until, write_atomically, writing
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
 from .starts import Starts, failed, last_record
-from .workers import Workers, count_gpus, stop_at_end_of_input
+from .workers import Workers, in_a_child, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
 PREFLIGHT = f"{__package__}.tools.preflight"
@@ -453,9 +453,9 @@ def start(launch: Launch, *, shown: str = "", command: str = "", is_dry_run: boo
         is_dry_run: leave the block of a finished run to the caller.
     """
     if launch.config and launch.gpus and launch.nodes == 1:
-        from .devices import check_gpus
+        from .devices import check_gpus, count_gpus
 
-        check_gpus(launch.gpus, count_gpus())
+        check_gpus(launch.gpus, in_a_child(count_gpus))
     workers = Workers()
     if launch.nodes > 1:
         workers.others = wait_for_other_nodes(launch, launch.own.join_timeout_seconds)

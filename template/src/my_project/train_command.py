@@ -39,7 +39,7 @@ from .files import (
 from .loading.layout import batch_layout
 from .run_folder import FINISHED_BEFORE, refuse_other_settings
 from .safety.redaction import mask_command
-from .workers import count_gpus
+from .workers import in_a_child
 
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
@@ -56,6 +56,13 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 # ---- where ---------------------------------------------------------------------------------------
+def count_gpus() -> int:
+    """Count the GPUs of CUDA or ROCm."""
+    import torch
+
+    return in_a_child(torch.cuda.device_count)
+
+
 def most_that_divide(gpus: int, global_batch_size: int) -> int:
     """Return the largest number of processes up to gpus that divides the global batch."""
     return max((n for n in range(1, gpus + 1) if global_batch_size % n == 0), default=1)

@@ -163,19 +163,18 @@ def threads() -> list[str]:
     return [path.read_text().strip() for path in tasks.glob("*/comm")]
 
 
-def count_gpus() -> int:
-    """Count the GPUs that torch sees, in a child process.
+def in_a_child(count: Callable[[], int]) -> int:
+    """Count GPUs in a child process; a function returns their number.
 
-    NVML, which torch asks, starts a thread, and a process that has two is not forked any more.
+    NVML and CUDA's driver, which torch asks, leave a thread in the process that asks, and one that
+    has a second thread is not forked any more.
     """
-    from . import devices
-
     if sys.platform != "linux" or len(threads()) > 1:
-        return devices.count_gpus()
+        return count()
     if not (child := os.fork()):
         gpus = 0
         try:
-            gpus = devices.count_gpus()
+            gpus = count()
         finally:
             os._exit(gpus)
     return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -186,6 +186,7 @@ def log_finished(run: Run, *, before: bool = False) -> None:
     if before:
         print(FINISHED_BEFORE, flush=True)
     if LOGS not in os.environ:
-        result = run.status().get("result", {})
-        parts = [f"{name} {format_metric(value)}" for name, value in result.items()]
-        print(", ".join([f"finished: weights in {run.folder / 'export'}", *parts]), flush=True)
+        status = run.status()
+        parts = [f"finished, {status['reason']}: weights in {run.folder / 'export'}"]
+        parts += [f"{name} {format_metric(value)}" for name, value in status["result"].items()]
+        print("; ".join(filter(None, [", ".join(parts), status.get("note")])), flush=True)
