@@ -113,7 +113,8 @@ def main() -> None:
             savers["background"].wait()
         for saver in savers.values():
             saver.check("checkpoint")
-        files = [path for path in Path(folder, "foreground").rglob("*") if path.is_file()]
+        newest = f"foreground/checkpoints/step_{arguments.saves - 1:08d}"
+        files = [path for path in Path(folder, newest).iterdir() if path.is_file()]
         print(f"a checkpoint is {sum(path.stat().st_size for path in files) / 1e9:.2f} GB")
     of_save_state = statistics.median(waited["save_state"][1:])
     for kind, seconds in waited.items():

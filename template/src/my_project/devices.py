@@ -60,7 +60,7 @@ def check_launch(config: Config) -> None:
             " write nothing: unset RANK, or start the processes with `accelerate launch`."
         )
     if not asked_for_cpu() and launched():
-        check_gpus(1, count_gpus())
+        check_gpus(1, count_accelerators())
     if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
             "the accelerate config asks for FSDP 1, which this loop does not support (its flat"
@@ -76,8 +76,8 @@ def check_launch(config: Config) -> None:
         )
 
 
-def count_gpus() -> int:
-    """Count the GPUs, or other accelerators, that torch finds on this machine."""
+def count_accelerators() -> int:
+    """Count the GPUs, or other accelerators, that torch can use on this machine."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 

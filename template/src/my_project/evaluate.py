@@ -65,8 +65,7 @@ def evaluate(
         for name, data in datasets.items():
             update = optional(config.recipe, "update_metrics") or recipe_loss(config, step)
             forward = partial(model, update)
-            arguments = name, data, watchdog, is_sanity_check
-            values = _evaluate_one(accelerator, config, forward, *arguments)
+            values = _measure(accelerator, config, forward, name, data, watchdog, is_sanity_check)
             results |= {f"{name}/{metric}": value for metric, value in values.items()}
     return results
 
@@ -140,7 +139,7 @@ def micro_batch_size(config: Config) -> int:
     return config.evaluation.batch_size or default
 
 
-def _evaluate_one(
+def _measure(
     accelerator: Accelerator,
     config: Config,
     forward: Callable[[Any, dict[str, Any]], None],

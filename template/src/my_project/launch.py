@@ -453,9 +453,9 @@ def start(launch: Launch, *, shown: str = "", command: str = "", is_dry_run: boo
         is_dry_run: leave the block of a finished run to the caller.
     """
     if launch.config and launch.gpus and launch.nodes == 1:
-        from .devices import check_gpus, count_gpus
+        from .devices import check_gpus, count_accelerators
 
-        check_gpus(launch.gpus, in_a_child(count_gpus))
+        check_gpus(launch.gpus, in_a_child(count_accelerators))
     workers = Workers()
     if launch.nodes > 1:
         workers.others = wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
