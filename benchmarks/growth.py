@@ -85,7 +85,7 @@ def work(arguments: list[str]) -> None:
     phases = Phases(Path(config.runs_folder))
     is_resumed = (config.steps or 0) > 3
     loss, save, wait = tasks.TinyMlp.loss, Checkpoints.save, Checkpoints.wait
-    choose, resume = resuming.choose_together, Checkpoints.resume
+    choose, resume = resuming.choose, Checkpoints.resume
     really_export = exporting.export
 
     def first_loss(*values: Any) -> Any:
@@ -93,9 +93,9 @@ def work(arguments: list[str]) -> None:
         phases.end("start")
         return loss(*values)
 
-    def timed_save(checkpoints: Checkpoints, state: Any) -> None:
+    def timed_save(checkpoints: Checkpoints, state: Any, **named: Any) -> None:
         phases.end("steps")
-        save(checkpoints, state)
+        save(checkpoints, state, **named)
 
     def timed_wait(checkpoints: Checkpoints) -> None:
         wait(checkpoints)
@@ -120,7 +120,7 @@ def work(arguments: list[str]) -> None:
     Checkpoints.wait = timed_wait  # type: ignore[method-assign]
     exporting.export = export
     if is_resumed:
-        resuming.choose_together = timed(choose)
+        resuming.choose = timed(choose)
         Checkpoints.resume = timed(resume)  # type: ignore[method-assign]
     phases.begin()
     train.main(config)

@@ -65,6 +65,15 @@ def status(config: Config) -> dict[str, Any]:
     return json.loads((config.folder / "status.json").read_text())
 
 
+def choose(run: Any) -> Path | None:
+    """Choose the checkpoint of a run to continue from, in this process alone."""
+    from accelerate import Accelerator
+
+    from my_project.checkpoint import resuming
+
+    return resuming.choose(Accelerator(cpu=True), run)
+
+
 def train(config: Config) -> int:
     """Run the real main, here."""
     from my_project.train import main

@@ -19,9 +19,8 @@ from test_resume import interrupt_at, make_disk_slow
 from world import World, run_world
 
 from my_project import commands
-from my_project.checkpoint.resuming import checkpoints
 from my_project.config import Config, ConfigError
-from my_project.files import manifest_text, read_manifest
+from my_project.files import checkpoints, manifest_text, read_manifest
 
 Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
 NEWEST = {"step": -1}  # of this process
@@ -284,7 +283,7 @@ def test_evaluate_gives_what_training_reported_of_exports_and_checkpoints(tmp_pa
     content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-3] ^= 64
     (checkpoint / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: its hash is not"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: its size or hash"):
         evaluate(checkpoint)
 
 

@@ -12,8 +12,9 @@ from runs import assert_same_weights, change, make_config, records, status, trai
 from world import run_world
 
 from my_project import files
-from my_project.checkpoint import resuming, saving
+from my_project.checkpoint import saving
 from my_project.config import Config, ConfigError
+from my_project.files import checkpoints
 from my_project.run_folder import Run
 
 # 4 steps make an epoch; step 6 lies in the middle of the second
@@ -99,7 +100,7 @@ def what_is_saved_when_it_leaves(config: Config) -> list[str]:
     """Stop at step 4 with a slow disk; list the checkpoints at the moment in which main returns."""
     make_disk_slow()
     assert interrupt_at(config, 4) == 75
-    return [folder.name for folder in resuming.checkpoints(config.folder)]
+    return [folder.name for folder in checkpoints(config.folder)]
 
 
 @pytest.mark.slow

@@ -19,11 +19,11 @@ import torch
 from my_project import commands, files, optim
 from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
-from my_project.files import wait_until
+from my_project.files import checkpoints, wait_until
 from my_project.run_folder import Run
 from my_project.state import TrainState
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, choose, make_config, records, status, train, weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_damage import fill_up, small_disk
@@ -110,7 +110,7 @@ def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, c
     before.load(folder_of(copied, 8))
     for how in damages(newest / name):
         assert files.find_damage(newest), f"{name} {how}"
-        chosen = resuming.choose(resumed.run)
+        chosen = choose(resumed.run)
         assert chosen == folder_of(copied, 8), how
         assert resumed.resume(chosen)["step"] == 8
         assert f"{newest} is skipped: " in caplog.text
@@ -118,7 +118,7 @@ def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, c
         assert_same_state(resumed, before)
         put_back(copied)
         caplog.clear()
-    assert resuming.choose(resumed.run) == newest
+    assert choose(resumed.run) == newest
     assert resumed.resume(newest)["step"] == 10
     assert not caplog.text
 
@@ -126,7 +126,7 @@ def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, c
 def test_where_every_checkpoint_is_damaged_the_run_starts_from_step_0(copied, caplog):
     for step in (4, 6, 8, 10):
         flip_one_bit(folder_of(copied, step) / "model.safetensors", 300)
-    assert resuming.choose(make_checkpoints(copied).run) is None
+    assert choose(make_checkpoints(copied).run) is None
     assert names(copied) == [f"step_{step:08d}.old-1" for step in (4, 6, 8, 10)]
     assert "training starts from step 0" in caplog.text
 
@@ -136,7 +136,7 @@ def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_pa
     shutil.copytree(folder_of(copied, 4), other)
     given = make_checkpoints(change(copied, resume=str(other)))
     given.model = copied.recipe.build_model({"features": 5})
-    assert resuming.choose(given.run) == other
+    assert choose(given.run) == other
     with pytest.raises(ConfigError, match="has shape"):
         given.resume(other)
     assert folder_of(copied, 10).is_dir()
@@ -196,7 +196,7 @@ def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
     values = {r["step"]: r["validation/accuracy"] for r in records(config, "validation/accuracy")}
     best = max(values, key=lambda step: (values[step], -step))
     wanted = {best, 4, 8, 11, 12}
-    assert {files.step_of(f) for f in resuming.checkpoints(config.folder)} == wanted
+    assert {files.step_of(f) for f in checkpoints(config.folder)} == wanted
     assert best not in {4, 8, 11, 12}, "else the best one's staying shows nothing"
     assert (foreign.with_name("step_00000003.old-1") / "mine.txt").exists()
 
@@ -208,7 +208,7 @@ def save_at(saver: saving.Checkpoints, step: int, *, by_time: bool = False) -> N
 
 
 def kept_steps(config: Config) -> list[int]:
-    return [files.step_of(folder) for folder in resuming.checkpoints(config.folder)]
+    return [files.step_of(folder) for folder in checkpoints(config.folder)]
 
 
 def test_a_save_by_time_replaces_only_one_by_time(tmp_path):
@@ -224,11 +224,11 @@ def test_a_save_by_time_replaces_only_one_by_time(tmp_path):
     ]:
         save_at(saver, step, by_time=by_time)
         assert kept_steps(saver.config) == wanted
-    assert resuming.choose(saver.run) == folder_of(saver.config, 7)
+    assert choose(saver.run) == folder_of(saver.config, 7)
     marks = [path.name for path in saver.folder.glob(".*")]
     assert marks == [".step_00000006.by_time"]
     flip_one_bit(folder_of(saver.config, 7) / "model.safetensors", 300)
-    chosen = resuming.choose(saver.run)
+    chosen = choose(saver.run)
     assert chosen == folder_of(saver.config, 6), "the one before, of either kind"
 
 
@@ -423,13 +423,13 @@ def kill_and_resume(config: Config, kills: int, processes: int) -> int:
     for kill in range(kills):
         world = World(processes, train_on_a_slow_disk, config)
         deadline = time.monotonic() + 30
-        before = len(resuming.checkpoints(config.folder))
+        before = len(checkpoints(config.folder))
         saving = kill % 2
         while time.monotonic() < deadline:
             if saving:
                 reached = any(checkpoints_folder.glob(".step_*.partial"))
             else:
-                reached = len(resuming.checkpoints(config.folder)) > before
+                reached = len(checkpoints(config.folder)) > before
             if reached:
                 time.sleep(draw.uniform(0, 0.3))
                 break
@@ -505,7 +505,7 @@ def test_a_failing_save_is_reported_and_the_run_goes_on(tmp_path, background, tr
     run_world(2, train_with_file_limit, config, 200)
     assert_same_weights(config, trained)
     assert names(config) == [f"step_{k:08d}" for k in (2, 6, 8, 10)], "all but the failed one"
-    for folder in resuming.checkpoints(config.folder):
+    for folder in checkpoints(config.folder):
         assert files.find_damage(folder) == ""
 
 
@@ -523,10 +523,10 @@ def test_a_full_disk_does_not_end_the_run_and_loses_nothing(tmp_path, tmp_path_f
     )  # fmt: skip
     log = tmp_path_factory.mktemp("log") / "log.txt"
     with small_disk(tmp_path), closing(World(2, train_logging_to, log, config)) as world:
-        assert wait_until(lambda: len(resuming.checkpoints(config.folder)) == 2, 600)
+        assert wait_until(lambda: len(checkpoints(config.folder)) == 2, 600)
         fill_up(tmp_path / "filler")
         assert wait_until(lambda: log.read_text().count("could not be saved") >= 3, 600)
-        kept = resuming.checkpoints(config.folder)
+        kept = checkpoints(config.folder)
         assert kept
         assert [files.find_damage(folder) for folder in kept] == [""] * len(kept)
         (tmp_path / "filler").unlink()
@@ -537,7 +537,7 @@ def test_a_full_disk_does_not_end_the_run_and_loses_nothing(tmp_path, tmp_path_f
         left = status(config)
         assert left["outcome"] == "preempted"
         assert [r["step"] for r in records(config)] == list(range(1, left["step"] + 1))
-        assert files.step_of(resuming.checkpoints(config.folder)[-1]) == left["step"]
+        assert files.step_of(checkpoints(config.folder)[-1]) == left["step"]
         assert weights(config.folder / "best"), "the best weights are whole too"
 
 

@@ -20,9 +20,8 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from my_project import commands, contract, devices, evaluate, optim, sharding
-from my_project.checkpoint.resuming import checkpoints
 from my_project.config import Config
-from my_project.files import wait_until
+from my_project.files import checkpoints, wait_until
 from ragged import Deep
 from runs import assert_same_weights, change, make_config, records, status, train
 from test_launch import launch

@@ -67,7 +67,7 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
             dynamo.backend = DynamoBackend.NO  # evaluation is not compiled
         is_export = export.is_export(folder)
         if not is_export:
-            resuming.hashing_together(accelerator, lambda find: resuming.check(folder, find))
+            resuming.refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
         has_own_load = is_export and optional(config.recipe, "load")
         is_sharding = accelerator.distributed_type == DistributedType.FSDP
         if is_sharding and not has_own_load:
@@ -231,14 +231,14 @@ def write_one_file(arguments: argparse.Namespace) -> int:
 
     One tensor at a time is in memory. The file gets its name when it is complete.
     """
-    from .checkpoint.resuming import check
+    from .checkpoint.resuming import refuse_damaged
     from .checkpoint.shards import TensorReader, in_file_order, save_tensors
     from .export import is_export
-    from .files import flush_to_disk
+    from .files import find_damage, flush_to_disk
 
     folder, path = Path(arguments.folder), Path(arguments.file)
     if not is_export(folder):
-        check(folder)
+        refuse_damaged(folder, find_damage(folder))
     if path.exists() or not path.parent.is_dir():
         problem = "exists" if path.exists() else "is in a folder that does not exist"
         raise ConfigError(f"{path} {problem}; give the name of a new file.")

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.resuming import checkpoints
 from .failures import CONSEQUENCES, first_failure, folded, place_of, short_path
-from .files import format_metric, format_seconds, read_json, read_manifest, read_yaml, step_of
+from .files import (
+    checkpoints,
+    format_metric,
+    format_seconds,
+    read_json,
+    read_manifest,
+    read_yaml,
+    step_of,
+)
 from .process import PREEMPTED
 from .starts import in_words
 

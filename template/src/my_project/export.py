@@ -17,10 +17,9 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from .checkpoint import resuming
 from .checkpoint.shards import TensorReader, model_tensors, plain_name
 from .config import Config, ConfigError, TelemetryConfig
-from .files import read_json, step_of
+from .files import checkpoints, read_json, step_of
 from .recipe import Recipe, optional
 from .safety.search_path import run_folder
 from .safety.trust import read_config
@@ -94,7 +93,7 @@ def weights_folder(folder: Path) -> Path:
     for candidate in (folder, folder / "export"):
         if is_export(candidate) or (candidate / "manifest.json").is_file():
             return candidate
-    if found := resuming.checkpoints(folder):
+    if found := checkpoints(folder):
         return found[-1]
     raise ConfigError(
         f"{folder} holds neither an export nor a checkpoint; give a run folder or one of these."

@@ -21,9 +21,9 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any, NamedTuple
 
-from .checkpoint.resuming import checkpoints
 from .failures import first_failure, read_errors
 from .files import (
+    checkpoints,
     each_record,
     format_seconds,
     kind_of,

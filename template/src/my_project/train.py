@@ -66,7 +66,7 @@ def main(config: Config) -> int:
         # ---- model, optimizer and state, new or resumed ------------------------------------------
         must_agree = {"config": config, "data_info": data_info}
         devices.open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
-        resume_from = resuming.choose_together(accelerator, run)
+        resume_from = resuming.choose(accelerator, run)
         raw_model, weights = sharding.build_model(accelerator, config, data_info, resume_from)
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
         model, eval_model = sharding.prepare(accelerator, config, raw_model, optimizer, weights)

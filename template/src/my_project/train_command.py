@@ -23,11 +23,11 @@ import tempfile
 from pathlib import Path
 
 from . import cli, launch
-from .checkpoint.resuming import checkpoints
 from .command_line import did_you_mean, parse
 from .config import Config, ConfigError, to_yaml
 from .end_block import print_block, print_finished, rows
 from .files import (
+    checkpoints,
     format_seconds,
     processes,
     read_json,

@@ -17,9 +17,10 @@ from world import run_world
 from my_project import export
 from my_project.blocks import blocks as blocks_of
 from my_project.blocks import recompute_activations
-from my_project.checkpoint import exporting, resuming
+from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config, ConfigError
+from my_project.files import checkpoints
 from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
 from my_project.run_folder import Run
@@ -185,7 +186,7 @@ def logits_of(recipe, model) -> torch.Tensor:
 def trained_model(config: Config):
     """Build the model of a run from its newest checkpoint."""
     model = config.recipe.build_model(config.recipe.prepare_data())
-    export.load_weights(resuming.checkpoints(config.folder)[-1], model)
+    export.load_weights(checkpoints(config.folder)[-1], model)
     return model
 
 
@@ -258,7 +259,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     kind = transformers.AutoModelForSequenceClassification
     whole = kind.from_pretrained(merged.folder / "export")
     torch.testing.assert_close(logits_of(recipe, whole), wanted, atol=1e-5, rtol=1e-4)
-    ends = [resuming.checkpoints(run.folder)[-1] for run in (config, merged)]
+    ends = [checkpoints(run.folder)[-1] for run in (config, merged)]
     ours, theirs = map(weights, ends)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), (
         "merging does not affect training"

@@ -33,6 +33,7 @@ from ..config import ConfigError
 from ..failures import CONSEQUENCES, cause_of
 from ..files import (
     FORMAT,
+    checkpoints,
     complete,
     discard,
     fill_temporary,
@@ -48,7 +49,7 @@ from ..files import (
 from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from .resuming import checkpoints, mark_of, move_newer_aside, remove
+from .resuming import mark_of, move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
@@ -322,7 +323,7 @@ class Checkpoints:
         """
         state = self.load(folder)
         if self.rank == 0:
-            move_newer_aside(self.run, folder)
+            move_newer_aside(self.run, state["step"])
         return state
 
     def load(self, folder: Path) -> dict[str, Any]:
