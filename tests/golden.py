@@ -6,9 +6,9 @@
 For a refactor that must change nothing: the tests allow rounding, this does not. Each case is a
 short run of `my_project.train.main` on CPU processes, with the recipes, configs and processes of
 golden_harness.py. Recorded are the tensors of its exports and checkpoints, metrics.jsonl, the
-values in state.json, config.yaml and data_info.json, and the keys and names of everything else in
-the run folder. Of a run in several parts, FOLDER/half keeps what the last part began with: a
-comparison also continues this copy of the old code's, by the new code ("/half").
+values in the state of a checkpoint, config.yaml and data_info.json, and the keys and names of
+everything else in the run folder. Runs of the old code are not continued: their checkpoints have
+another format.
 
 The bits depend on the machine and the installed versions, so the old commit is recorded where it is
 compared, from a worktree of it in FOLDER, once; a record is never committed. What is renamed on
@@ -53,6 +53,9 @@ REMOVED: tuple[str, ...] = (
     *("* keep_best", "* on_failure"),
     *("*/step.json*", "* items_per_second", "* tokens_per_second", "*/status.json trackers*"),
     *("*/state.json interval_scalars", "* scheduled_steps*", "* best_of*"),
+    # format 4 of a checkpoint: state.json is in the manifest, with the results of its evaluation
+    *("*/state.json", "*/manifest.json *", "*/.step_*.by_time", "*/state.json evaluat*"),
+    *("*/state.json results*", "*/state.json best", "*/state.json best_step"),
     # a stream has no epochs; the lanes of its cases never end, so the old code stays in the first
     *("*/state.json epoch", "*/state.json epoch_start", "stream/metrics.jsonl * epoch"),
 )
@@ -283,28 +286,12 @@ def run_part(case: Case, part: Part, work: Path) -> str:
     return repr(codes)
 
 
-def run_case(name: str, case: Case, inputs: Path, work: Path, half: Path, new: bool) -> Facts:
-    """Run the parts of a case and gather the facts; keep what the last part began with.
-
-    Args:
-        name: of the case.
-        case: its parts.
-        inputs: data of the recipes.
-        work: a new folder to work in.
-        half: where to copy what the last part begins with, or from where to take it.
-        new: whether to run all parts; else only the last one, on what half holds.
-    """
-    parts = case.parts if new else case.parts[-1:]
-    if new:
-        (work / "book").mkdir(parents=True)
-        shutil.copytree(inputs, work / "inputs")
-    else:
-        shutil.copytree(half, work, symlinks=True)
+def run_case(case: Case, inputs: Path, work: Path) -> Facts:
+    """Run the parts of a case in a new folder, with the data of the recipes; gather the facts."""
+    (work / "book").mkdir(parents=True)
+    shutil.copytree(inputs, work / "inputs")
     facts: Facts = {}
-    for i, part in enumerate(parts, start=len(case.parts) - len(parts)):
-        if new and i > 0 and i == len(case.parts) - 1:
-            shutil.rmtree(half, ignore_errors=True)
-            shutil.copytree(work, half, symlinks=True)
+    for i, part in enumerate(case.parts):
         facts[f"exit codes of part {i}"] = run_part(case, part, work)
     return facts | facts_of(work / "runs") | books(work / "book")
 
@@ -335,6 +322,9 @@ def facts_of(runs: Path) -> Facts:
             if path.parent.name == "errors":  # paths and lines of the code
                 content.pop("frames")
                 content.pop("details")
+            if path.name == "manifest.json":
+                state = content["manifest"].pop("state", {})
+                facts |= flat(name.replace("manifest.json", "state.json"), state) if state else {}
             if path.name == "adapter_config.json":  # peft writes a set, in any order, and a path
                 content["target_modules"] = sorted(content["target_modules"])
                 content["base_model_name_or_path"] = "..."
@@ -409,7 +399,7 @@ def kept(facts: Facts) -> Facts:
 
 
 # ---- record and compare --------------------------------------------------------------------------
-def gather(folder: Path, only: list[str], new_halves: bool) -> dict[str, Facts]:
+def gather(folder: Path, only: list[str]) -> dict[str, Facts]:
     """Run the cases; return the facts by case."""
     cases = {name: case for name, case in all_cases().items() if is_chosen(name, only)}
     if not cases:
@@ -420,22 +410,13 @@ def gather(folder: Path, only: list[str], new_halves: bool) -> dict[str, Facts]:
         def run(name: str) -> None:
             started = time.monotonic()
             try:
-                run_both(name)
+                work = Path(temporary, name)
+                results[name] = run_case(cases[name], folder / "inputs", work)
+                shutil.rmtree(work, ignore_errors=True)
             except Exception:  # the other cases still tell something
                 traceback.print_exc()
                 results[name] = {"failed": "True"}
             print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-
-        def run_both(name: str) -> None:
-            recorded = folder / "half" / name
-            half = recorded if new_halves else Path(temporary, "half", name)
-            work, case, inputs = Path(temporary, name), cases[name], folder / "inputs"
-            results[name] = run_case(name, case, inputs, work / "new", half, new=True)
-            if len(case.parts) > 1 and recorded.is_dir():
-                results[f"{name}/half"] = run_case(
-                    name, case, inputs, work / "half", recorded, new=False
-                )
-            shutil.rmtree(work, ignore_errors=True)
 
         with ThreadPoolExecutor(int(os.environ.get("GOLDEN_JOBS", "2"))) as pool:
             for _ in pool.map(run, cases):
@@ -459,7 +440,7 @@ def record(folder: Path, only: list[str]) -> int:
         temporary.rename(folder / "inputs")
     before = json.loads(path.read_text())["cases"] if path.exists() else {}
     missing = [name for name in all_cases() if is_chosen(name, only) and name not in before]
-    results = gather(folder, missing, new_halves=True) if missing else {}
+    results = gather(folder, missing) if missing else {}
     content = {"made with": made_with(), "cases": before | results}
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
     for name, facts in results.items():
@@ -476,18 +457,16 @@ def compare(folder: Path, only: list[str]) -> int:
     """Run the cases; return 1 and name what differs from the record."""
     recorded = json.loads((folder / "record.json").read_text())
     print(f"made with {recorded['made with']}, compared with {made_with()}")
-    results = gather(folder, only, new_halves=False)
+    results = gather(folder, only)
     wanted = {
         name: kept(renamed(facts))
         for name, facts in recorded["cases"].items()
-        if is_chosen(name.removesuffix("/half"), only)
+        if is_chosen(name, only)
     }
     different = 0
     for name in sorted(wanted.keys() | results.keys()):
         theirs = wanted.get(name)
         ours = kept(results[name]) if name in results else None
-        if ours and name.endswith("/half"):  # the checkpoints it began with have the old names
-            ours = renamed(ours)
         if ours == {"failed": "True"}:
             print(f"{name}: could not be run, see above")
             different += 1

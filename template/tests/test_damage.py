@@ -186,6 +186,18 @@ def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, c
     assert f"{newest} is skipped: {sentence}." in caplog.text
 
 
+def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):
+    """With --resume auto and with a path; it can be trained anew."""
+    folder = copied.folder / "checkpoints/step_00000006"
+    write_manifest(folder, format=files.FORMAT - 1)
+    before = sorted(os.listdir(folder.parent))
+    for resume in ("auto", str(folder.with_name("step_00000004"))):
+        with pytest.raises(ConfigError, match=r"another version .*--resume never"):
+            choose(Run(change(copied, resume=resume), rank=0))
+        assert sorted(os.listdir(folder.parent)) == before
+    assert train(change(copied, resume="never")) == 0
+
+
 # ---- what a kill leaves --------------------------------------------------------------------------
 def test_what_a_killed_export_has_left_is_removed_and_nothing_else(copied):
     old, others = [".export.partial", ".best.partial"], [".notes.txt.17", ".config.yaml.swp"]

@@ -21,6 +21,7 @@ from world import World, run_world
 from my_project import commands
 from my_project.config import Config, ConfigError
 from my_project.files import checkpoints, manifest_text, read_manifest
+from my_project.state import EVALUATION
 
 Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
 NEWEST = {"step": -1}  # of this process
@@ -182,7 +183,8 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, fault_af
         assert [r[name] for r in ours] == [r[name] for r in theirs]
     left = [[folder.name for folder in checkpoints(c.folder)] for c in (killed, whole)]
     assert left[0] == left[1]
-    manifests = [read_manifest(checkpoints(c.folder)[-1])["evaluation"] for c in (killed, whole)]
+    states = [read_manifest(checkpoints(c.folder)[-1])["state"] for c in (killed, whole)]
+    manifests = [{name: state[name] for name in EVALUATION} for state in states]
     assert manifests[0] == manifests[1]
     assert manifests[0]["evaluated_step"] == 8
     assert_same_weights(killed, whole, part="best")
@@ -196,13 +198,13 @@ def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp
     assert before[-2:] == [("checkpoint", 4), ("evaluation", 4)]
     folder = checkpoints(config.folder)[-1]
     content = read_manifest(folder)
-    del content["evaluation"]
+    content["state"]["evaluated_step"] = -1
     (folder / "manifest.json").write_text(manifest_text(content))
     (config.folder / "status.json").write_text('{"outcome": "running", "step": 4, "steps": 4}')
     assert train(config) == 0
     after = [(r["kind"], r["step"]) for r in records(config, "kind")]
     assert after == [*before[:-1], ("start", 4), ("evaluation", 4)]
-    assert "evaluation" in read_manifest(folder)
+    assert read_manifest(folder)["state"]["evaluated_step"] == 4
 
 
 @pytest.mark.slow
@@ -242,7 +244,7 @@ def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_t
     assert train(first) == 0
     folder = checkpoints(first.folder)[-1]
     content = read_manifest(folder)
-    del content["evaluation"]  # as if killed in its evaluation
+    content["state"]["evaluated_step"] = -1  # as if killed in its evaluation
     (folder / "manifest.json").write_text(manifest_text(content))
     second = config_of(
         tmp_path, "second", {"how": "raise at once"}, steps=6, evaluation__every_steps=2,
@@ -283,7 +285,7 @@ def test_evaluate_gives_what_training_reported_of_exports_and_checkpoints(tmp_pa
     content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-3] ^= 64
     (checkpoint / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: its size or hash"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: its hash is not"):
         evaluate(checkpoint)
 
 

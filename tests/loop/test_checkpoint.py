@@ -57,7 +57,7 @@ def copied(trained, tmp_path) -> Config:
 
 
 # ---- damage --------------------------------------------------------------------------------------
-FILES = ["model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"]
+FILES = ["model.safetensors", "optimizer.safetensors", "ema.safetensors"]
 
 
 def flip_one_bit(path: Path, position: int) -> None:
@@ -144,7 +144,7 @@ def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_pa
 
 def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(copied, trained):
     flip_one_bit(folder_of(copied, 10) / "model.safetensors", 300)
-    (folder_of(copied, 8) / "state.json").unlink()
+    (folder_of(copied, 8) / "ema.safetensors").unlink()
     for foreign in ("step_00000012", "notes"):
         (copied.folder / "checkpoints" / foreign).mkdir()
     (copied.folder / "checkpoints" / "notes" / "mine.txt").write_text("mine")
@@ -167,12 +167,12 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path,
     """Also by whoever can write a manifest that fits."""
     monkeypatch.setenv("MALICIOUS_FOLDER", str(tmp_path / "made"))
     newest = folder_of(copied, 10)
-    evil = pickle.dumps(Malicious())
+    evil, content = pickle.dumps(Malicious()), files.read_manifest(newest)
     (newest / name).write_bytes(evil)
     assert files.find_damage(newest)
     if name != "manifest.json":
         listed = {file: files.fingerprint(newest / file) for file in FILES}
-        text = files.manifest_text({"format": files.FORMAT, "step": 10, "files": listed})
+        text = files.manifest_text(content | {"files": listed})
         (newest / "manifest.json").write_text(text)
         assert not files.find_damage(newest), "hashes alone do not help here"
     with pytest.raises(RuntimeError, match=r"ConfigError|UnicodeDecodeError"):
@@ -225,8 +225,7 @@ def test_a_save_by_time_replaces_only_one_by_time(tmp_path):
         save_at(saver, step, by_time=by_time)
         assert kept_steps(saver.config) == wanted
     assert choose(saver.run) == folder_of(saver.config, 7)
-    marks = [path.name for path in saver.folder.glob(".*")]
-    assert marks == [".step_00000006.by_time"]
+    assert [path.parent.name for path in saver.folder.glob("*/by_time")] == ["step_00000006"]
     flip_one_bit(folder_of(saver.config, 7) / "model.safetensors", 300)
     chosen = choose(saver.run)
     assert chosen == folder_of(saver.config, 6), "the one before, of either kind"
@@ -242,29 +241,6 @@ def test_nothing_is_rotated_away_while_steps_are_skipped(tmp_path):
         saver.add_evaluation(state)
         saver.wait()
         assert kept_steps(saver.config) == wanted
-
-
-def test_a_killed_save_by_time_leaves_no_mark_that_removes_another(tmp_path, monkeypatch):
-    config = make_config(tmp_path, checkpoints__keep=1, checkpoints__background=False)
-    saver = make_checkpoints(config)
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "complete", killed)
-        patch.setattr(threading, "excepthook", lambda _: None)
-        saver.save(TrainState(items_per_micro_batch=4.0, step=5), by_time=True)
-    mark = resuming.mark_of(folder_of(config, 5))
-    assert mark.exists(), "written before the checkpoint, which else might be without"
-    save_at(saver, 5)
-    for step in (6, 7):
-        save_at(saver, step, by_time=True)
-    assert 5 in kept_steps(config), "not saved by time"
-    mark.touch()
-    shutil.rmtree(folder_of(config, 5))
-    resuming.clean_up(config.folder)
-    assert not mark.exists()
 
 
 def test_the_setting_says_when_a_save_is_due(tmp_path, monkeypatch):
@@ -303,7 +279,7 @@ def test_a_run_saves_by_time_on_all_ranks_and_not_at_skipped_steps(tmp_path, tra
     assert saved[:2] == [2, 4], "the vote of a step is read after the next"
     assert {5, 10} < {*saved}
     kept = kept_steps(config)
-    assert [s for s in kept if resuming.mark_of(folder_of(config, s)).exists()] == [9]
+    assert [s for s in kept if (folder_of(config, s) / "by_time").exists()] == [9]
     assert kept == [5, 9, 10]
     skipping = change(config, runs_folder=str(tmp_path / "skipping"), recipe__explode_at=(3, 4, 5))
     run_world(2, train, change(skipping, checkpoints__every_steps=None))
@@ -338,17 +314,14 @@ def tensors_of_every_kind() -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("chunk_bytes", [7, shards.CHUNK_BYTES])
-def test_files_equal_those_of_safetensors(tmp_path, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(shards, "CHUNK_BYTES", chunk_bytes)
+def test_files_equal_those_of_safetensors(tmp_path):
     tensors = tensors_of_every_kind()
     paths = tmp_path / "ours", tmp_path / "theirs"
     named = {name: shards.own_shard(tensor, 0) for name, tensor in tensors.items()}
     named["part"] = shards.Shard(torch.ones(2, 3), (4, 0), (9, 3))
-    listed = saving.save_shards(named, paths[0])
-    assert listed == files.fingerprint(paths[0])
+    saving.save_shards(named, paths[0], {"alias": "first"})
     separate = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    metadata = {"offsets": json.dumps({"part": [[4, 0], [9, 3]]})}
+    metadata = {"alias": "first", "offsets": json.dumps({"part": [[4, 0], [9, 3]]})}
     save_file(separate | {"part": torch.ones(2, 3)}, paths[1], metadata=metadata)
     ours, theirs = map(load_file, paths)
     assert ours.keys() == theirs.keys() == tensors.keys() | {"part"}
@@ -359,7 +332,7 @@ def test_files_equal_those_of_safetensors(tmp_path, monkeypatch, chunk_bytes):
         assert ours[name].data_ptr() % tensor.element_size() == 0, "aligned"
     with safe_open(paths[0], "pt") as one, safe_open(paths[1], "pt") as other:
         assert one.metadata() == other.metadata()
-    assert saving.save_shards({}, paths[0]) == files.fingerprint(paths[0])
+    saving.save_shards({}, paths[0], {})
     assert load_file(paths[0]) == {}
 
 
@@ -482,13 +455,13 @@ def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
     write = saving.save_shards
     calls = [0]
 
-    def limited(named, path):
+    def limited(named, path, aliases):
         calls[0] += path.name.startswith("model")
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         soft = limit if calls[0] == failing else hard
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         try:
-            return write(named, path)
+            write(named, path, aliases)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
@@ -545,13 +518,13 @@ def train_with_late_best(config: Config, kill_in: int) -> list[bool]:
     """Write best/ late, and be killed in the second; return which were written in a thread."""
     write, in_thread = exporting.save_tensors, []
 
-    def late(tensors, path, values):
+    def late(tensors, path, *arguments):
         if ".best" in str(path):
             in_thread.append(threading.current_thread() is not threading.main_thread())
             time.sleep(0.3)  # long enough for later steps, and for the manifest if it came first
             if len(in_thread) == kill_in:
                 os.kill(os.getpid(), signal.SIGKILL)
-        write(tensors, path, values)
+        write(tensors, path, *arguments)
 
     exporting.save_tensors = late
     train(config)
@@ -568,7 +541,7 @@ def test_best_weights_in_the_background_are_those_of_their_evaluation(tmp_path):
     )  # fmt: skip
     killed = change(plain, run_name="killed", checkpoints__background=True)
     run_world(1, train, plain)
-    best_step = json.loads((folder_of(plain, 9) / "state.json").read_text())["best_step"]
+    best_step = files.read_manifest(folder_of(plain, 9))["state"]["best_step"]
     assert 2 < best_step < 9, "training went on after the best"
     with pytest.raises(RuntimeError):
         run_world(1, train_with_late_best, killed, best_step // 2)
@@ -612,10 +585,10 @@ def test_a_run_whose_last_save_fails_has_failed_also_where_it_was_told_to_stop(
 def train_without_room_for_best(config: Config) -> int:
     write = exporting.save_tensors
 
-    def full(tensors, path, values):
+    def full(tensors, path, *arguments):
         if ".best" in str(path):
             raise OSError(28, "No space left on device")
-        write(tensors, path, values)
+        write(tensors, path, *arguments)
 
     exporting.save_tensors = full
     return train(config)

@@ -1,6 +1,5 @@
 """fp16 and SyncBatchNorm, as far as a CPU can show them; the rest is in test_gpu.py."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from my_project import contract, devices, sharding
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config
+from my_project.files import read_manifest
 from my_project.run_folder import Run
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, records, train, weights
@@ -92,7 +92,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_is_saved_and_re
     skipped = [record["skipped_steps"] for record in records(whole)]
     assert skipped == [0, 0, 0, 1, 1, 1, 1, 1, 1]
     first = run_world(2, train_fp16, parts, sharded)
-    state = json.loads((parts.folder / "checkpoints/step_00000005/state.json").read_text())
+    state = read_manifest(parts.folder / "checkpoints/step_00000005")["state"]
     assert state["scaler"]["scale"] == SCALE / 2
     assert state["scaler"]["_growth_tracker"] == 1
     rest = run_world(2, train_fp16, change(parts, steps=9), sharded)

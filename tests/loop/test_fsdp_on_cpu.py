@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from my_project import commands, contract, devices, evaluate, optim, sharding
 from my_project.config import Config
-from my_project.files import checkpoints, wait_until
+from my_project.files import checkpoints, read_manifest, wait_until
 from ragged import Deep
 from runs import assert_same_weights, change, make_config, records, status, train
 from test_launch import launch
@@ -155,7 +155,7 @@ def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
         ours = change(ddp, run_name=name, steps=5)
         run_world(first, train_sharded, ours, replicas)
         assert shards_of(ours, 5) == first // replicas
-        saved = json.loads((ours.folder / "checkpoints/step_00000005/state.json").read_text())
+        saved = read_manifest(ours.folder / "checkpoints/step_00000005")["state"]
         assert saved["numerics"]["sharding"] == ("HSDP" if replicas > 1 else "FSDP2")
         processes, resume = then
         run_world(processes, resume, change(ours, steps=10))

@@ -1,12 +1,12 @@
 """The step: schedules, groups, skipped steps, communication."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from my_project.config import Config, ConfigError, OptimConfig
+from my_project.files import read_manifest
 from my_project.optim import build_optimizer, learning_rate, set_learning_rate, step_if_finite
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
@@ -175,7 +175,7 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
         assert all(torch.equal(before[name], skipped[name]) for name in before)
         assert not all(torch.equal(after[name], skipped[name]) for name in before)
     assert [r["skipped_steps"] for r in records(config)] == [0, 0, 0, 1, 1]
-    state = json.loads((folders[1] / "state.json").read_text())
+    state = read_manifest(folders[1])["state"]
     assert state["consecutive_skipped_steps"] == 1
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from my_project.config import Config
+from my_project.files import read_manifest
 from my_project.loading.layout import batch_layout
 from my_project.records import metrics, performance
 from my_project.run_folder import Run
@@ -138,7 +139,7 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
     assert [(r["step"], r["changed"]) for r in records(config, "changed")] == [(2, changed)]
     assert numerics(config) == plain | {name: now for name, (_, now) in changed.items()}
     newest = config.folder / "checkpoints/step_00000004"
-    assert json.loads((newest / "state.json").read_text())["numerics"] == numerics(config)
+    assert read_manifest(newest)["state"]["numerics"] == numerics(config)
 
     shutil.rmtree(newest)  # continued from step 2, so the change never was
     train(change(config, steps=6))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from my_project.config import Config, ConfigError
+from my_project.files import read_manifest
 from my_project.loading.seeding import SampleSeeds, derive_seed, seed_rng
 from my_project.loading.streams import LaneReader
 from my_project.state import TrainState
@@ -78,8 +79,7 @@ def first_read(config: Config, rank: int) -> dict[int, int]:
 
 
 def saved_state(config: Config, step: int) -> dict[str, Any]:
-    path = config.folder / f"checkpoints/step_{step:08d}/state.json"
-    return json.loads(path.read_text())
+    return read_manifest(config.folder / f"checkpoints/step_{step:08d}")["state"]
 
 
 def elsewhere(config: Config, folder: Path, **recipe: Any) -> Config:

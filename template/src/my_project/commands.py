@@ -243,13 +243,16 @@ def write_one_file(arguments: argparse.Namespace) -> int:
         problem = "exists" if path.exists() else "is in a folder that does not exist"
         raise ConfigError(f"{path} {problem}; give the name of a new file.")
     readers: dict[str, TensorReader] = {}
+    metadata = {"format": "pt"}
     for kind in ["model", "ema"] if arguments.ema else ["model"]:
         reader = TensorReader(folder, kind)
-        readers |= dict.fromkeys(reader.shapes, reader)
+        readers |= dict.fromkeys(reader.shapes.keys() - reader.aliases.keys(), reader)
+        metadata |= reader.aliases
     tensors = in_file_order({name: reader.meta(name) for name, reader in readers.items()})
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        save_tensors(tensors, temporary, (readers[name].read(name) for name in tensors))
+        values = (readers[name].read(name) for name in tensors)
+        save_tensors(tensors, temporary, values, metadata)
         flush_to_disk(temporary)
         os.replace(temporary, path)
     finally:

@@ -14,7 +14,6 @@ from .files import (
     checkpoints,
     format_metric,
     format_seconds,
-    read_json,
     read_manifest,
     read_yaml,
     step_of,
@@ -195,8 +194,7 @@ def best_of(folder: Path) -> str:
     """Return the best evaluation of a run, as the newest checkpoint has it; "" without one."""
     try:
         name = read_yaml(folder / "config.yaml")["evaluation"]["best_metric"]
-        newest = checkpoints(folder)[-1]
-        state = read_json(newest / "state.json") | read_manifest(newest).get("evaluation", {})
+        state = read_manifest(checkpoints(folder)[-1])["state"]
         best, step = state["best"], state["best_step"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return ""

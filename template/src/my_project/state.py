@@ -62,7 +62,7 @@ class StepReport:
 
 @dataclass(kw_only=True)
 class TrainState:
-    """All that a checkpoint holds besides tensors: the fields of state.json."""
+    """All that a checkpoint holds besides tensors: the fields of `state` in its manifest."""
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
     lane_states: list[Any] = field(default_factory=list)  # of a stream whose lanes have state_dict
@@ -85,7 +85,7 @@ class TrainState:
         self._knows_num_items = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, as state.json holds them."""
+        """Return the fields by name, as a manifest holds them."""
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any], config: Config) -> None:

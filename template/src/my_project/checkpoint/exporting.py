@@ -78,7 +78,8 @@ def export(
             return whole
 
         if not needs_whole:
-            _save_files(split_into_files(weights, stem), value, folder)
+            once = {key: tensor for key, tensor in weights.items() if key not in aliases}
+            _save_files(split_into_files(once, stem), value, folder, aliases)
             return
         plain = recipe.build_model(data_info)
         whole = plain.state_dict()
@@ -88,9 +89,17 @@ def export(
 
     keys = {id(tensor): key for key, tensor in state.items()}
     saved_names = {key: keys.get(id(tensor)) for key, tensor in weights.items()}
+    aliases = _aliases(saved_names, checkpoints.first_names)
     checkpoints.replace_export(run.folder / name, fill, weights, saved_names, write)
     if name == "export" or needs_whole:
         checkpoints.wait()
+
+
+def _aliases(saved_names: dict[str, str | None], first_names: dict[str, str]) -> dict[str, str]:
+    """Return which exported tensors are tied to another one, that of the model's first name."""
+    keys = {name: key for key, name in saved_names.items() if name}
+    found = {key: keys.get(first_names.get(name, name), key) for name, key in keys.items()}
+    return {key: first for key, first in found.items() if key != first}
 
 
 def _check_finite(key: str, tensor: Tensor) -> None:
@@ -124,10 +133,12 @@ def split_into_files(
     }
 
 
-def _save_files(files: dict[str, dict[str, Tensor]], read: Read, folder: Path) -> None:
+def _save_files(
+    files: dict[str, dict[str, Tensor]], read: Read, folder: Path, aliases: dict[str, str]
+) -> None:
     """Write the tensors and, of several files, the index that transformers reads."""
     for name, tensors in files.items():
-        save_tensors(tensors, folder / name, map(read, tensors))
+        save_tensors(tensors, folder / name, map(read, tensors), {"format": "pt"} | aliases)
     if len(files) == 1:
         return
     index = {

@@ -8,10 +8,11 @@ from typing import Any
 
 from ..collectives import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
-from ..files import NO_FILE, discard, find_damage, read_manifest, step_of, unused_name
+from ..files import FormatError, discard, find_damage, read_manifest, step_of, unused_name
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
+BY_TIME = "by_time"  # an empty file in a checkpoint that was saved by time
 
 
 def choose(accelerator: Any, run: Run) -> Path | None:
@@ -47,10 +48,24 @@ def _candidates(run: Run) -> list[Path]:
     clean_up(run.folder)
     folders = (run.folder / "checkpoints").glob("step_*")
     own = sorted((p for p in folders if step_of(p) >= 0), key=step_of, reverse=True)
-    intact = [folder for folder in own if not find_damage(folder, share=NO_FILE)]
-    began_at = [read_manifest(folder).get("resumed_from") for folder in intact[:1]]
     given = run.config.resume
-    return own if given in ("auto", "never", *began_at) else [Path(given)]
+    return own if given in ("auto", "never", *_began_at(own)) else [Path(given)]
+
+
+def _began_at(own: list[Path]) -> list[str | None]:
+    """Return the path at which the run began, of its newest manifest that can be read."""
+    for folder in own:
+        try:
+            return [read_manifest(folder).get("resumed_from")]
+        except FormatError as error:
+            raise ConfigError(
+                f"{folder} was saved by another version of this project ({error}): go on with that"
+                " version, whose commit is in run.json, or start again with --resume never or"
+                " another --run_name. Its export/ and best/ can be used as before."
+            ) from error
+        except ValueError:
+            continue  # choose says what is wrong with it
+    return []
 
 
 def find_damage_together(accelerator: Any, folder: Path) -> str:
@@ -77,8 +92,6 @@ def clean_up(run_folder: Path) -> None:
     for path in (*run_folder.glob(".*"), *(run_folder / "checkpoints").glob(".step_*")):
         if re.fullmatch(r"\.(best|export|step)_\d+\.(partial|removed)", path.name):
             discard(path)
-        if path.suffix == ".by_time" and not path.with_name(path.stem[1:]).exists():
-            discard(path)
 
 
 def move_newer_aside(run: Run, step: int) -> None:
@@ -92,15 +105,10 @@ def move_newer_aside(run: Run, step: int) -> None:
             )
 
 
-def mark_of(folder: Path) -> Path:
-    """Return the path of the file that marks a checkpoint as saved by time."""
-    return folder.with_name(f".{folder.name}.by_time")
-
-
 def remove(folder: Path) -> None:
     """Remove a checkpoint; it is kept if it holds foreign files."""
     try:
-        own = read_manifest(folder)["files"].keys() | {"manifest.json"}
+        own = read_manifest(folder)["files"].keys() | {"manifest.json", BY_TIME}
     except ValueError:
         return
     names = {path.name for path in folder.iterdir()}
@@ -109,5 +117,4 @@ def remove(folder: Path) -> None:
         removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
         os.replace(folder, removed)
-        discard(mark_of(folder))
         discard(removed)

@@ -4,10 +4,11 @@
       model.safetensors        with the keys of the plain module, without wrappers
       optimizer.safetensors    "<parameter>/<slot>", independent of the world size
       ema.safetensors          the EMA, with optim.ema_decay
-      state.json               the step, the optimizer's non-tensor state, the best value, the fp16
-                               loss scale, the numerics of the run, the states of a stream's lanes
-      manifest.json            size and SHA-256 of each file, written last; evaluation results;
-                               the --resume path at which the run began
+      manifest.json            size and SHA-256 of each file, written last, with the rest of the
+                               state: the step, the optimizer's numbers, the results of evaluations,
+                               the fp16 loss scale, the numerics of the run, the states of lanes
+
+A tied weight is written once, under its first name; the metadata of the file has its other names.
 
 A folder is written under a temporary name, flushed to disk, and renamed when it is complete. It
 holds tensors and JSON only, so that loading never runs code. Each rank writes its shards (FSDP) to
@@ -18,6 +19,7 @@ are not saved: random numbers follow from (seed, step), see loading/seeding.py.
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,27 +31,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from .. import files
 from ..config import ConfigError
 from ..failures import CONSEQUENCES, cause_of
-from ..files import (
-    FORMAT,
-    checkpoints,
-    complete,
-    discard,
-    fill_temporary,
-    fingerprint,
-    flush_to_disk,
-    manifest_text,
-    put_in_place,
-    read_manifest,
-    step_of,
-    wait_until,
-    write_atomically,
-)
+from ..files import discard, flush_to_disk, read_manifest, step_of, write_atomically
 from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from .resuming import mark_of, move_newer_aside, remove
+from .resuming import BY_TIME, move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
@@ -63,6 +52,8 @@ from .shards import (
 )
 
 logger = logging.getLogger(__name__)
+# Of the thread, not of the process: training takes the cores first, and the save what is left.
+NICENESS = 10
 END_SECONDS = 20  # waited for other ranks when a save has failed, or one of them is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
@@ -91,9 +82,10 @@ class Checkpoints:
         self.scaler = scaler
         self.ema = ema
         self.names = {id(p): plain_name(name) for name, p in model.named_parameters()}
-        # a tied weight has several names, of which the EMA has the first
+        # a tied weight has several names, of which files have the first
         every_name = model.named_parameters(remove_duplicate=False)
         self.first_names = {plain_name(name): self.names[id(p)] for name, p in every_name}
+        self.aliases = {name: first for name, first in self.first_names.items() if name != first}
         self.writers = len(run.hosts) if is_sharded(model) else 1  # ranks that write files
         self.failures: dict[str, Exception] = {}  # of what could not be written the last time
         self.note = ""  # for the end of the run: the newest failure, though made good since
@@ -129,41 +121,28 @@ class Checkpoints:
         self._saved_step = train_state.step
         if self.rank >= self.writers:
             return
-        state = train_state.to_dict()  # a copy: training goes on
         settings, slots = optimizer_state(self.optimizer, self.names)
-        kinds = {"model": model_tensors(self.model), "optimizer": slots}
+        kinds = {"model": self._weights(), "optimizer": slots}
         if self.ema:
             kinds["ema"] = self._averages(self.ema)
-        text = json.dumps(
-            state
-            | {
-                "optimizer": settings,
-                "scaler": self.scaler.state_dict() if self.scaler else None,
-                "numerics": self.run.numerics,
-            }
-        )
         shards = self._copied(kinds)
-        folder = self.folder / f"step_{train_state.step:08d}"
+        scale = self.scaler.state_dict() if self.scaler else None
+        state = train_state.to_dict() | {"optimizer": settings, "scaler": scale}
+        text = json.dumps(state | {"numerics": self.run.numerics})  # training goes on
+        step = train_state.step
+        folder = self.folder / f"step_{step:08d}"
         temporary = folder.with_name(f".{folder.name}.partial")
 
         def write() -> None:
-            files = self._write_shards(temporary, shards)
+            listed = self._write_shards(temporary, shards, self.aliases)
             if self.rank != 0:
                 return
-            (temporary / "state.json").write_text(text, encoding="utf-8")
-            flush_to_disk(temporary / "state.json")
-            files["state.json"] = fingerprint(temporary / "state.json")
-            content = {"format": FORMAT, "step": state["step"], "files": files}
-            content["resumed_from"] = self.run.resumed_from
-            if state.get("evaluated_step") == state["step"]:
-                content["evaluation"] = {key: state[key] for key in EVALUATION}
-            # Before the folder is complete: after a kill a mark may lack its checkpoint, but no
-            # save by time lacks its mark, which would rotate one of the owner's away.
-            mark_of(folder).unlink(missing_ok=True)
             if by_time:
-                mark_of(folder).touch()
-            complete(temporary, folder, content)
-            self._rotate(state)
+                (temporary / BY_TIME).touch()
+            content = {"format": files.FORMAT, "step": step, "files": listed}
+            content |= {"resumed_from": self.run.resumed_from, "state": json.loads(text)}
+            files.complete(temporary, folder, content)
+            self._rotate(content["state"])
 
         self._start("checkpoint", folder.name, write, temporary)
 
@@ -186,8 +165,8 @@ class Checkpoints:
                 content = read_manifest(folder)
             except ValueError:  # no checkpoint was saved at this step
                 return
-            text = manifest_text(content | {"evaluation": evaluation})
-            write_atomically(folder / "manifest.json", text)
+            content["state"] |= evaluation
+            write_atomically(folder / "manifest.json", files.manifest_text(content))
             flush_to_disk(folder)
             self._rotate(saved)
 
@@ -223,29 +202,29 @@ class Checkpoints:
             self.wait()  # until no job uses the buffers, and the temporary folder
         if self.rank >= self.writers:
             return
-        temporary = folder.with_name(f".{folder.name}.partial")  # of fill_temporary
+        temporary = folder.with_name(f".{folder.name}.partial")  # of files.fill_temporary
         parts = folder.with_name(f".{folder.name}_{self.run.step:08d}.partial")
         saved = self.folder / f"step_{self.run.step:08d}"
         shards = {} if is_saved or not weights else self._copied({"model": weights})
         failure: Exception | None = None
         if self.rank == 0:
             try:
-                fill_temporary(folder, fill)
+                files.fill_temporary(folder, fill)
             except (OSError, SafetensorError) as error:
                 failure = error  # of this rank: the others write their shards
 
         def write_all() -> None:
-            files = self._write_shards(parts, shards) if shards else {}
+            listed = self._write_shards(parts, shards, {}) if shards else {}
             if self.rank != 0:
                 return
             if failure:
                 raise failure
             if shards:
-                write(temporary, TensorReader(parts, "model", files).read)
+                write(temporary, TensorReader(parts, "model", listed).read)
             elif weights:
                 read = self._reader(saved)
                 write(temporary, lambda name: read(saved_names[name] or ""))
-            put_in_place(folder)
+            files.put_in_place(folder)
 
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
 
@@ -274,6 +253,8 @@ class Checkpoints:
         before = self._thread
 
         def work() -> None:
+            if sys.platform == "linux":
+                os.nice(NICENESS)
             if before:
                 before.join()
             try:
@@ -329,10 +310,9 @@ class Checkpoints:
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
         self.run.continued_from = str(folder)
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         manifest = read_manifest(folder)
+        state: dict[str, Any] = manifest["state"]
         listed = manifest["files"].keys()
-        state |= manifest.get("evaluation", {})
         saved, scale = state.pop("optimizer"), state.pop("scaler")
         self.run.compare_numerics(folder, state.pop("numerics", None))
         TensorReader(folder, "model", listed).fill(model_tensors(self.model))
@@ -348,6 +328,11 @@ class Checkpoints:
         if folder.parent == self.folder:
             self._saved_step = state["step"]
         return state
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights and buffers by name; a tied weight by its first name."""
+        tensors = model_tensors(self.model)
+        return {name: tensors[name] for name in tensors if name not in self.aliases}
 
     @staticmethod
     def _averages(ema: EMA) -> dict[str, Tensor]:
@@ -379,24 +364,27 @@ class Checkpoints:
             torch.cuda.current_stream().synchronize()
         return shards
 
-    def _write_shards(self, temporary: Path, shards: dict[str, dict[str, Shard]]) -> dict[str, Any]:
+    def _write_shards(
+        self, temporary: Path, shards: dict[str, dict[str, Shard]], aliases: dict[str, str]
+    ) -> dict[str, Any]:
         """Write a file of each kind; each rank but 0 reports it by a file, empty if it has failed.
 
         Returns:
             The size and SHA-256 of each file by its name; on rank 0 of the files of all ranks.
         """
         part = f".rank_{self.rank:05d}" if self.writers > 1 else ""
-        files: dict[str, Any] = {}
+        listed: dict[str, Any] = {}
         failure: Exception | None = None
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             for kind, named in shards.items():
                 if named:
                     name = f"{kind}{part}.safetensors"
-                    files[name] = save_shards(named, temporary / name)
+                    save_shards(named, temporary / name, aliases if kind == "model" else {})
                     flush_to_disk(temporary / name)
+                    listed[name] = files.fingerprint(temporary / name)
             if self.rank != 0:
-                write_atomically(temporary / f"written{part}", json.dumps(files))
+                write_atomically(temporary / f"written{part}", json.dumps(listed))
         except Exception as error:
             failure = error
             with suppress(OSError):
@@ -404,17 +392,17 @@ class Checkpoints:
                     (temporary / f"written{part}").touch()
         if self.rank == 0:
             with suppress(OSError) if failure else nullcontext():
-                files |= self._files_of_other_ranks(temporary, is_failed=failure is not None)
+                listed |= self._files_of_other_ranks(temporary, is_failed=failure is not None)
         if failure:
             raise failure
-        return files
+        return listed
 
     def _files_of_other_ranks(self, temporary: Path, *, is_failed: bool) -> dict[str, Any]:
         """Wait until the other ranks have reported their files; return these.
 
         After a failure it waits a little for the rest, since the folder is then removed.
         """
-        files: dict[str, Any] = {}
+        listed: dict[str, Any] = {}
         waiting = {f"written.rank_{rank:05d}": rank for rank in range(1, self.writers)}
         failed: list[int] = []
 
@@ -422,7 +410,7 @@ class Checkpoints:
             # one listing: to ask for each rank's file would be N requests per look
             for name in waiting.keys() & set(os.listdir(temporary)):
                 report = (temporary / name).read_text(encoding="utf-8")
-                files.update(json.loads(report or "{}"))
+                listed.update(json.loads(report or "{}"))
                 if not report:
                     failed.append(waiting[name])
                 (temporary / name).unlink()
@@ -433,9 +421,9 @@ class Checkpoints:
             return is_failed or bool(failed) or self._has_lost_contact.is_set()
 
         limit = self.config.distributed.startup_timeout_seconds
-        wait_until(lambda: have_reported() or has_failed(), limit, poll_seconds=0.05)
+        files.wait_until(lambda: have_reported() or has_failed(), limit, poll_seconds=0.05)
         if has_failed():
-            wait_until(have_reported, min(limit, END_SECONDS), poll_seconds=0.05)
+            files.wait_until(have_reported, min(limit, END_SECONDS), poll_seconds=0.05)
         if failed:
             host = self.run.hosts[min(failed)]
             raise OSError(f"rank {min(failed)} on {host} could not write its shards")
@@ -444,7 +432,7 @@ class Checkpoints:
                 f"rank(s) {sorted(waiting.values())} have not written their shards"
                 f" (distributed.startup_timeout_seconds is {limit})"
             )
-        return files
+        return listed
 
     def _rotate(self, state: dict[str, Any]) -> None:
         """Remove checkpoints that need not be kept; only files that a manifest lists.
@@ -456,8 +444,8 @@ class Checkpoints:
             return
         settings = self.config.checkpoints
         every = settings.keep_every_steps
-        found = checkpoints(self.run.folder)
-        by_time = [folder for folder in found if mark_of(folder).exists()]
+        found = files.checkpoints(self.run.folder)
+        by_time = [folder for folder in found if (folder / BY_TIME).exists()]
         others = [folder for folder in found if folder not in by_time]
         keep = set(others[-settings.keep :])
         # an earlier one by time stays while there are too few others to go back to

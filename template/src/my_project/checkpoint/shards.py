@@ -1,7 +1,6 @@
 """Write and read tensors, whole or sharded, in safetensors files."""
 
 import functools
-import hashlib
 import json
 import os
 import re
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,8 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..config import ConfigError
 from ..files import read_manifest
-
-CHUNK_BYTES = 4 << 20  # written and hashed without the GIL, while it is in the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -69,59 +66,36 @@ def model_tensors(model: nn.Module) -> dict[str, Any]:
     return {plain_name(name): value for name, value in model.state_dict().items()}
 
 
-def save_shards(shards: dict[str, Shard], path: Path) -> dict[str, Any]:
-    """Write shards in safetensors format, and hash the bytes as they are written.
-
-    Tensors that share memory (tied weights) are written under each name.
-
-    Returns:
-        The size and SHA-256 of the file, as from files.fingerprint.
+def save_shards(shards: dict[str, Shard], path: Path, aliases: dict[str, str]) -> None:
+    """Write shards in safetensors format.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: the safetensors format has no such dtype.
     """
     offsets = {n: [s.offset, s.shape] for n, s in shards.items() if s.tensor.shape != s.shape}
-    metadata = {"offsets": json.dumps(offsets)} if offsets else {}
+    metadata = aliases | ({"offsets": json.dumps(offsets)} if offsets else {})
     tensors = in_file_order({name: shard.tensor for name, shard in shards.items()})
-    digest = hashlib.sha256()
-    size = _save(tensors, iter(tensors.values()), path, metadata, digest)
-    return {"size": size, "sha256": digest.hexdigest()}
+    save_tensors(tensors, path, iter(tensors.values()), metadata)
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path, values: Iterator[Tensor]) -> None:
-    """Write whole tensors, each before the next one is asked for, as transformers reads them.
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, values: Iterator[Tensor], metadata: dict[str, str]
+) -> None:
+    """Write a safetensors file, each tensor before the next one is asked for.
+
+    safetensors' own `serialize` needs all tensors of the file, and a second copy, in memory.
 
     Args:
         tensors: give names, shapes and dtypes, in the order of in_file_order; may be sharded, or
             on the meta device.
         path: the file.
         values: the values of these tensors, in their order.
+        metadata: of the file, such as the aliases of tied weights: {alias: the name of the tensor}.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: the safetensors format has no such dtype.
-    """
-    _save(tensors, values, path, {"format": "pt"})
-
-
-def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Order tensors by falling item size, so that each one is aligned in its file."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    return {name: tensors[name] for name in order}
-
-
-def _save(
-    tensors: dict[str, Tensor],
-    values: Iterator[Tensor],
-    path: Path,
-    metadata: dict[str, str],
-    digest: Any = None,
-) -> int:
-    """Write a safetensors file; return its size in bytes, and add them to the digest.
-
-    After safetensors' own save_file the file would have to be read again to hash it, and its
-    `serialize` needs all tensors of the file, and a whole second copy, in memory.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -131,20 +105,16 @@ def _save(
         header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = struct.pack("<Q", len(text)) + text
     with path.open("wb") as file:
-        _write(memoryview(start), file, digest)
+        file.write(struct.pack("<Q", len(text)) + text)
         for _ in tensors:  # each is freed before the next is gathered
-            _write(_bytes_of(next(values)), file, digest)
-    return len(start) + end
+            file.write(_bytes_of(next(values)))
 
 
-def _write(content: memoryview, file: IO[bytes], digest: Any) -> None:
-    for begin in range(0, len(content), CHUNK_BYTES):
-        chunk = content[begin : begin + CHUNK_BYTES]
-        file.write(chunk)
-        if digest:
-            digest.update(chunk)
+def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Order tensors by falling item size, so that each one is aligned in its file."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return {name: tensors[name] for name in order}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -182,6 +152,7 @@ class TensorReader:
         # by name: the file, and offset and shape of what it holds
         self.shards: dict[str, list[tuple[Any, list[int], list[int]]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.aliases: dict[str, str] = {}  # of tied weights, which are in the file once
         if listed is None:
             is_checkpoint = (folder / "manifest.json").is_file()
             listed = [*read_manifest(folder)["files"]] if is_checkpoint else os.listdir(folder)
@@ -192,11 +163,16 @@ class TensorReader:
             raise ConfigError(f"{folder} lacks {lacking} of {number} files of {kind}.safetensors.")
         for match in matches:
             self._open(folder / match[0])
+        self.aliases = {alias: name for alias, name in self.aliases.items() if name in self.shards}
+        for alias, name in self.aliases.items():
+            self.shards[alias], self.shapes[alias] = self.shards[name], self.shapes[name]
 
     def _open(self, path: Path) -> None:
         try:
             file = safe_open(path, "pt")  # type: ignore[no-untyped-call]
-            offsets = json.loads((file.metadata() or {}).get("offsets", "{}"))
+            metadata = file.metadata() or {}
+            self.aliases |= metadata
+            offsets = json.loads(metadata.get("offsets", "{}"))
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
                 shape = file.get_slice(name).get_shape()
                 offset, whole = offsets.get(name, [[0] * len(shape), shape])
@@ -214,6 +190,7 @@ class TensorReader:
 
     def read(self, name: str, offset: Iterable[int] = (), shape: Iterable[int] = ()) -> Tensor:
         """Read a tensor, or its part with this offset and shape."""
+        name = self.aliases.get(name, name)
         wanted = [*shape] or [*self.shapes[name]]
         start = [*offset] or [0] * len(wanted)
         if wanted == [*self.shapes[name]] == self.shards[name][0][2]:
