@@ -1,10 +1,12 @@
 """A run continues where it stopped, in the middle of an epoch, on any number of processes."""
 
+import fcntl
 import os
 import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ragged import Ragged
@@ -168,6 +170,39 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
     assert mine.lock
     assert "choose another --run_name" in str(refusal.value)
     assert "TransientError" in str(refusal.value), "exit code 1: the other one may be about to end"
+
+
+def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
+    """Also while --resume never moves it aside: the new folder is locked before it has the name."""
+    mine = Run(make_config(tmp_path, resume="never"), rank=0)
+    mine.begin()
+    (tmp_path / "link").symlink_to(mine.folder)
+    linked = make_config(tmp_path, run_name="link")
+    for config in (linked, mine.config):
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            run_world(1, open_run, config)
+    mine.begin()
+    assert (tmp_path / "run.old-1/run.json").is_file()
+    for config in (linked, mine.config):
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            run_world(1, open_run, config)
+    del mine
+    assert run_world(1, open_run, linked) == [None]
+
+
+def test_a_lock_on_a_folder_that_was_moved_aside_is_none(tmp_path, monkeypatch):
+    config = make_config(tmp_path)
+    real = fcntl.lockf
+
+    def moved_meanwhile(*arguments: Any) -> None:
+        config.folder.rename(tmp_path / "aside")
+        config.folder.mkdir()
+        (config.folder / ".lock").touch()
+        real(*arguments)
+
+    monkeypatch.setattr(fcntl, "lockf", moved_meanwhile)
+    with pytest.raises(ConfigError, match="is in use by"):
+        Run(config, rank=0)
 
 
 def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_path):

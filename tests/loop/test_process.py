@@ -191,7 +191,7 @@ class Waiting(Ragged):
 def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on(tmp_path):
     # In start-up: while one builds its data and the other waits for it.
     (tmp_path / "waiting.py").write_text(WAITING)
-    lock = tmp_path / "runs/.tiny.lock"
+    lock = tmp_path / "runs/tiny/.lock"
     for launcher in (LAUNCH, ACCELERATE):
         (tmp_path / "waiting").unlink(missing_ok=True)
         with test_launch.launch(tmp_path, "--recipe", "waiting.Waiting", launcher=launcher) as run:

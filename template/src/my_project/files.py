@@ -148,8 +148,8 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the path of the file that a launch locks, beside its run folder."""
-    return folder.parent / f".{folder.name}.lock"
+    """Return the file that a launch locks: in the run folder, which may have several paths."""
+    return folder / ".lock"
 
 
 def is_locked(folder: Path) -> bool | None:

@@ -25,6 +25,7 @@ from .failures import as_status, first_failure, report, write_error
 from .files import (
     RUN_FORMAT,
     TransientError,
+    discard,
     finite,
     lock_of,
     read_json,
@@ -82,8 +83,9 @@ class Run:
         self.lock: TextIO | None = None
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
-        with writing(self.folder):
-            self._lock()
+        if rank == 0:
+            with writing(self.folder):
+                self.lock = self._lock(self.folder)
         refuse_other_settings(self.config)
 
     def status(self) -> dict[str, Any]:
@@ -156,14 +158,8 @@ class Run:
 
     def begin(self) -> None:
         """Create the folder and record config, versions and launch. Called by rank 0 only."""
-        logs = self.folder / "logs"  # this launch is already writing there
-        if self.config.resume == "never" and set(self.folder.glob("*")) - {logs}:
-            aside = unused_name(self.folder)
-            self.folder.rename(aside)
-            if (aside / "logs").exists():
-                self.folder.mkdir()
-                (aside / "logs").rename(logs)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.config.resume == "never" and {*os.listdir(self.folder)} - {"logs", ".lock"}:
+            self._begin_anew()
         self.token = os.environ.get(START) or uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         self.write_status("running")
@@ -205,25 +201,41 @@ class Run:
             with suppress(OSError):  # on a full disk
                 lock.close()
 
-    def _lock(self) -> None:
-        """Lock the folder for this launch; the lock is released when the process ends."""
-        if self.rank != 0:
-            return
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.lock = lock_of(self.folder).open("a+", encoding="utf-8", errors="replace")
-        try:
-            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.seek(0)
-            raise TransientError(
-                f"{self.folder} is in use by {self.lock.read().strip()}: wait for it, end it, or"
-                " choose another --run_name."
-            ) from None
-        except OSError:
-            return  # a file system without locks
-        self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self.lock.flush()
+    def _lock(self, folder: Path) -> TextIO:
+        """Lock a folder for this launch; the lock is released when the process ends."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_of(folder).open("a+", encoding="utf-8", errors="replace")
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_ours = False
+            else:  # not of a folder that another launch has moved aside or removed just now
+                path = lock_of(folder)
+                is_ours = path.exists() and os.path.samefile(path, lock.fileno())
+            if not is_ours:
+                lock.seek(0)
+                raise TransientError(
+                    f"{folder} is in use by {lock.read().strip()}: wait for it, end it, or choose"
+                    " another --run_name."
+                )
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
+        return lock
+
+    def _begin_anew(self) -> None:
+        """Move what is in the folder aside; its successor is locked before it gets the name."""
+        new = self.folder.with_name(f".{self.folder.name}.new")
+        discard(new)
+        lock, aside = self._lock(new), unused_name(self.folder)
+        self.folder.rename(aside)
+        new.rename(self.folder)
+        if (aside / "logs").exists():  # this launch is already writing there
+            (aside / "logs").rename(self.folder / "logs")
+        held, self.lock = self.lock, lock
+        if held:
+            held.close()
 
 
 def refuse_other_settings(config: Config) -> None:
