@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-WHERE = str(ROOT / "accelerate_configs/cpu_2_processes.yaml")
+CONFIGS = ROOT / "accelerate_configs"
 
 
 def workers(launcher: int) -> list[psutil.Process]:
@@ -42,11 +42,12 @@ def kill_with_descendants(launcher: subprocess.Popen) -> None:
 
 
 class Run:
-    """A run of the tests' recipe on two CPU processes; what is left of it ends with the block."""
+    """A run of the tests' recipe on CPU processes; what is left of it ends with the block."""
 
     def __init__(self, parent: Path, name: str, config: str) -> None:
         self.parent, self.name, self.config = parent, name, config
         self.folder = parent / "runs" / name
+        self.where = CONFIGS / "cpu_2_processes.yaml"  # of the next start
         self.launcher: subprocess.Popen | None = None
         self.begun = 0.0  # when the newest start, or restart in place, began; time.time()
         self.before: list[psutil.Process] = []  # the training processes before a restart in place
@@ -78,7 +79,7 @@ class Run:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
             with (self.parent / f"{self.name}.txt").open("a") as output:
                 self.launcher = subprocess.Popen(
-                    [*command, "--where", WHERE, "--run_name", self.name],
+                    [*command, "--where", str(self.where), "--run_name", self.name],
                     cwd=self.parent, env=environment, stdout=output, stderr=output,
                 )  # fmt: skip
         return self.launcher

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
-from launches import ROOT, WHERE, kill_with_descendants, workers
+from launches import CONFIGS, ROOT, kill_with_descendants, workers
 
 sys.path.insert(0, str(ROOT / "tests"))
 from two_hosts import ADDRESSES, TwoHosts
@@ -35,6 +35,7 @@ SETTINGS = (
     "--steps 100000 --telemetry.every_steps 1 --checkpoints.every_steps 10 --telemetry.trackers []"
     " --evaluation.every_steps null --evaluation.sanity_check false --run_name restarting"
 )
+WHERE = str(CONFIGS / "cpu_2_processes.yaml")
 TORCHRUN = "--rdzv_backend c10d --max_restarts 100 --monitor_interval 0.1"
 
 

@@ -40,7 +40,7 @@ from pathlib import Path
 from my_project.run_folder import Run
 run = Run.__new__(Run)
 run.rank, run.folder = 0, Path(sys.argv[1])
-run._lock()
+lock = run._lock(run.folder)
 print("locked", flush=True)
 sys.stdin.read()
 """

@@ -214,10 +214,12 @@ class Run:
                 path = lock_of(folder)
                 is_ours = path.exists() and os.path.samefile(path, lock.fileno())
             if not is_ours:
-                lock.seek(0)
+                with lock:
+                    lock.seek(0)
+                    holder = lock.read().strip()
                 raise TransientError(
-                    f"{folder} is in use by {lock.read().strip()}: wait for it, end it, or choose"
-                    " another --run_name."
+                    f"{folder} is in use by {holder}: wait for it, end it, or choose another"
+                    " --run_name."
                 )
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}")
