@@ -76,7 +76,7 @@ def wait_for(moment: str, run: Run, start_seconds: float, draw: random.Random) -
     if moment == "starting":
         seconds = draw.uniform(0, start_seconds)
     elif moment == "restarting":
-        wait(run, lambda: len(set(run.workers) - set(run.before)) >= 2)
+        wait(run, lambda: len(set(run.workers) - set(run.before)) >= len(run.before))
         seconds = draw.uniform(0, LONGEST_WAIT_SECONDS)
     else:
         wait(run, lambda: run.has_stepped)
@@ -141,7 +141,8 @@ def kill_again_and_again(
 def are_equal(ours: bytes, theirs: bytes, tolerance: float) -> bool:
     """Return whether two files of weights are equal, within a tolerance."""
     one, other = load(ours), load(theirs)
-    return all((one[name] - other[name]).abs().max() <= tolerance for name in one | other)
+    differences = [(one[name] - other[name]).abs().max() for name in one.keys() & other.keys()]
+    return one.keys() == other.keys() and all(found <= tolerance for found in differences)
 
 
 def main() -> None:
@@ -169,7 +170,7 @@ def main() -> None:
                     kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
                     raise SystemExit(f"{run.name} has other weights: {kept}, seed {options.seed}")
             killed, runs = killed + here, runs + 1
-            print(f"{killed.total()} kills, {runs} runs, the same bits", flush=True)
+            print(f"{killed.total()} kills, {runs} runs, the same weights", flush=True)
     for where, number in sorted(killed.items()):
         print(f"{number:4d} {where}")
 

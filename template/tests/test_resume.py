@@ -1,12 +1,10 @@
 """A run continues where it stopped, in the middle of an epoch, on any number of processes."""
 
-import fcntl
 import os
 import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ragged import Ragged
@@ -188,21 +186,6 @@ def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
             run_world(1, open_run, config)
     del mine
     assert run_world(1, open_run, linked) == [None]
-
-
-def test_a_lock_on_a_folder_that_was_moved_aside_is_none(tmp_path, monkeypatch):
-    config = make_config(tmp_path)
-    real = fcntl.lockf
-
-    def moved_meanwhile(*arguments: Any) -> None:
-        config.folder.rename(tmp_path / "aside")
-        config.folder.mkdir()
-        (config.folder / ".lock").touch()
-        real(*arguments)
-
-    monkeypatch.setattr(fcntl, "lockf", moved_meanwhile)
-    with pytest.raises(ConfigError, match="is in use by"):
-        Run(config, rank=0)
 
 
 def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_path):

@@ -26,7 +26,7 @@ from ragged import Ragged
 from runs import assert_same_weights, change, choose, make_config, records, status, train, weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_damage import fill_up, small_disk
+from test_damage import fill_up, small_disk, write_manifest
 from world import World, run_world
 
 
@@ -140,6 +140,39 @@ def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_pa
     with pytest.raises(ConfigError, match="has shape"):
         given.resume(other)
     assert folder_of(copied, 10).is_dir()
+
+
+def test_a_run_that_began_at_a_path_goes_back_to_it_and_to_no_other_branch(copied, tmp_path):
+    other = tmp_path / "other/step_00000004"
+    shutil.copytree(folder_of(copied, 4), other)
+    write_manifest(folder_of(copied, 10), resumed_from=str(other))
+    given = make_checkpoints(change(copied, resume=f"{other}/"))
+    assert choose(given.run) == folder_of(copied, 10)
+    flip_one_bit(folder_of(copied, 10) / "model.safetensors", 300)
+    assert choose(given.run) == other, "not step 8, at which it did not begin"
+    assert given.run.resumed_from == str(other)
+
+
+def test_a_run_whose_folder_is_removed_writes_into_no_other(tmp_path):
+    saver = make_checkpoints(make_config(tmp_path))
+    saver.run.begin()
+    saver.run.folder.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="moved or removed since this launch locked it"):
+        saver.run.begin()
+    with closing(make_checkpoints(make_config(tmp_path)).run.lock):  # that of another launch
+        saver.save(TrainState(items_per_micro_batch=4.0, step=1))
+        with pytest.raises(ConfigError, match="moved or removed since this launch locked it"):
+            saver.wait()
+    assert names(saver.config) == []
+
+
+def test_what_a_stream_keeps_of_a_lane_comes_back_in_its_order(tmp_path):
+    saver = make_checkpoints(make_config(tmp_path))
+    states = [{"z": 1, "a": {"10": 2, "9": 3}}]
+    saver.save(TrainState(items_per_micro_batch=4.0, step=1, lane_states=states))
+    saver.wait()
+    restored = saver.load(folder_of(saver.config, 1))["lane_states"]
+    assert json.dumps(restored) == json.dumps(states)
 
 
 def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(copied, trained):

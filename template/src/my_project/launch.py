@@ -50,7 +50,15 @@ from .command_line import as_restarted
 from .command_line import parse as parse_settings
 from .config import Config, ConfigError
 from .end_block import Ending, how_it_ended
-from .files import lock_of, read_json, read_status, wait_until, write_atomically, writing
+from .files import (
+    is_locked,
+    lock_of,
+    read_json,
+    read_status,
+    wait_until,
+    write_atomically,
+    writing,
+)
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
 from .starts import Starts, failed, last_record
@@ -533,7 +541,7 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         shutil.rmtree(logs if status == before else folder, ignore_errors=True)
         for path in made:
             with suppress(OSError):
-                if os.listdir(path) == [".lock"]:
+                if os.listdir(path) == [".lock"] and is_locked(path) is False:
                     lock_of(path).unlink()
                 path.rmdir()
     return Ending(

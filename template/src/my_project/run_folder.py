@@ -24,11 +24,14 @@ from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, t
 from .failures import as_status, first_failure, report, write_error
 from .files import (
     RUN_FORMAT,
+    FormatError,
     TransientError,
+    checkpoints,
     discard,
     finite,
     lock_of,
     read_json,
+    read_manifest,
     read_status,
     read_yaml,
     unused_name,
@@ -130,7 +133,8 @@ class Run:
         Two ranks may do this at once; the launcher, which has all error files, corrects it.
         """
         noted = self.status().get("failure")
-        if self.token and (not noted or first_failure([noted, failure]) is failure):
+        is_ours = self.token and read_json(self.folder / "run.json").get("launch") == self.token
+        if is_ours and (not noted or first_failure([noted, failure]) is failure):
             self.write_status("failed", **as_status(failure))
 
     def record_error(self, failure: dict[str, Any]) -> None:
@@ -157,7 +161,14 @@ class Run:
         return self.config.resume == "auto" and is_exported and (all_done or stopped_early)
 
     def begin(self) -> None:
-        """Create the folder and record config, versions and launch. Called by rank 0 only."""
+        """Begin the run: record config, versions and launch. Called by rank 0 only.
+
+        Raises:
+            ConfigError: the folder is no longer this launch's, or holds another format.
+        """
+        self.check_lock()
+        if self.config.resume != "never":
+            refuse_other_format(self.folder)
         if self.config.resume == "never" and {*os.listdir(self.folder)} - {"logs", ".lock"}:
             self._begin_anew()
         self.token = os.environ.get(START) or uuid.uuid4().hex
@@ -205,26 +216,38 @@ class Run:
         """Lock a folder for this launch; the lock is released when the process ends."""
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_of(folder).open("a+", encoding="utf-8", errors="replace")
-        with suppress(OSError):  # a file system without locks
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                is_ours = False
-            else:  # not of a folder that another launch has moved aside or removed just now
-                path = lock_of(folder)
-                is_ours = path.exists() and os.path.samefile(path, lock.fileno())
-            if not is_ours:
-                with lock:
-                    lock.seek(0)
-                    holder = lock.read().strip()
-                raise TransientError(
-                    f"{folder} is in use by {holder}: wait for it, end it, or choose another"
-                    " --run_name."
-                )
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with lock:
+                lock.seek(0)
+                holder = lock.read().strip()
+            raise TransientError(
+                f"{folder} is in use by {holder}: wait for it, end it, or choose another"
+                " --run_name."
+            ) from None
+        except OSError:
+            return lock  # a file system without locks
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
         return lock
+
+    def check_lock(self) -> None:
+        """Refuse to go on where the folder has been moved or removed, which took the lock along.
+
+        Raises:
+            TransientError: another launch may have made the folder that is there now.
+        """
+        try:
+            is_ours = not self.lock or os.path.samefile(lock_of(self.folder), self.lock.fileno())
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            raise TransientError(
+                f"{self.folder} has been moved or removed since this launch locked it, so it writes"
+                " nothing there: start again, or choose another --run_name."
+            )
 
     def _begin_anew(self) -> None:
         """Move what is in the folder aside; its successor is locked before it gets the name."""
@@ -256,6 +279,21 @@ def refuse_other_settings(config: Config) -> None:
             f"{config.folder} was trained with other settings: {'; '.join(differing)}. Choose"
             " another --run_name, or --resume never, which moves the run folder aside."
         )
+
+
+def refuse_other_format(folder: Path) -> None:
+    """Refuse a run whose newest checkpoint was saved by another version of this project."""
+    for newest in checkpoints(folder)[-1:]:
+        try:
+            read_manifest(newest)
+        except FormatError as error:
+            raise ConfigError(
+                f"{newest} was saved by another version of this project ({error}): go on with that"
+                " version, whose commit is in run.json, or start again with --resume never or"
+                " another --run_name. Its export/ and best/ can be used as before."
+            ) from error
+        except (ValueError, OSError):  # resuming.choose passes over what is damaged
+            continue
 
 
 def source_hash(file: str | Path | None) -> str | None:

@@ -3,12 +3,13 @@
 import logging
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..collectives import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
-from ..files import FormatError, discard, find_damage, read_manifest, step_of, unused_name
+from ..files import discard, find_damaged_piece, read_manifest, step_of, unused_name
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,7 @@ def choose(accelerator: Any, run: Run) -> Path | None:
             logger.warning("%s is skipped: %s.", folder, problem)
     if run.rank == 0 and chosen:
         is_given = chosen == Path(run.config.resume)
-        began_at = run.config.resume if is_given else read_manifest(chosen).get("resumed_from")
-        run.resumed_from = began_at
+        run.resumed_from = str(chosen) if is_given else read_manifest(chosen)["resumed_from"]
     elif run.rank == 0 and candidates:
         logger.warning("no checkpoint of %s can be used: training starts from step 0.", run.folder)
         move_newer_aside(run, -1)
@@ -49,29 +49,33 @@ def _candidates(run: Run) -> list[Path]:
     folders = (run.folder / "checkpoints").glob("step_*")
     own = sorted((p for p in folders if step_of(p) >= 0), key=step_of, reverse=True)
     given = run.config.resume
-    return own if given in ("auto", "never", *_began_at(own)) else [Path(given)]
+    if given in ("auto", "never"):
+        return own
+    return [*(folder for folder in own if _began_at(folder, given)), Path(given)]
 
 
-def _began_at(own: list[Path]) -> list[str | None]:
-    """Return the path at which the run began, of its newest manifest that can be read."""
-    for folder in own:
-        try:
-            return [read_manifest(folder).get("resumed_from")]
-        except FormatError as error:
-            raise ConfigError(
-                f"{folder} was saved by another version of this project ({error}): go on with that"
-                " version, whose commit is in run.json, or start again with --resume never or"
-                " another --run_name. Its export/ and best/ can be used as before."
-            ) from error
-        except ValueError:
-            continue  # choose says what is wrong with it
-    return []
+def _began_at(folder: Path, given: str) -> bool:
+    """Return whether the run of a checkpoint began at the path given by --resume."""
+    with suppress(ValueError, OSError):
+        path = read_manifest(folder)["resumed_from"]
+        return bool(path) and os.path.realpath(path) == os.path.realpath(given)
+    return False
 
 
 def find_damage_together(accelerator: Any, folder: Path) -> str:
     """Return what is wrong with a checkpoint, or "", on every rank, each of which reads a share."""
+
+    def read() -> tuple[dict[str, Any], str]:
+        try:
+            return read_manifest(folder), ""
+        except (ValueError, OSError) as error:
+            return {}, str(error)
+
+    manifest, problem = on_main_then_broadcast(accelerator, read)
+    if problem:
+        return str(problem)
     share = slice(accelerator.process_index, None, accelerator.num_processes)
-    problems = gather_on_main(accelerator, find_damage(folder, share))
+    problems = gather_on_main(accelerator, find_damaged_piece(folder, manifest, share))
     found: str = on_main_then_broadcast(accelerator, lambda: next(filter(None, problems), ""))
     return found
 

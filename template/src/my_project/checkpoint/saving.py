@@ -34,7 +34,14 @@ from torch import Tensor, nn
 from .. import files
 from ..config import ConfigError
 from ..failures import CONSEQUENCES, cause_of
-from ..files import discard, flush_to_disk, read_manifest, step_of, write_atomically
+from ..files import (
+    TransientError,
+    discard,
+    flush_to_disk,
+    read_manifest,
+    step_of,
+    write_atomically,
+)
 from ..optim import EMA
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
@@ -137,6 +144,7 @@ class Checkpoints:
             listed = self._write_shards(temporary, shards, self.aliases)
             if self.rank != 0:
                 return
+            self.run.check_lock()
             if by_time:
                 (temporary / BY_TIME).touch()
             content = {"format": files.FORMAT, "step": step, "files": listed}
@@ -253,8 +261,9 @@ class Checkpoints:
         before = self._thread
 
         def work() -> None:
-            if sys.platform == "linux":
-                os.nice(NICENESS)
+            with suppress(OSError):
+                if sys.platform == "linux":
+                    os.nice(NICENESS)
             if before:
                 before.join()
             try:
@@ -265,7 +274,8 @@ class Checkpoints:
                 logger.error("%s. What was there before is unchanged.", self.note)
                 self.failures[kind] = error
                 # also of what a recipe writes by safetensors, or of a file that cannot be read back
-                if isinstance(error, (OSError, SafetensorError, ConfigError)):
+                may_pass = isinstance(error, (OSError, SafetensorError, ConfigError))
+                if may_pass and not isinstance(error, TransientError):  # of Run.check_lock
                     self.failures[kind] = OSError(self.note)
                     self.failures[kind].__cause__ = error
             finally:
@@ -332,7 +342,7 @@ class Checkpoints:
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights and buffers by name; a tied weight by its first name."""
         tensors = model_tensors(self.model)
-        return {name: tensors[name] for name in tensors if name not in self.aliases}
+        return {name: tensors[name] for name in tensors if self.aliases.get(name) not in tensors}
 
     @staticmethod
     def _averages(ema: EMA) -> dict[str, Tensor]:

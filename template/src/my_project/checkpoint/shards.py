@@ -170,9 +170,10 @@ class TensorReader:
     def _open(self, path: Path) -> None:
         try:
             file = safe_open(path, "pt")  # type: ignore[no-untyped-call]
-            metadata = file.metadata() or {}
+            metadata = {"format": "", "offsets": "{}"} | (file.metadata() or {})
+            offsets = json.loads(metadata.pop("offsets"))
+            del metadata["format"]
             self.aliases |= metadata
-            offsets = json.loads(metadata.get("offsets", "{}"))
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
                 shape = file.get_slice(name).get_shape()
                 offset, whole = offsets.get(name, [[0] * len(shape), shape])
@@ -254,7 +255,7 @@ class TensorReader:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the groups and numbers for state.json, and the tensors by "<parameter>/<slot>".
+    """Return the groups and numbers for the state, and the tensors by "<parameter>/<slot>".
 
     Args:
         optimizer: of the model.
