@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
@@ -22,21 +22,7 @@ from ..optim import learning_rate
 from ..process import collect_garbage
 from ..run_folder import Run
 from ..state import StepReport, TrainState
-from .performance import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    PHASES,
-    Gather,
-    PhaseTimes,
-    RankReport,
-    Throughput,
-    exposed_communication,
-    gpu_utilization,
-    peak_memory_bytes,
-    summarize,
-)
+from . import performance
 from .profiling import Profiler
 from .screen import Screen
 from .trackers import Trackers
@@ -75,17 +61,19 @@ class MetricsWriter:
         self.file = RecordFile(run)
         self.trackers = Trackers(accelerator, run)
         self.screen = Screen(run)
-        self.throughput = Throughput(accelerator, run.config, layout, model)
+        self.throughput = performance.Throughput(accelerator, run.config, layout, model)
         self.is_compiled = is_compiled(model)
-        self.phase_times = PhaseTimes(self.device)
+        self.phase_times = performance.PhaseTimes(self.device)
         self.profiler: Profiler | None = None
         self.last_pause = 0.0  # seconds
         # of steps that have ended and are not observed yet, since their numbers come one step
-        # later: the clock, and their phases (see PhaseTimes.read)
+        # later: the clock, and their phases (see PhaseTimes.add)
         self.ended: dict[int, tuple[float, Any]] = {}
         self.last: Any = None  # the report of the last step that was observed
         self._begin_interval(time.perf_counter())
-        self.gathering: tuple[dict[str, Any], Gather] | None = None  # a record not yet written
+        self.gathering: tuple[dict[str, Any], performance.Gather] | None = (
+            None  # a record not yet written
+        )
 
     # ---- start and end ---------------------------------------------------------------------------
     def __enter__(self) -> "MetricsWriter":
@@ -143,24 +131,23 @@ class MetricsWriter:
             self.profiler = Profiler(self.run, rank, self.device, self.state.step)
         iterator = iter(batches)
         while True:
-            self.phase_times.enter(DATA)
-            self.throughput.end_counting()  # with accumulation: of the first micro-batch
+            self.phase_times.enter("data")
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             if not self.throughput.is_counted and self.is_main:
                 self.throughput.begin_counting()
-            self.phase_times.enter(FORWARD)
+            self.phase_times.enter("forward")
             yield batch
 
     def backward_begins(self) -> None:
         """From now on, the time is that of a backward pass."""
-        self.phase_times.enter(BACKWARD)
+        self.phase_times.enter("backward")
 
     def backward_ended(self) -> None:
         """From now on, the time is that of the optimizer."""
-        self.phase_times.enter(OPTIMIZER)
+        self.phase_times.enter("optimizer")
         self.throughput.end_counting()
 
     def step_ended(self, step: int) -> None:
@@ -180,7 +167,7 @@ class MetricsWriter:
         start = time.perf_counter()
         yield
         self.last_pause = time.perf_counter() - start
-        self.interval_pauses[what] += self.last_pause
+        self.interval_seconds[what] += self.last_pause
         self.run.paused_seconds += self.last_pause
         if what == "saving":
             self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
@@ -190,12 +177,11 @@ class MetricsWriter:
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
         self._write_gathered()
-        clock, marks = self.ended.pop(report.step)
+        clock, phases = self.ended.pop(report.step)
         self.last = report
         self.interval_steps += 1
         self.interval_items += report.num_items
-        phases = self.phase_times.read(marks)
-        self.interval_phases = [a + b for a, b in zip(self.interval_phases, phases, strict=True)]
+        self.phase_times.add(phases, self.interval_seconds)
         done = report.step + 1
         if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
             self._end_interval(report, clock)
@@ -206,8 +192,7 @@ class MetricsWriter:
         self.interval_began = clock
         self.interval_steps = 0  # of this process
         self.interval_items = 0.0  # of all ranks
-        self.interval_phases = [0.0] * len(PHASES)  # seconds
-        self.interval_pauses: dict[str, float] = dict.fromkeys(PAUSES, 0.0)  # seconds
+        self.interval_seconds: dict[str, float] = dict.fromkeys((*performance.PHASES, *PAUSES), 0.0)
         self.compilations_before = compilations() if self.is_compiled else 0
 
     def _end_interval(self, report: StepReport, clock: float) -> None:
@@ -223,15 +208,12 @@ class MetricsWriter:
             report: of its last step.
             whole: its seconds, with pauses.
         """
-        state, steps, phases = self.state, self.interval_steps, self.interval_phases
-        pauses = self.interval_pauses
-        rates = self.throughput.add(steps, self.interval_items, whole - sum(pauses.values()))
-        parts = dict(pauses)
-        if self.device.type in ("cpu", "cuda"):  # else the clock shows when kernels are queued
-            parts |= zip(PHASES, phases, strict=True)
-            if exposed := exposed_communication(self.model):
-                parts["communication"] = min(steps * exposed, parts["backward"])
-        shares = {f"{name}_share": part / whole for name, part in parts.items()}
+        state, steps, seconds = self.state, self.interval_steps, self.interval_seconds
+        without_pauses = whole - sum(seconds[name] for name in PAUSES)
+        rates = self.throughput.add(steps, self.interval_items, without_pauses)
+        if exposed := performance.exposed_communication(self.model):
+            seconds["communication"] = min(steps * exposed, seconds["backward"])
+        shares = {f"{name}_share": part / whole for name, part in seconds.items()}
         items = state.interval_num_items or math.nan
         rate = learning_rate(report.step, self.run.total_steps, self.config.optim)
         record = {
@@ -248,13 +230,13 @@ class MetricsWriter:
         }
         if self.is_compiled:
             record["compilations"] = compilations() - self.compilations_before
-        mine = RankReport(
-            rank_seconds=(phases[DATA] + phases[FORWARD]) / steps,
-            data_seconds=phases[DATA] / steps,
-            peak_memory_bytes=peak_memory_bytes(self.device),
-            gpu_utilization=gpu_utilization(self.device),
+        mine = performance.RankReport(
+            rank_seconds=(seconds["data"] + seconds["forward"]) / steps,
+            data_seconds=seconds["data"] / steps,
+            peak_memory_bytes=performance.peak_memory_bytes(self.device),
+            gpu_utilization=performance.gpu_utilization(self.device),
         )
-        self.gathering = record, Gather(mine, self.layout.world_size, self.device)
+        self.gathering = record, performance.Gather(mine, self.layout.world_size, self.device)
 
     def _write_gathered(self, *, wait: bool = True) -> None:
         """Write the record that waits for the reports of the other ranks.
@@ -268,7 +250,7 @@ class MetricsWriter:
         self.gathering = None
         reports = gather.read() if wait else []
         if reports and self.is_main:
-            record |= rounded(summarize(reports, self.run.hosts))
+            record |= rounded(performance.summarize(reports, self.run.hosts))
         self.write(record)
 
     def _epoch(self, step: int) -> dict[str, float]:
@@ -286,7 +268,6 @@ class RecordFile:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.path = run.folder / "metrics.jsonl"
-        self.unwritten = b""  # lines that a full disk has not taken yet
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
         self.newest: dict[str, int] = {}  # of an earlier start: the last step of each kind
 
@@ -297,6 +278,9 @@ class RecordFile:
         """
         if not self.path.exists():
             return
+        again = {"numerics"}  # of the state's step this start writes these kinds again
+        if state.evaluated_step != state.step:
+            again.add("evaluation")
         is_damaged = False
         temporary = self.path.with_name(f".{self.path.name}.partial")
         with writing(self.run.folder):
@@ -307,7 +291,8 @@ class RecordFile:
                         continue
                     kind = kind_of(record)
                     self.newest[kind] = max(record["step"], self.newest.get(kind, 0))
-                    if _is_kept(record, state):
+                    newest = state.step - 1 if kind in again else state.step
+                    if record["step"] <= newest:
                         file.write(json.dumps(record).encode() + b"\n")
                         elapsed = record.get("elapsed_seconds", 0.0)
                         self.elapsed_before = max(elapsed, self.elapsed_before)
@@ -318,37 +303,17 @@ class RecordFile:
             os.replace(temporary, self.path)
 
     def append(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Append a record, with the time; return it as it was written.
-
-        If that fails (a full disk), the line is tried again with the next record.
-        """
+        """Append a record, with the time; return it as it was written."""
         elapsed = self.elapsed_before + time.monotonic() - self.run.began
         now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
         record = finite({"kind": record["kind"], "step": record["step"], **record, **now})
-        is_first_failure = not self.unwritten
-        self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
-        size: int | None = None
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
             with self.path.open("ab") as file:
-                size = file.tell()
-                file.write(self.unwritten)
-            self.unwritten = b""
-        except OSError as error:
-            if is_first_failure:
-                logger.error("%s cannot be written, so records are kept: %s", self.path, error)
-            with suppress(OSError):
-                if size is not None:
-                    os.truncate(self.path, size)  # drop the partial line
+                file.write(line)
+        except OSError as error:  # a full disk must not end the run
+            logger.error("%s lacks the record of step %d: %s", self.path, record["step"], error)
         return record
-
-
-def _is_kept(record: dict[str, Any], state: TrainState) -> bool:
-    """Return whether a record is kept: not newer than the state, nor to be written again."""
-    kind = kind_of(record)
-    if kind == "numerics":  # one at this step is written again, if it still applies
-        return record["step"] < state.step
-    to_come = kind == "evaluation" and state.evaluated_step != state.step
-    return record["step"] < state.step or (record["step"] == state.step and not to_come)
 
 
 def rounded(fields: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from ..sharding import RecipeModule
 from ..step_sums import HostCopy
 
 PHASES = ("data", "forward", "backward", "optimizer")
-DATA, FORWARD, BACKWARD, OPTIMIZER = range(4)
 
 
 # ---- phase times ---------------------------------------------------------------------------------
@@ -30,14 +29,15 @@ class PhaseTimes:
     """When each phase of the current step began: data wait, forward, backward, optimizer.
 
     On a GPU these are CUDA events, read one step late, so that nothing waits for the device: a
-    phase takes as long as the device spends in it, idle time included. Elsewhere the clock tells.
+    phase takes as long as the device spends in it, idle time included. Elsewhere the clock of the
+    host tells, which on MPS shows when kernels are queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.has_events = device.type == "cuda"
-        self.marks: list[tuple[int, Any]] = []
+        self.marks: list[tuple[str, Any]] = []
 
-    def enter(self, phase: int) -> None:
+    def enter(self, phase: str) -> None:
         """End the current phase, if there is one, and begin another."""
         mark: Any = time.perf_counter()
         if self.has_events:
@@ -45,21 +45,19 @@ class PhaseTimes:
             mark.record()
         self.marks.append((phase, mark))
 
-    def step_ended(self) -> list[tuple[int, Any]]:
-        """End the current phase and the step; return what read() takes."""
-        self.enter(OPTIMIZER)  # its mark is the end
+    def step_ended(self) -> list[tuple[str, Any]]:
+        """End the current phase and the step; return what add() takes."""
+        self.enter("end")
         ended, self.marks = self.marks, []
         return ended
 
-    def read(self, ended: list[tuple[int, Any]]) -> list[float]:
-        """Return the seconds of each of PHASES in a step that has ended on the device too."""
+    def add(self, ended: list[tuple[str, Any]], seconds: dict[str, float]) -> None:
+        """Add the seconds of each phase of a step that has ended on the device too."""
         if self.has_events:
             ended[-1][1].synchronize()
-        seconds = [0.0] * len(PHASES)
         for (phase, mark), (_, following) in pairwise(ended):
             took = mark.elapsed_time(following) / 1000 if self.has_events else following - mark
             seconds[phase] += took
-        return seconds
 
 
 def exposed_communication(model: Any) -> float | None:
@@ -160,7 +158,7 @@ class Throughput:
         self.counter: Any = None
 
     def begin_counting(self) -> None:
-        """Count the FLOPs of what follows: the run's first micro-batch, forward and backward."""
+        """Count the FLOPs of what follows: the first step's micro-batches, forward and backward."""
         from torch.utils.flop_counter import FlopCounterMode
 
         self.is_counted = True
@@ -171,9 +169,9 @@ class Throughput:
         """End the count, if there is one."""
         if self.counter is not None:
             self.counter.__exit__(None, None, None)
-            flops = self.counter.get_total_flops()
+            samples = self.layout.micro_batch_size * self.layout.accumulation
+            self.flops_per_sample = self.counter.get_total_flops() / samples
             self.counter = None
-            self.flops_per_sample = flops / self.layout.micro_batch_size
 
     def add(self, steps: int, items: float, seconds: float) -> dict[str, float]:
         """Count the steps of an interval; return the fields of its record."""
@@ -211,15 +209,14 @@ class Gather:
 
     def __init__(self, report: RankReport, world_size: int, device: torch.device) -> None:
         """Start to gather; on a GPU nothing waits for the device."""
-        everywhere = torch.tensor([report])
+        is_cuda = device.type == "cuda"  # a copy from memory that is not pinned would wait for it
+        everywhere = torch.tensor([report], pin_memory=is_cuda)
         self.work: Any = None
         if world_size > 1:
-            if device.type == "cuda":  # else the copy to the device would wait for it
-                everywhere = everywhere.pin_memory()
             mine = everywhere.to(device, non_blocking=True)
             everywhere = mine.new_empty(world_size, mine.shape[1])
             self.work = torch.distributed.all_gather_into_tensor(everywhere, mine, async_op=True)
-            if device.type == "cuda":
+            if is_cuda:
                 self.work.wait()  # blocks the CUDA stream, not the host
         self.copy = HostCopy(everywhere)
 
