@@ -18,8 +18,10 @@ from html import escape
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
+from types import NoneType
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -29,8 +31,8 @@ from ..files import flat
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
-ABOUT = {"kind", "step", "epoch", "elapsed_seconds", "time"}  # in every record
-LEFT_OUT = (ABOUT - TRAIN_TAGS) | {"steps", "skipped", "slowest_rank", "slowest_host"}
+WITH_NUMBERS = {"interval", "evaluation", "checkpoint"}  # kinds of records
+LEFT_OUT = {"step", "elapsed_seconds", "time", "steps", "skipped", "slowest_rank"}  # of these
 START_SECONDS = 30.0  # before the first step: later, loader workers are forked beside its imports
 FINISH_SECONDS = 30.0
 FAILED_SECONDS = 2.0  # the same where the run has failed: other ranks wait for the report of why
@@ -106,44 +108,42 @@ class Trackers:
 
     def _open(self, name: str, step: int) -> Any:
         """Open a tracker by accelerate's class, as init_trackers does; called in its thread."""
-        package = __name__.partition(".")[0]
-        settings = {
-            name: value if value is None or isinstance(value, (str, int, float)) else str(value)
-            for name, value in flat(to_dict(self.run.config)).items()
-        }
-        project = os.environ.get("WANDB_PROJECT") if name == "wandb" else None
-        if name == "tensorboard":  # takes the run's name here; its config is below
-            project = self.run.config.run_name
-        kind = LOGGER_TYPE_TO_CLASS[name]
+        config, kind = self.run.config, LOGGER_TYPE_TO_CLASS[name]
         where = (self.accelerator.logging_dir,) if kind.requires_logging_directory else ()
-        tracker = kind(project or package, *where, **self._init_kwargs(name, step))
+        if name == "tensorboard":  # takes the run's name in place of the project's
+            tracker = kind(config.run_name, *where, purge_step=step + 1)
+            tracker.start()
+            # store_init_configuration would open another file, which is shown as another run
+            tracker.log({"config": indent(to_yaml(config), "    ")}, step=step)  # as it stands
+            self.run.trackers[name] = f"tensorboard --logdir {config.runs_folder}"
+            return tracker
+        project = __name__.partition(".")[0]
+        options: dict[str, Any] = {}
+        if name == "wandb":
+            project = os.environ.get("WANDB_PROJECT") or project
+            folder = os.environ.get("WANDB_DIR") or str(Path(config.runs_folder).absolute())
+            options = {"name": config.run_name, "id": self.run.id, "resume": "allow", "dir": folder}
+        tracker = kind(project, *where, **options)
         tracker.start()
-        if name == "tensorboard":
-            self._store_config(tracker.tracker, settings, step)
-        else:
-            tracker.store_init_configuration(settings)
-        if link := self._link(name, tracker.tracker):
-            self.run.trackers[name] = link
+        settings = flat(to_dict(config)).items()
+        plain = (str, int, float, NoneType)
+        tracker.store_init_configuration(
+            {name: value if isinstance(value, plain) else str(value) for name, value in settings}
+        )
+        if name == "wandb":
+            offline = f"wandb sync {Path(tracker.tracker.dir).parent}"
+            self.run.trackers[name] = tracker.tracker.url or offline
         return tracker
-
-    def _link(self, name: str, tool: Any) -> str:
-        """Return where a tracker shows the run; "" where that is not known."""
-        if name == "tensorboard":
-            return f"tensorboard --logdir {self.run.config.runs_folder}"
-        url, folder = getattr(tool, "url", None), getattr(tool, "dir", None)
-        if name == "wandb" and folder and not url:  # offline
-            return f"wandb sync {Path(folder).parent}"
-        return str(url or "")
 
     def log(self, record: dict[str, Any]) -> None:
         """Log the numbers of a record, and its text and pictures."""
-        kind, step = record.get("kind", ""), record["step"]
+        kind, step = record["kind"], record["step"]
         values = values_of(record)
         text = record.get("sample")
         pictures = [self.run.folder / path for path in record.get("pictures") or ()]
         for thread in self.threads:
             # TensorBoard discards what comes after the step that a run resumes from
-            if thread.name == "wandb" and kind and self.logged.get(kind, -1) >= step:
+            if thread.name == "wandb" and self.logged.get(kind, -1) >= step:
                 continue
             if values:
                 thread.put("log", partial(log_values, values=values, step=step))
@@ -161,29 +161,6 @@ class Trackers:
             if thread.is_alive():
                 report(thread.name, "finish", f"{seconds:.0f} s", "is left; it may lack records")
 
-    def _init_kwargs(self, tracker: str, step: int) -> dict[str, Any]:
-        """Return what accelerate passes on to the tool."""
-        if tracker == "tensorboard":
-            return {"purge_step": step + 1}
-        if tracker == "wandb":
-            runs = Path(self.run.config.runs_folder).absolute()
-            folder = os.environ.get("WANDB_DIR") or str(runs)
-            name = self.run.config.run_name
-            return {"name": name, "id": self.run.id, "resume": "allow", "dir": folder}
-        return {}
-
-    def _store_config(self, writer: Any, settings: dict[str, Any], step: int) -> None:
-        """Write the config into TensorBoard's event files: a text, and once as hyperparameters."""
-        writer.add_text("config", indent(to_yaml(self.run.config), "    "), step)  # as it stands
-        if len([*Path(writer.log_dir).glob("events.out.tfevents.*")]) == 1:  # the first start
-            hparams = import_module("torch.utils.tensorboard.summary").hparams
-            # The writer's add_hparams would open another file, note the end of the run, and name
-            # the columns of the table: TensorBoard then leaves out what only other runs have.
-            named = {name: "null" if value is None else value for name, value in settings.items()}
-            _, start, _ = hparams(named, {})
-            writer.file_writer.add_summary(start)
-        writer.flush()
-
 
 def report(
     tracker: str, action: str, reason: BaseException | str, effect: str = "is disabled"
@@ -197,23 +174,16 @@ def report(
 # ---- what is logged ------------------------------------------------------------------------------
 def values_of(record: dict[str, Any]) -> dict[str, int | float]:
     """Return the numbers of a record by their tags: train/, perf/, or as the recipe named them."""
-    kind = record.get("kind")
-    numbers = {
-        name: value
-        for name, value in record.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-    if kind == "interval":
-        return {
-            name if "/" in name else f"{'train' if name in TRAIN_TAGS else 'perf'}/{name}": value
-            for name, value in numbers.items()
-            if name not in LEFT_OUT
-        }
-    if kind not in ("evaluation", "checkpoint"):
-        return {}
-    seconds = numbers.pop("seconds", None)
-    values = {name: value for name, value in numbers.items() if name not in ABOUT}
-    return values | ({} if seconds is None else {f"perf/{kind}_seconds": seconds})
+    values: dict[str, int | float] = {}
+    if record["kind"] not in WITH_NUMBERS:
+        return values
+    for name, value in record.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and name not in LEFT_OUT:
+            tag = f"{record['kind']}_seconds" if name == "seconds" else name
+            group = "train" if name in TRAIN_TAGS else "perf"
+            values[tag if "/" in tag else f"{group}/{tag}"] = value
+    return values
 
 
 def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
@@ -229,23 +199,17 @@ def log_values(tracker: Any, values: dict[str, int | float], step: int) -> None:
 
 def show(tracker: Any, text: str | None, pictures: list[Path], step: int) -> None:
     """Log a text of several lines as it stands, and pictures by the names of their files."""
+    is_wandb = tracker.name == "wandb"
     try:
-        _show(tracker, text, pictures, step)
+        if text and is_wandb:
+            page = f"<pre style='white-space: pre-wrap'>{escape(text)}</pre>"
+            html = import_module("wandb").Html(page, inject=False)
+            tracker.log({"samples/text": html}, step=step)
+        elif text:  # Markdown, in which an indented text is literal
+            tracker.log({"samples/text": indent(text, "    ")}, step=step)
+        for path in pictures:
+            picture = np.asarray(import_module("PIL.Image").open(path).convert("RGB"))
+            shape = {} if is_wandb else {"dataformats": "NHWC"}
+            tracker.log_images({f"samples/{path.stem}": picture[None]}, step=step, **shape)
     except Exception as error:  # a picture may be gone: newer evaluations replace older ones
         report(tracker.name, "show samples", error, "goes on")
-
-
-def _show(tracker: Any, text: str | None, pictures: list[Path], step: int) -> None:
-    import numpy as np
-
-    is_wandb = tracker.name == "wandb"
-    if text and is_wandb:
-        page = f"<pre style='white-space: pre-wrap'>{escape(text)}</pre>"
-        html = import_module("wandb").Html(page, inject=False)
-        tracker.log({"samples/text": html}, step=step)
-    elif text:  # Markdown, in which an indented text is literal
-        tracker.log({"samples/text": indent(text, "    ")}, step=step)
-    if pictures:
-        read = import_module("PIL.Image").open
-        images = {f"samples/{p.stem}": np.asarray(read(p).convert("RGB"))[None] for p in pictures}
-        tracker.log_images(images, step=step, **({} if is_wandb else {"dataformats": "NHWC"}))
