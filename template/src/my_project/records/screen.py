@@ -1,6 +1,6 @@
 """What a run shows: one line per record, or on a terminal a bar below all that is printed.
 
-    step 196/330 [###########         ] 59%, 52 s left  loss 0.4312  lr 9.1e-03  3,021 samples/s
+    step 196/330 [###########         ] 59%  loss 0.4312  52 s left  lr 9.1e-03  3,021 samples/s
 
 The bar is drawn by the steps themselves, so a debugger that stops one has the terminal.
 """
@@ -38,15 +38,14 @@ class Screen:
         self.terminal: Any = self.log.stream if self.log else self.stream
         self.is_terminal = False
         self.is_at_start_of_line = True
-        self.first = self.step = 0  # steps done
-        self.began = self.drawn = 0.0  # time.monotonic()
-        self.numbers = ""  # of the last interval
+        self.step = 0  # steps done
+        self.drawn = 0.0  # time.monotonic()
+        self.numbers: list[str] = []  # of the last interval
         self.waits_for = ""
 
     def start(self, step: int) -> None:
         """Begin after so many steps; draw the bar if this is a terminal."""
-        self.first = self.step = step
-        self.began = time.monotonic()
+        self.step = step
         is_dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
         self.is_terminal = self.stream.isatty() and not is_dumb
         if self.is_terminal:
@@ -67,7 +66,7 @@ class Screen:
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of metrics.jsonl; on a terminal, only evaluations stay above the bar."""
         if kind_of(record) == "interval":
-            self.numbers = "  ".join(numbers(record))
+            self.numbers = numbers(record, self.total_steps)
         line = line_of(record, self.total_steps)
         if line and (not self.is_terminal or kind_of(record) == "evaluation"):
             logger.info(line)
@@ -98,12 +97,10 @@ class Screen:
         if not self.is_terminal or not self.is_at_start_of_line:
             return
         self.drawn = time.monotonic()
-        done, total = self.step, self.total_steps
-        left = (self.drawn - self.began) / max(1, done - self.first) * (total - done)
-        share = done / max(1, total)
-        text = f"step {done}/{total} [{'#' * int(20 * share):20}] {share:.0%}"
-        text += f", {format_seconds(left)} left" if done > self.first else ""
-        text = "  ".join(filter(None, [text, self.waits_for, self.numbers]))
+        share = self.step / max(1, self.total_steps)
+        bar = f"[{'#' * int(20 * share):20}] {share:.0%}"
+        text = f"step {self.step}/{self.total_steps} {bar}"
+        text = "  ".join(filter(None, [text, self.waits_for, *self.numbers]))
         self._put(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
 
     def _put(self, text: str) -> None:
@@ -117,14 +114,12 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
     """Return what a log says of a record; "" if that is said elsewhere."""
     kind, step, says = kind_of(record), record["step"], ""
     if kind == "interval":
-        parts = numbers(record)
+        parts = numbers(record, total_steps)
         if norm := record["gradient_norm"]:
             parts.append(f"gradient norm {norm:.4g}")
         if "epoch" in record:  # a stream has none
             parts.append(f"epoch {round(record['epoch'], 2)}")
-        left = (total_steps - step) * record["step_seconds"]
-        parts.append(f"{format_seconds(record['elapsed_seconds'])} elapsed")
-        says = ", ".join([*parts, f"{format_seconds(left)} left"])
+        says = ", ".join([*parts, f"{format_seconds(record['elapsed_seconds'])} elapsed"])
     elif kind == "evaluation":
         parts = [
             f"{printable(name)} {format_metric(value)}"
@@ -140,13 +135,15 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
     return f"step {step} of {total_steps}: {says}" if says else ""
 
 
-def numbers(interval: dict[str, Any]) -> list[str]:
-    """Return what is said of an interval: loss, learning rate, speed, MFU, data wait, skipped."""
+def numbers(interval: dict[str, Any], total_steps: int) -> list[str]:
+    """Return what is said of an interval: loss, time left, rate, speed, MFU, data wait, skipped."""
     loss, skipped = interval["loss"], interval["skipped_steps"]
+    left = (total_steps - interval["step"]) * interval["step_seconds"]  # at its speed
     is_sample = interval["items_per_second"] == interval["samples_per_second"]
     unit = "samples" if is_sample else "items"
     parts = [
         "loss not finite" if loss is None else f"loss {loss:#.4g}".removesuffix("."),
+        f"{format_seconds(left)} left",
         f"lr {interval['learning_rate']:.1e}",
         f"{float(format(interval[f'{unit}_per_second'], '.4g')):,g} {unit}/s",
     ]
