@@ -7,6 +7,7 @@ decides when an evaluation is due, which weights are the best, and when the run 
 import dataclasses
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,17 +90,7 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any], config: Config) -> None:
-        """Take the fields of a checkpoint; of another metric than the config's there is no best.
-
-        Raises:
-            ConfigError: it is of a stream in its second epoch or later, which streams had once.
-        """
-        if saved.get("epoch"):
-            raise ConfigError(
-                f"the checkpoint of step {saved['step']} is in epoch {saved['epoch']} of a stream,"
-                " of a version whose lanes ended: lanes never end now, so this run would go on with"
-                " other data. Finish it with that version, or start again with --resume never."
-            )
+        """Take the fields of a checkpoint; of another metric than the config's there is no best."""
         for f in dataclasses.fields(self):
             if f.name in saved:
                 setattr(self, f.name, saved[f.name])
@@ -128,36 +119,28 @@ class TrainState:
             for name, value in report.scalars.items():
                 self.interval_scalars[name] = self.interval_scalars.get(name, 0.0) + value
         else:
-            logger.warning(
-                "step %d: the loss is %s, though its gradient is finite; it is left out of the mean"
-                " in metrics.jsonl",
-                report.step + 1,
-                report.loss_sum,
-            )
+            text = "step %d: the loss is %s, its gradient is finite; the records leave it out"
+            logger.warning(text, report.step + 1, report.loss_sum)
 
     def _count_skipped(self, report: StepReport, most: int) -> None:
         self.skipped_steps += 1
         self.interval_skipped_steps += 1
         self.consecutive_skipped_steps += 1
-        if not math.isfinite(report.own_loss_sum) and self.consecutive_skipped_steps == 1:
-            logger.warning(
-                "step %d is skipped: the loss on this rank is %s",
-                report.step + 1,
-                report.own_loss_sum,
-            )
-        if self.consecutive_skipped_steps < most:
+        step, loss, in_a_row = report.step + 1, report.own_loss_sum, self.consecutive_skipped_steps
+        if not math.isfinite(loss) and in_a_row == 1:
+            logger.warning("step %d is skipped: the loss on this rank is %s", step, loss)
+        if in_a_row < most:
             return
-        count = f"in {self.consecutive_skipped_steps} steps in a row, up to step {report.step + 1}"
-        limit = f"optim.max_skipped_steps is {most}"
+        has_items = report.num_items != 0
+        problem = "gradient was not finite" if has_items else "recipe's loss returned num_items 0"
         raise NotFiniteError(
-            f"the recipe's loss returned num_items 0 {count} ({limit}): check the data and labels"
-            if report.num_items == 0
-            else f"the gradient was not finite {count} ({limit}); the loss on this rank is"
-            f" {report.own_loss_sum}: lower optim.lr, or check the data",
-            skipped_from=report.step + 2 - self.consecutive_skipped_steps,
-            skipped_to=report.step + 1,
+            f"the {problem} in {in_a_row} steps in a row, up to step {step} (optim.max_skipped_steps"
+            f" is {most}; the loss on this rank is {loss}): check the data and labels, or lower"
+            " optim.lr",
+            skipped_from=step + 1 - in_a_row,
+            skipped_to=step,
             num_items=report.num_items,
-            loss_is_finite=math.isfinite(report.own_loss_sum),
+            loss_is_finite=math.isfinite(loss),
         )
 
     def begin_interval(self) -> None:
@@ -182,10 +165,7 @@ class TrainState:
         if name is None:
             return False
         if name not in results:
-            raise ConfigError(
-                f"evaluation.best_metric is {name}, but the evaluation computed"
-                f" {', '.join(results) or 'nothing'}; choose one of these, or null."
-            )
+            raise no_such_metric(name, results)
         sign = 1 if config.evaluation.best_mode == "max" else -1
         value, best = results[name], self.best
         is_better = not math.isnan(value) and (
@@ -207,13 +187,13 @@ class TrainState:
             return f"{evaluation.best_metric} has not improved in {evaluation.patience} evaluations"
         return ""
 
-    def check_trained(self, *, is_fp16: bool) -> None:
+    def check_trained(self) -> None:
         """Refuse to finish a run in which no step has changed the weights."""
         if self.skipped_steps >= self.step:
-            remedy = "train longer: fp16 finds its loss scale in the first steps; or " * is_fp16
             raise NotFiniteError(
                 f"all {self.step} steps were skipped (the gradient was not finite, or num_items was"
-                f" 0), so no weight has changed: {remedy}check the data, or lower optim.lr",
+                " 0), so no weight has changed: train longer (fp16 finds its loss scale in the"
+                " first steps), check the data, or lower optim.lr",
                 skipped_from=1,
                 skipped_to=self.step,
             )
@@ -230,10 +210,15 @@ def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> None:
     metrics = contract.build_metrics(config.recipe) if validation_sets else {}
     names = [f"{data}/{metric}" for data in validation_sets for metric in metrics]
     if wanted and not any(wanted == name or wanted.startswith(f"{name}/") for name in names):
-        raise ConfigError(
-            f"evaluation.best_metric is {wanted}, but the evaluation computes"
-            f" {', '.join(names) or 'no metrics'}; choose one of these, or null."
-        )
+        raise no_such_metric(wanted, names)
+
+
+def no_such_metric(wanted: str, names: Iterable[str]) -> ConfigError:
+    """Return the error for a best_metric that an evaluation does not compute."""
+    return ConfigError(
+        f"evaluation.best_metric is {wanted}, but the evaluation computes"
+        f" {', '.join(names) or 'no metrics'}; choose one of these, or null."
+    )
 
 
 def is_due(every_steps: int | None, step: int) -> bool:

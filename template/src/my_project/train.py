@@ -211,7 +211,7 @@ def main(config: Config) -> int:
                 metrics.write({"kind": "stop", "reason": reason})
                 run.write_status("preempted", reason, note=checkpoints.note)
             return 75
-        state.check_trained(is_fp16=bool(scaler))
+        state.check_trained()
         with ema_swapped_in():
             exporting.export(run, data_info, raw_model, checkpoints)
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
