@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor
 from .collectives import agree
 from .config import ConfigError
 from .state import StepReport
-
-NO_SCALARS: Mapping[str, float] = MappingProxyType({})
 
 
 class StepSums:
@@ -56,7 +53,7 @@ class StepSums:
         self,
         loss_sum: Tensor,
         num_items: Tensor | float,
-        scalars: Mapping[str, Tensor | float] = NO_SCALARS,
+        scalars: Mapping[str, Tensor | float] = {},
     ) -> None:
         """Add what the recipe's loss returned for a micro-batch.
 
