@@ -10,13 +10,11 @@ the speed of an interval with profiled steps says little. Nothing that fails her
 """
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, schedule
 
-from ..files import write_atomically
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -40,11 +38,9 @@ class Profiler:
             logger.warning("no step of profile.steps is left after step %d: none is profiled", step)
             return
         plan = schedule(wait=first - 1, warmup=1, active=self.last - first + 1, repeat=1)
-        on_gpu = device.type == "cuda"
-        if not on_gpu:  # else it reports on stderr that there is no GPU, as an error
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self.profile = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
+            activities=[ProfilerActivity.CPU, *on_gpu],
             # of steps numbered from 1; torch asks for 0 before it knows the number
             schedule=lambda number: plan(max(number, step + 1)),
             on_trace_ready=self._write,
@@ -74,24 +70,20 @@ class Profiler:
         try:
             action()
         except Exception as error:  # whatever it is, training is worth more
-            logger.warning(
-                "the profile of rank %d is left out of %s: %s", self.rank, self.folder, error
-            )
+            logger.warning("%s lacks the profile of rank %d: %s", self.folder, self.rank, error)
             self.profile = None
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace and the table."""
         last = max(self.done, self.first)  # a run may fail in the first of the steps
-        stem = f"rank_{self.rank:05d}_steps_{self.first}_{last}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{stem}.json.gz"
-        profile.export_chrome_trace(str(temporary))
-        os.replace(temporary, self.folder / f"{stem}.json.gz")
+        path = self.folder / f"rank_{self.rank:05d}_steps_{self.first}_{last}"
+        profile.export_chrome_trace(f"{path}.json.gz")
         table = profile.key_averages().table(
             sort_by=f"self_{self.device.type}_time_total",
             row_limit=OPERATORS,
             max_name_column_width=50,
         )
-        write_atomically(self.folder / f"{stem}.txt", table)
+        path.with_suffix(".txt").write_text(table, encoding="utf-8")
         if self.rank == 0:
-            logger.info("%s\n%s", self.folder / f"{stem}.json.gz", table.rstrip())
+            logger.info("%s.json.gz\n%s", path, table.rstrip())
