@@ -52,7 +52,7 @@ A recipe may also have:
     build_metrics() -> {name: torchmetrics.Metric}    with update_metrics; default: the mean loss
     update_metrics(model, batch, metrics) -> None
     flops_per_item(model) -> float                of its forward and backward, for MFU; default:
-                                                  counted in the first micro-batch
+                                                  counted in the first step
     predict(model, data_info, argument) -> str    the answer that predict prints
     predict_samples(model, data_info, samples, folder)    the answers for some validation samples,
                                                   also shown at each evaluation

@@ -7,7 +7,6 @@ drops those that are newer than its checkpoint; while a run goes on, lines are o
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..blocks import compilations, is_compiled
-from ..files import each_record, finite, kind_of, move_aside, writing
+from ..files import each_record, finite, kind_of, move_aside, write_atomically, writing
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
 from ..process import collect_garbage
@@ -58,6 +57,8 @@ class MetricsWriter:
         self.model = model
         self.device = accelerator.device
         self.is_main = accelerator.is_main_process
+        samples = run.lengths.get("the training set", 0)  # a stream has none
+        self.steps_per_epoch = samples // layout.global_batch_size
         self.file = RecordFile(run)
         self.trackers = Trackers(accelerator, run)
         self.screen = Screen(run)
@@ -71,9 +72,8 @@ class MetricsWriter:
         self.ended: dict[int, tuple[float, Any]] = {}
         self.last: Any = None  # the report of the last step that was observed
         self._begin_interval(time.perf_counter())
-        self.gathering: tuple[dict[str, Any], performance.Gather] | None = (
-            None  # a record not yet written
-        )
+        # a record that is not yet written, and the reports of all ranks for it
+        self.gathering: tuple[dict[str, Any], performance.RankReports] | None = None
 
     # ---- start and end ---------------------------------------------------------------------------
     def __enter__(self) -> "MetricsWriter":
@@ -109,7 +109,10 @@ class MetricsWriter:
         if not self.is_main:
             return
         step = record.get("step", self.state.step)
-        written = self.file.append({"step": step} | self._epoch(step) | record)
+        about = {"kind": record["kind"], "step": step}
+        if self.steps_per_epoch:
+            about["epoch"] = round(step / self.steps_per_epoch, 4)
+        written = self.file.append(about | record)
         self.trackers.log(written)
         self.screen.show(written)
 
@@ -129,17 +132,13 @@ class MetricsWriter:
         profile, rank = self.config.profile, self.run.rank
         if profile.window and rank in profile.chosen_ranks:
             self.profiler = Profiler(self.run, rank, self.device, self.state.step)
-        iterator = iter(batches)
-        while True:
-            self.phase_times.enter("data")
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
+        self.phase_times.enter("data")
+        for batch in batches:
             if not self.throughput.is_counted and self.is_main:
                 self.throughput.begin_counting()
             self.phase_times.enter("forward")
             yield batch
+            self.phase_times.enter("data")
 
     def backward_begins(self) -> None:
         """From now on, the time is that of a backward pass."""
@@ -196,19 +195,14 @@ class MetricsWriter:
         self.compilations_before = compilations() if self.is_compiled else 0
 
     def _end_interval(self, report: StepReport, clock: float) -> None:
-        self._record(report, clock - self.interval_began)
-        collect_garbage((report.step + 1) // self.config.telemetry.every_steps)
-        self._begin_interval(clock)
-        self.state.begin_interval()
-
-    def _record(self, report: StepReport, whole: float) -> None:
         """Begin the record of an interval, which is written with the other ranks' part.
 
         Args:
             report: of its last step.
-            whole: its seconds, with pauses.
+            clock: when that ended.
         """
         state, steps, seconds = self.state, self.interval_steps, self.interval_seconds
+        whole = clock - self.interval_began
         without_pauses = whole - sum(seconds[name] for name in PAUSES)
         rates = self.throughput.add(steps, self.interval_items, without_pauses)
         if exposed := performance.exposed_communication(self.model):
@@ -230,13 +224,12 @@ class MetricsWriter:
         }
         if self.is_compiled:
             record["compilations"] = compilations() - self.compilations_before
-        mine = performance.RankReport(
-            rank_seconds=(seconds["data"] + seconds["forward"]) / steps,
-            data_seconds=seconds["data"] / steps,
-            peak_memory_bytes=performance.peak_memory_bytes(self.device),
-            gpu_utilization=performance.gpu_utilization(self.device),
-        )
-        self.gathering = record, performance.Gather(mine, self.layout.world_size, self.device)
+        data, forward = seconds["data"] / steps, seconds["forward"] / steps
+        reports = performance.RankReports(data, forward, self.layout.world_size, self.device)
+        self.gathering = record, reports
+        collect_garbage((report.step + 1) // self.config.telemetry.every_steps)
+        self._begin_interval(clock)
+        state.begin_interval()
 
     def _write_gathered(self, *, wait: bool = True) -> None:
         """Write the record that waits for the reports of the other ranks.
@@ -246,19 +239,11 @@ class MetricsWriter:
         """
         if not self.gathering:
             return
-        record, gather = self.gathering
+        record, reports = self.gathering
         self.gathering = None
-        reports = gather.read() if wait else []
-        if reports and self.is_main:
-            record |= rounded(performance.summarize(reports, self.run.hosts))
+        if wait:
+            record |= rounded(reports.summarize(self.run.hosts))
         self.write(record)
-
-    def _epoch(self, step: int) -> dict[str, float]:
-        """Return the passes over the training set, as a field; a stream has none."""
-        samples = self.run.lengths.get("the training set")
-        if samples is None:
-            return {}
-        return {"epoch": round(step / max(1, samples // self.layout.global_batch_size), 4)}
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------
@@ -282,31 +267,27 @@ class RecordFile:
         if state.evaluated_step != state.step:
             again.add("evaluation")
         is_damaged = False
-        temporary = self.path.with_name(f".{self.path.name}.partial")
+        kept: list[str] = []
         with writing(self.run.folder):
-            with temporary.open("wb") as file:
-                for record in each_record(self.path):
-                    if not record:
-                        is_damaged = True
-                        continue
-                    kind = kind_of(record)
-                    self.newest[kind] = max(record["step"], self.newest.get(kind, 0))
-                    newest = state.step - 1 if kind in again else state.step
-                    if record["step"] <= newest:
-                        file.write(json.dumps(record).encode() + b"\n")
-                        elapsed = record.get("elapsed_seconds", 0.0)
-                        self.elapsed_before = max(elapsed, self.elapsed_before)
-                file.flush()
-                os.fsync(file.fileno())
+            for record in each_record(self.path):
+                if not record:
+                    is_damaged = True
+                    continue
+                kind, step = kind_of(record), record["step"]
+                self.newest[kind] = max(step, self.newest.get(kind, 0))
+                if step < state.step or (step == state.step and kind not in again):
+                    kept.append(json.dumps(record) + "\n")
+                    elapsed = record.get("elapsed_seconds", 0.0)
+                    self.elapsed_before = max(elapsed, self.elapsed_before)
             if is_damaged:
                 move_aside(self.path)
-            os.replace(temporary, self.path)
+            write_atomically(self.path, "".join(kept))
 
     def append(self, record: dict[str, Any]) -> dict[str, Any]:
         """Append a record, with the time; return it as it was written."""
         elapsed = self.elapsed_before + time.monotonic() - self.run.began
         now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
-        record = finite({"kind": record["kind"], "step": record["step"], **record, **now})
+        record = finite(record | now)
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
             with self.path.open("ab") as file:

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -195,22 +195,25 @@ class Throughput:
 
 
 # ---- all ranks -----------------------------------------------------------------------------------
-class RankReport(NamedTuple):
-    """What a rank reports of an interval; NaN for what it does not know."""
+class RankReports:
+    """What all ranks report of an interval, on its way to each of them."""
 
-    rank_seconds: float  # per step: data wait and forward pass
-    data_seconds: float  # per step
-    peak_memory_bytes: float
-    gpu_utilization: float  # percent
+    def __init__(
+        self, data_seconds: float, forward_seconds: float, world_size: int, device: torch.device
+    ) -> None:
+        """Start to gather; on a GPU nothing waits for the device.
 
-
-class Gather:
-    """The reports of all ranks, on their way."""
-
-    def __init__(self, report: RankReport, world_size: int, device: torch.device) -> None:
-        """Start to gather; on a GPU nothing waits for the device."""
+        Args:
+            data_seconds: of this rank, per step.
+            forward_seconds: of this rank, per step.
+            world_size: the number of ranks.
+            device: of this rank.
+        """
+        sensors = peak_memory_bytes(device), gpu_utilization(device)
         is_cuda = device.type == "cuda"  # a copy from memory that is not pinned would wait for it
-        everywhere = torch.tensor([report], pin_memory=is_cuda)
+        everywhere = torch.tensor(
+            [[data_seconds + forward_seconds, data_seconds, *sensors]], pin_memory=is_cuda
+        )
         self.work: Any = None
         if world_size > 1:
             mine = everywhere.to(device, non_blocking=True)
@@ -220,33 +223,27 @@ class Gather:
                 self.work.wait()  # blocks the CUDA stream, not the host
         self.copy = HostCopy(everywhere)
 
-    def read(self) -> list[RankReport]:
-        """Wait for the reports, and return them by rank."""
+    def summarize(self, hosts: list[str]) -> dict[str, Any]:
+        """Wait for the reports; return the fields of a record that tell of all ranks.
+
+        Args:
+            hosts: by rank.
+        """
         if self.work:
             self.work.wait()
-        return [RankReport(*values) for values in self.copy.tolist()]
-
-
-def summarize(reports: list[RankReport], hosts: list[str]) -> dict[str, Any]:
-    """Return the fields of a record that tell of all ranks.
-
-    Args:
-        reports: by rank.
-        hosts: by rank.
-    """
-    values = dict(zip(RankReport._fields, zip(*reports, strict=True), strict=True))
-    fields: dict[str, Any] = {}
-    for name in ("rank_seconds", "data_seconds"):
-        fields[f"{name}_min"] = min(values[name])
-        fields[f"{name}_median"] = statistics.median(values[name])
-        fields[f"{name}_max"] = max(values[name])
-    slowest = values["rank_seconds"].index(fields["rank_seconds_max"])
-    fields["slowest_rank"] = slowest
-    fields["slowest_host"] = hosts[slowest]
-    fields["peak_memory_bytes"] = int(max(values["peak_memory_bytes"]))
-    if known := [value for value in values["gpu_utilization"] if not math.isnan(value)]:
-        fields["gpu_utilization"] = statistics.fmean(known)
-    return fields
+        rank_seconds, data_seconds, memory, utilization = zip(*self.copy.tolist(), strict=True)
+        fields: dict[str, Any] = {}
+        for name, seconds in (("rank_seconds", rank_seconds), ("data_seconds", data_seconds)):
+            fields[f"{name}_min"] = min(seconds)
+            fields[f"{name}_median"] = statistics.median(seconds)
+            fields[f"{name}_max"] = max(seconds)
+        slowest = rank_seconds.index(max(rank_seconds))
+        fields["slowest_rank"] = slowest
+        fields["slowest_host"] = hosts[slowest]
+        fields["peak_memory_bytes"] = int(max(memory))
+        if known := [value for value in utilization if not math.isnan(value)]:
+            fields["gpu_utilization"] = statistics.fmean(known)
+        return fields
 
 
 def gpu_utilization(device: torch.device) -> float:

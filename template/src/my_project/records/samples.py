@@ -35,15 +35,14 @@ IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 
 
 class LoadedSubset(Subset):
-    """A torch.utils.data.Subset whose samples are in memory, and given on a device."""
+    """A torch.utils.data.Subset whose samples have been loaded."""
 
-    def __init__(self, data: Any, indices: list[int], loaded: list[Any], device: Any) -> None:
+    def __init__(self, data: Any, indices: list[int], loaded: list[Any]) -> None:
         super().__init__(data, indices)
         self.loaded = loaded
-        self.device = device
 
     def __getitem__(self, index: Any) -> Any:
-        return send_to_device(self.loaded[index], self.device)
+        return self.loaded[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
@@ -105,7 +104,7 @@ def reported() -> Iterator[None]:
 
 
 def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
-    """Read samples as an evaluation does: in a loader worker, if the config has any.
+    """Read samples onto a device as an evaluation does: in a loader worker, if there are any.
 
     In this process the dataset may open a file, whose offset later workers would share.
     """
@@ -115,7 +114,7 @@ def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
     brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
     loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **brief)
     (loaded,) = loader
-    return LoadedSubset(data, indices, loaded, device)
+    return LoadedSubset(data, indices, send_to_device(loaded, device))
 
 
 def evenly_spaced(data: Any, count: int) -> list[int]:
@@ -149,10 +148,9 @@ def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
             shutil.copyfile(path, temporary / path.name)
 
     replace_folder(folder, fill)
-    # the newest before this step stay; later ones are of steps not done
-    others = sorted({*folder.parent.glob("step_????????")} - {folder})
-    before = [path for path in others if path.name < folder.name]
-    for path in {*others} - {*before[1 - KEPT :]}:
+    folders = sorted(folder.parent.glob("step_????????"))
+    done = [path for path in folders if path.name <= folder.name]  # later steps are not done
+    for path in {*folders} - {*done[-KEPT:]}:
         shutil.rmtree(path)
     shown: dict[str, Any] = {"sample": answer[:MAX_CHARACTERS]} if answer else {}
     if pictures := [path.name for path in files if path.suffix.lower() in IMAGES]:
