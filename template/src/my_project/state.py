@@ -90,7 +90,17 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any], config: Config) -> None:
-        """Take the fields of a checkpoint; of another metric than the config's there is no best."""
+        """Take the fields of a checkpoint; of another metric than the config's there is no best.
+
+        Raises:
+            ConfigError: it is of a stream in its second epoch or later, which streams had once.
+        """
+        if saved.get("epoch"):
+            raise ConfigError(
+                f"the checkpoint of step {saved['step']} is in epoch {saved['epoch']} of a stream,"
+                " of a version whose lanes ended: lanes never end now, so this run would go on with"
+                " other data. Finish it with that version, or start again with --resume never."
+            )
         for f in dataclasses.fields(self):
             if f.name in saved:
                 setattr(self, f.name, saved[f.name])
@@ -134,8 +144,8 @@ class TrainState:
         has_items = report.num_items != 0
         problem = "gradient was not finite" if has_items else "recipe's loss returned num_items 0"
         raise NotFiniteError(
-            f"the {problem} in {in_a_row} steps in a row, up to step {step} (optim.max_skipped_steps"
-            f" is {most}; the loss on this rank is {loss}): check the data and labels, or lower"
+            f"the {problem} in {in_a_row} steps in a row, up to step {step}; the loss on this rank"
+            f" is {loss} (optim.max_skipped_steps is {most}): check the data and labels, or lower"
             " optim.lr",
             skipped_from=step + 1 - in_a_row,
             skipped_to=step,

@@ -370,7 +370,7 @@ def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path):
     stream, _ = recipe.build_datasets(recipe.prepare_data())
     here = [sequences_of(stream, i) for i in range(2)]
     reader = LaneReader(
-        stream=stream, lanes=[range(2)], per_step=1, seed=0, start=0,
+        stream=stream, lanes=[range(2)], per_step=1, start=0,
         seeds=SampleSeeds(0, False), states={},
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(reader, batch_size=None, num_workers=2)

@@ -100,10 +100,6 @@ class SliceSampler:
                 yield [(epoch, index) for index in indices]
             step += last - batch
 
-    def __len__(self) -> int:
-        """Count the micro-batches."""
-        return len(self.steps) * self.layout.accumulation
-
 
 def permutation(samples: int, seed: int, epoch: int) -> Permutation:
     """Return the order of the samples in an epoch."""

@@ -36,7 +36,6 @@ class LaneReader(IterableDataset):
     stream: Any  # an object with `lane(i, start, seed)`
     lanes: Sequence[Sequence[int]]  # of each micro-batch of a step
     per_step: int  # samples of a lane in a step
-    seed: int  # the run's
     start: int  # samples to skip in each lane
     seeds: SampleSeeds  # its mode is not auto, which would have to read samples again
     states: Mapping[int, str]  # after `start` samples, of the lanes that have one
@@ -57,12 +56,12 @@ class LaneReader(IterableDataset):
         """Yield the samples of each step of a lane, and the state after them."""
         try:
             state = self.states.get(i)
-            lane = self.stream.lane(i, 0 if state else self.start, self.seed)
+            lane = self.stream.lane(i, 0 if state else self.start, self.seeds.seed)
             has_state = hasattr(lane, "state_dict")
             if state and has_state:
                 lane.load_state_dict(json.loads(state))
             elif state:
-                lane = self.stream.lane(i, self.start, self.seed)
+                lane = self.stream.lane(i, self.start, self.seeds.seed)
             remaining = iter(lane)
             for position in count(self.start, self.per_step):
                 samples: list[Any] = []
@@ -152,7 +151,6 @@ class StreamBatches:
             stream=self.data,
             lanes=self.lanes,
             per_step=per_step,
-            seed=config.seed,
             start=self.steps.start * per_step,
             seeds=SampleSeeds(config.seed, bool(config.batches.seed_samples)),
             states=dict(self.states),
