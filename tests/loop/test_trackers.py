@@ -120,8 +120,7 @@ def test_a_tracker_that_is_too_slow_loses_records_and_training_does_not_wait(
     stubs["aim"].fails_in, stubs["aim"].how = ("log",), "hang"
     config = change(config_of(tmp_path), steps=6, telemetry__trackers=["aim"])
     assert train(config) == 0
-    found = [r.getMessage() for r in caplog.records if "1 records wait for it" in r.getMessage()]
-    assert len(found) == 1, "it is told once"
+    assert "1 records wait for it" in caplog.text
 
 
 # ---- what is logged ------------------------------------------------------------------------------

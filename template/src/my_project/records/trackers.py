@@ -48,7 +48,6 @@ class TrackerThread(threading.Thread):
         self.open_tracker = open_tracker
         self.queue: queue.Queue[tuple[str, Callable[[Any], Any]]] = queue.Queue(MOST_WAITING)
         self.is_open = threading.Event()  # or has failed
-        self.is_full = False
         self.start()
 
     def put(self, action: str, function: Callable[[Any], Any]) -> None:
@@ -56,12 +55,8 @@ class TrackerThread(threading.Thread):
         if self.is_alive():
             try:
                 self.queue.put_nowait((action, function))
-                self.is_full = False
             except queue.Full:
-                if not self.is_full:  # else it has been told
-                    limit = f"{MOST_WAITING} records wait for it"
-                    report(self.name, action, limit, "loses records")
-                self.is_full = True
+                report(self.name, action, f"{MOST_WAITING} records wait for it", "loses this one")
 
     def run(self) -> None:
         """Work until the tracker is finished or has failed."""
