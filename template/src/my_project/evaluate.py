@@ -96,13 +96,7 @@ def sanity_check(
     A mistake in a metric then ends the run before it has trained. The results are discarded; random
     state, weights and buffers are restored, so the run is the same as without.
     """
-    gpus = [accelerator.device] if accelerator.device.type == "cuda" else []
-    with (
-        restored_state(model),
-        fork_rng(),
-        torch.random.fork_rng(devices=gpus),
-        warnings.catch_warnings(),
-    ):
+    with restored_state(model), fork_rng(accelerator.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
         evaluate(accelerator, config, model, datasets, 0, watchdog, is_sanity_check=True)
 

@@ -92,7 +92,7 @@ class Fetch:
             batch = read_rows(self.data, [index for _, index in keys])
         else:
             restores = self.restore_rng and get_worker_info() is None
-            with fork_rng() if restores else nullcontext():
+            with fork_rng(torch.device("cpu")) if restores else nullcontext():
                 batch = self._read(keys)
                 if self.seeds.missed_a_draw():
                     self.at_once = False

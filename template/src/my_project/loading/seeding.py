@@ -28,15 +28,15 @@ def _hash(text: str) -> Any:
 
 
 @contextmanager
-def fork_rng() -> Iterator[None]:
-    """Restore the random state of torch (CPU), Python and NumPy at the end."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+def fork_rng(device: torch.device) -> Iterator[None]:
+    """Restore the random state of torch (CPU, and this GPU), Python and NumPy at the end."""
+    before = random.getstate(), np.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def seed_rng(seed: int) -> None:

@@ -73,11 +73,9 @@ def show(
     if not (predict_samples and validation_sets and config.evaluation.samples):
         return {}
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    gpus = [device] if device.type == "cuda" else []
     answer: Any = None
     with (
-        fork_rng(),
-        torch.random.fork_rng(devices=gpus),
+        fork_rng(device),
         evaluation_mode(accelerator, model),  # a collective of all ranks
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
     ):
