@@ -7,9 +7,10 @@ drops those that are newer than its checkpoint; while a run goes on, lines are o
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -253,6 +254,7 @@ class RecordFile:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.path = run.folder / "metrics.jsonl"
+        self.unwritten = b""  # lines that a full disk has not taken yet
         self.elapsed_before = 0.0  # seconds in earlier starts of the run
         self.newest: dict[str, int] = {}  # of an earlier start: the last step of each kind
 
@@ -284,16 +286,25 @@ class RecordFile:
             write_atomically(self.path, "".join(kept))
 
     def append(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Append a record, with the time; return it as it was written."""
+        """Append a record, with the time; return it as it was written.
+
+        If that fails (a full disk), the line is written with the next record.
+        """
         elapsed = self.elapsed_before + time.monotonic() - self.run.began
         now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
         record = finite(record | now)
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+        size: int | None = None
         try:
             with self.path.open("ab") as file:
-                file.write(line)
-        except OSError as error:  # a full disk must not end the run
-            logger.error("%s lacks the record of step %d: %s", self.path, record["step"], error)
+                size = file.tell()
+                file.write(self.unwritten)
+            self.unwritten = b""
+        except OSError as error:
+            logger.error("%s cannot be written, so records are kept: %s", self.path, error)
+            if size is not None:
+                with suppress(OSError):
+                    os.truncate(self.path, size)  # drop the partial line
         return record
 
 

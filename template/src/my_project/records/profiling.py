@@ -10,6 +10,7 @@ the speed of an interval with profiled steps says little. Nothing that fails her
 """
 
 import logging
+import os
 from collections.abc import Callable
 
 import torch
@@ -38,6 +39,8 @@ class Profiler:
             logger.warning("no step of profile.steps is left after step %d: none is profiled", step)
             return
         plan = schedule(wait=first - 1, warmup=1, active=self.last - first + 1, repeat=1)
+        # else it reports on stderr of a CPU, as an error, that there is no GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self.profile = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *on_gpu],
