@@ -451,13 +451,13 @@ def test_preflight_passes_on_two_hosts_and_then_the_run_starts(hosts):
         (
             "address",
             (
-                "Also, 10.77.0.9 is not an address of node 0, host0",
+                "10.77.0.9 must be an address of node 0, which is host0",
                 f"node 0 did not answer at 10.77.0.9:29500 within {JOIN:g} s",
             ),
         ),
         (
             "rank",
-            ("node 1 of 2 did not connect", "Also, host0 is not an address of node 0, host1"),
+            ("node 1 of 2 did not connect", "host0 must be an address of node 0, which is host1"),
         ),
         ("interface", ("host0 (veth0 10.77.0.1) does not reach host1 (inner0 10.99.0.1)",) * 2),
         (

@@ -335,7 +335,6 @@ def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> A
         launch.address,
         launch.port,
         seconds,
-        say=lambda text: print(text, flush=True),
     )
 
 

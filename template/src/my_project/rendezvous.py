@@ -8,15 +8,14 @@ half a minute that a host has crashed or been cut off, where gloo and NCCL would
 Imports no torch.
 """
 
+import ipaddress
 import json
 import os
 import socket
 import time
-import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
@@ -26,6 +25,7 @@ from .files import TransientError
 
 CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that come late
+SAY_SECONDS = 30.0  # between lines about nodes that are missing
 LOST_SECONDS = 30  # without an answer of a host's kernel
 FAILED = b"failed"  # what a launcher says of its processes
 MAX_MESSAGE_BYTES = 1 << 20
@@ -42,19 +42,20 @@ class Node:
     host: str
     interface: str
     ip: str
-    port: int = 0  # of the probe socket, to which the other nodes connect
-    token: str = ""  # a new one at each start
+    port: int = 0  # to which the other nodes try to connect
     refusal: str = ""  # why it will not start its processes again after a failure
 
 
 # ---- network interfaces --------------------------------------------------------------------------
 def interfaces() -> dict[str, str]:
-    """Return the IP address of each interface."""
+    """Return the IP address of each interface, without loopback."""
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
-            if address.family in (socket.AF_INET, socket.AF_INET6):
-                found.setdefault(name, address.address.split("%")[0])
+            ip = address.address.split("%")[0]
+            is_ip = address.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and not ipaddress.ip_address(ip).is_loopback:
+                found.setdefault(name, ip)
     return found
 
 
@@ -63,21 +64,11 @@ def interface_to(address: str) -> tuple[str, str]:
 
     GLOO_SOCKET_IFNAME decides if it is set. On the main node itself, its name may resolve to a
     loopback address (Debian's 127.0.1.1), which other nodes cannot use; then the only interface
-    that is up and is not loopback is taken.
-
-    Raises:
-        ConfigError: the variable names an interface that this node lacks, or loopback.
+    that is up is taken. With several, gloo and NCCL choose, and the name is "".
     """
-    usable = {name: ip for name, ip in interfaces().items() if not _is_loopback(ip)}
+    usable = interfaces()
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        for name in names.split(","):
-            if name in usable:
-                return names, usable[name]
-        listed = ", ".join(f"{name} ({ip})" for name, ip in usable.items()) or "only loopback"
-        raise ConfigError(
-            f"GLOO_SOCKET_IFNAME is {names}, but {socket.gethostname()} has no such interface; it"
-            f" has {listed}. Fix the variable where it is set (launch/network.sh)."
-        )
+        return names, next((usable[name] for name in names.split(",") if name in usable), "")
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -90,19 +81,11 @@ def interface_to(address: str) -> tuple[str, str]:
             return name, ip
     states = psutil.net_if_stats()
     up = [name for name in usable if name in states and states[name].isup]
-    if len(up) == 1:
-        return up[0], usable[up[0]]
-    return "", ip  # with several interfaces, gloo and NCCL choose
-
-
-def _is_loopback(ip: str) -> bool:
-    return ip.startswith("127.") or ip == "::1"
+    return (up[0], usable[up[0]]) if len(up) == 1 else ("", ip)
 
 
 # ---- the rendezvous ------------------------------------------------------------------------------
-def wait_for_nodes(
-    me: Node, address: str, port: int, seconds: float, say: Callable[[str], None] = print
-) -> "OtherNodes":
+def wait_for_nodes(me: Node, address: str, port: int, seconds: float) -> "OtherNodes":
     """Wait until all nodes are there, and check that each reaches each.
 
     Args:
@@ -110,7 +93,6 @@ def wait_for_nodes(
         address: of node 0, as the other nodes reach it.
         port: on which node 0 listens; can be listened on again afterwards.
         seconds: how long to wait for all nodes.
-        say: called every half minute with the nodes that are missing.
 
     Returns:
         All nodes, with the connections to those that this one watches.
@@ -119,96 +101,86 @@ def wait_for_nodes(
         ConfigError: on every node, what is wrong and what to do; a TransientError if the same
             command may succeed later (a node was late or unreachable, the port was in use).
     """
-    family = socket.AF_INET6 if ":" in me.ip else socket.AF_INET
-    # other nodes connect to the probe socket; nothing is ever sent over it
-    with socket.socket(family, socket.SOCK_STREAM) as probe_socket:
-        try:
-            probe_socket.bind((me.ip if me.interface else "", 0))
-        except OSError:
-            probe_socket.bind(("", 0))
-        probe_socket.listen(me.nodes + 8)
-        probe_port = probe_socket.getsockname()[1]
-        me = Node(**asdict(me) | {"port": probe_port, "token": me.token or uuid.uuid4().hex})
-        deadline = time.monotonic() + seconds
+    with _listen(me, 0) as probe_socket:  # nothing is ever sent over it
+        me = replace(me, port=probe_socket.getsockname()[1])
         run = _join if me.rank else _serve
-        answer, connections = run(me, address, port, deadline, seconds, say)
+        answer, connections = run(me, address, port, seconds)
     if answer.get("error"):
-        for connection in connections.values():
+        for connection in connections:
             connection.close()
         raise (TransientError if answer["is_transient"] else ConfigError)(answer["error"])
     return OtherNodes([Node(**node) for node in answer["nodes"]], connections)
 
 
-def _serve(
-    me: Node, address: str, port: int, deadline: float, seconds: float, say: Callable
-) -> "tuple[dict[str, Any], dict[int, _Connection]]":
-    """Run node 0's part: wait for all nodes, have them probe each other, send them the result.
+def _listen(me: Node, port: int) -> socket.socket:
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    try:
+        return socket.create_server(
+            ("", port), family=family, backlog=me.nodes + 8, dualstack_ipv6=is_dual
+        )
+    except OSError as error:
+        raise TransientError(
+            f"port {port} cannot be opened on {me.host} ({error.strerror}): another run may use it;"
+            " give another --main_process_port on every node."
+        ) from error
 
-    Returns:
-        What it has sent, and the connections by the rank of the node.
-    """
-    present: dict[int, Node] = {0: me}
-    connections: dict[str, _Connection] = {}  # by the token of the node
-    error = ""
-    is_transient = True
-    with _open_port(me, port) as server:
-        while len(connections) < me.nodes - 1 and time.monotonic() < deadline:
-            server.settimeout(max(0.01, min(30.0, deadline - time.monotonic())))
+
+def _serve(
+    me: Node, address: str, port: int, seconds: float
+) -> "tuple[dict[str, Any], list[_Connection]]":
+    """Run node 0's part: wait for all nodes, have them probe each other, send them the result."""
+    joined: dict[int, _Connection] = {}  # by the rank of the node
+    refused: list[_Connection] = []
+    error: ConfigError | None = None
+    deadline = time.monotonic() + seconds
+    with _listen(me, port) as server:
+        while len(joined) + len(refused) < me.nodes - 1 and time.monotonic() < deadline:
+            server.settimeout(max(0.01, min(SAY_SECONDS, deadline - time.monotonic())))
             try:
-                accepted, _ = server.accept()
+                connection = _Connection(server.accept()[0])
             except TimeoutError:
-                if not error and time.monotonic() < deadline:
-                    missing = [rank for rank in range(me.nodes) if rank not in present]
-                    say(f"waiting for {_named(missing)} of {me.nodes}")
+                if time.monotonic() < deadline:
+                    print(f"waiting for {_missing(me, joined)}", flush=True)
                 continue
-            connection = _Connection(accepted)
             try:
-                node = Node(**connection.receive(CONNECT_SECONDS))
+                connection.node = Node(**connection.receive(CONNECT_SECONDS))
             except (OSError, ValueError, TypeError):
                 connection.close()  # not a node of this run: a port scan, another run's torchrun
                 continue
-            for token in [token for token, other in connections.items() if other.is_closed]:
-                connections.pop(token).close()  # started again, or elsewhere: an evicted pod
-                present = {rank: other for rank, other in present.items() if other.token != token}
-            problem = _mismatch(me, node) or _same_rank(present.get(node.rank), node)
-            if problem and not error:
-                # on the same host it may be a restarted pod whose old connection was cut off
-                first = present.get(node.rank)
-                error = problem
-                is_transient = bool(first and first.host == node.host)
-                deadline = time.monotonic() + LATE_SECONDS
-            present.setdefault(node.rank, node)
-            connections[node.token] = connection
-        if not error and len(present) < me.nodes:
-            error = _missing(me, list(present.values()), address, seconds)
-        nodes = [] if error else [asdict(present[rank]) for rank in range(me.nodes)]
+            for rank in [rank for rank, other in joined.items() if other.is_closed]:
+                joined.pop(rank).close()  # started again, or elsewhere: an evicted pod
+            if problem := _problem(me, connection.node, joined):
+                refused.append(connection)
+                error = error or problem
+                deadline = min(deadline, time.monotonic() + LATE_SECONDS)
+            else:
+                joined[connection.node.rank] = connection
+        if not error and len(joined) < me.nodes - 1:
+            there = ", ".join(f"{n.rank} ({n.host})" for n in (me, *_nodes(joined)))
+            error = TransientError(
+                f"{_missing(me, joined)} did not connect to {address} within {seconds:.0f} s;"
+                f" connected: {there}. Read the output of the missing nodes; start them, or start"
+                f" this run on fewer nodes. {address} must be an address of node 0, which is"
+                f" {me.host}."
+            )
+        nodes = [asdict(node) for node in (me, *_nodes(joined))]
         if not error:
-            for connection in connections.values():
-                connection.send({"nodes": nodes})
-            failures = _probe_others(me, nodes)
-            for node in present.values():
-                try:
-                    if node is not me:
-                        failures += connections[node.token].receive(6 * CONNECT_SECONDS)
-                except (OSError, ValueError) as lost:
-                    failures.append(f"{node.host} stopped answering ({lost})")
-            error = _unreachable(failures)
-        answer = {"error": error, "is_transient": is_transient, "nodes": nodes}
-        for connection in connections.values():
+            error = _probe_all(me, nodes, joined)
+        answer = {"nodes": nodes, "error": str(error or "")}
+        answer |= {"is_transient": isinstance(error, TransientError)}
+        connections = [*(joined[rank] for rank in sorted(joined)), *refused]
+        for connection in connections:
             connection.send(answer)
-    ranks = {node.token: node.rank for node in present.values()}
-    return answer, {ranks.get(token, -1): one for token, one in connections.items()}
+    return answer, connections
 
 
 def _join(
-    me: Node, address: str, port: int, deadline: float, seconds: float, say: Callable
-) -> "tuple[dict[str, Any], dict[int, _Connection]]":
-    """Run another node's part: connect to node 0 until it answers, and probe the other nodes.
-
-    Returns:
-        The answer, and the connection to node 0.
-    """
-    last_said = time.monotonic()
+    me: Node, address: str, port: int, seconds: float
+) -> "tuple[dict[str, Any], list[_Connection]]":
+    """Run another node's part: connect to node 0 until it answers, and probe the other nodes."""
+    deadline = time.monotonic() + seconds
+    say_at = time.monotonic() + SAY_SECONDS
     failure: Exception | str = ""
     while time.monotonic() < deadline:
         connection = None
@@ -218,99 +190,83 @@ def _join(
             connection.send(asdict(me))
             answer = connection.receive(deadline - time.monotonic() + LATE_SECONDS)
             if "error" not in answer:
-                connection.send(_probe_others(me, answer["nodes"]))
+                connection.send(_probe(me, answer["nodes"]))
                 answer = connection.receive(12 * CONNECT_SECONDS)
-            return answer, {0: connection}
+            connection.node = Node(**answer["nodes"][0])
+            return answer, [connection]
         except (OSError, ValueError) as error:  # node 0 has not started, or is starting again
             failure = error
             if connection:
                 connection.close()
-        if time.monotonic() - last_said > 30:
-            last_said = time.monotonic()
-            say(f"waiting for node 0 at {address}:{port} ({failure})")
+        if time.monotonic() > say_at:
+            say_at += SAY_SECONDS
+            print(f"waiting for node 0 at {address}:{port} ({failure})", flush=True)
         time.sleep(0.2)
-    return {
-        "error": f"node 0 did not answer at {address}:{port} within {seconds:.0f} s ({failure}),"
+    raise TransientError(
+        f"node 0 did not answer at {address}:{port} within {seconds:.0f} s ({failure}),"
         f" tried from {me.host} ({me.ip}): start it, correct --main_process_ip, or open the port in"
-        " the firewall.",
-        "is_transient": True,
-    }, {}
+        " the firewall."
+    )
 
 
-def _open_port(me: Node, port: int) -> socket.socket:
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    try:
-        return socket.create_server(
-            ("", port),
-            family=family,
-            backlog=me.nodes + 8,
-            dualstack_ipv6=family == socket.AF_INET6,
-        )
-    except OSError as error:
-        raise TransientError(
-            f"port {port} cannot be opened on {me.host} ({error.strerror}): another run may use it;"
-            " give another --main_process_port on every node."
-        ) from error
+def _nodes(joined: "dict[int, _Connection]") -> list[Node]:
+    """Return the nodes that have joined, by rank."""
+    return [joined[rank].node for rank in sorted(joined)]
 
 
-def _named(ranks: list[int]) -> str:
-    """Return the names of nodes by their ranks: node 3, or nodes 1, 2, 5."""
-    return ("node " if len(ranks) == 1 else "nodes ") + ", ".join(map(str, ranks))
+def _missing(me: Node, joined: "dict[int, _Connection]") -> str:
+    """Return the names of the nodes that have not joined: nodes 1, 5 of 8."""
+    ranks = [str(rank) for rank in range(1, me.nodes) if rank not in joined]
+    return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {me.nodes}"
 
 
-def _mismatch(me: Node, node: Node) -> str:
-    """Return a message if a node will not start, or two were started with different arguments."""
+def _problem(me: Node, node: Node, joined: "dict[int, _Connection]") -> ConfigError | None:
+    """Return why a node cannot join; None if it can."""
     for one in (me, node):
         if one.refusal:
-            return f"{one.host} does not start its processes again: {one.refusal}."
-    for name, flag in (("nodes", "--num_machines"), ("world_size", "--num_processes")):
-        mine = getattr(me, name)
-        theirs = getattr(node, name)
+            return ConfigError(f"{one.host} does not start its processes again: {one.refusal}.")
+    options = {"nodes": "--num_machines", "world_size": "--num_processes", "run": "-m"}
+    for name, option in options.items():
+        mine, theirs = getattr(me, name), getattr(node, name)
         if mine != theirs:
-            return (
-                f"{node.host} was started with {flag} {theirs}, {me.host} with {mine}: give every"
-                " node the same."
+            return ConfigError(
+                f"{node.host} was started with {option} {theirs}, {me.host} with {mine}: give every"
+                " node the same, and every run on one host its own --main_process_port."
             )
-    if me.run != node.run:
-        return (
-            f"{node.host} would train {node.run}, {me.host} {me.run}: give every node the same"
-            " arguments, and every run on one host its own --main_process_port."
-        )
-    return ""
-
-
-def _same_rank(first: Node | None, second: Node) -> str:
-    """Return a message if two nodes have one rank, else an empty string."""
-    if first is None or first.token == second.token:
-        return ""
-    return (
-        f"{first.host} ({first.ip}) and {second.host} ({second.ip}) were both started as node"
-        f" {second.rank}: give each its own --machine_rank, 0 to {first.nodes - 1}."
+    if node.rank and node.rank not in joined:
+        return None
+    first = joined[node.rank].node if node.rank else me
+    # on the same host it may be a restarted pod whose old connection was cut off
+    kind = TransientError if first.host == node.host else ConfigError
+    return kind(
+        f"{first.host} ({first.ip}) and {node.host} ({node.ip}) were both started as node"
+        f" {node.rank}: give each its own --machine_rank, 0 to {me.nodes - 1}."
     )
 
 
-def _missing(me: Node, present: list[Node], address: str, seconds: float) -> str:
-    """Return the message about nodes that did not come in time."""
-    missing = [rank for rank in range(me.nodes) if rank not in {node.rank for node in present}]
-    message = (
-        f"{_named(missing)} of {me.nodes} did not connect to {address} within {seconds:.0f} s;"
-        f" connected: {', '.join(f'{node.rank} ({node.host})' for node in present)}. Read the"
-        " output of the missing nodes; start them, or start this run on fewer nodes."
+def _probe_all(
+    me: Node, nodes: list[dict[str, Any]], joined: "dict[int, _Connection]"
+) -> ConfigError | None:
+    """Have every node connect to every other one; return which cannot be reached, if any."""
+    for connection in joined.values():
+        connection.send({"nodes": nodes})
+    failures = _probe(me, nodes)
+    for connection in joined.values():
+        try:
+            failures += connection.receive(6 * CONNECT_SECONDS)
+        except (OSError, ValueError) as lost:
+            failures.append(f"{connection.node.host} stopped answering ({lost})")
+    if not failures:
+        return None
+    more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
+    return TransientError(
+        f"{'; '.join(failures[:4])}{more}. Allow connections between the nodes on all ports, or set"
+        " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that allows them"
+        " (launch/network.sh)."
     )
-    try:
-        resolved = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
-    except OSError:
-        resolved = set()
-    own = set(interfaces().values())
-    if not resolved & own and not any(map(_is_loopback, resolved)):
-        message += (
-            f" Also, {address} is not an address of node 0, {me.host} ({', '.join(sorted(own))}):"
-            " check that --machine_rank 0 is on the right host."
-        )
-    return message
 
 
-def _probe_others(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
+def _probe(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
     """Connect to every other node; return a message for each that could not be reached."""
 
     def probe(node: dict[str, Any]) -> str:
@@ -328,20 +284,10 @@ def _probe_others(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
         return [failure for failure in pool.map(probe, others) if failure]
 
 
-def _unreachable(failures: list[str]) -> str:
-    """Return one message about all failed connections, or an empty string."""
-    if not failures:
-        return ""
-    more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
-    return (
-        f"{'; '.join(failures[:4])}{more}. Allow connections between the nodes on all ports, or set"
-        " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that allows them"
-        " (launch/network.sh)."
-    )
-
-
 class _Connection:
-    """A connection that carries messages, one line of JSON each."""
+    """A connection to another node that carries messages, one line of JSON each."""
+
+    node: Node  # at its other end
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -349,11 +295,9 @@ class _Connection:
 
     def send(self, message: Any) -> None:
         """Send a message; a peer that has left is noticed by `receive`."""
-        try:
+        with suppress(OSError):
             self.connection.settimeout(CONNECT_SECONDS)
             self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass
 
     def receive(self, seconds: float) -> Any:
         """Wait for a message and return it.
@@ -403,12 +347,12 @@ class OtherNodes:
     waits for storage is not lost. Nor is one that has ended, since its processes save first.
     """
 
-    def __init__(self, nodes: list[Node], connections: dict[int, _Connection]) -> None:
+    def __init__(self, nodes: list[Node], connections: list[_Connection]) -> None:
         self.nodes = nodes
         self.lost: Node | None = None  # its host does not answer
         self.failed: Node | None = None  # it does not answer, or its processes have failed
         self._connections = connections
-        for connection in connections.values():
+        for connection in connections:
             connection.keep_alive()
         # else a process would hold the connection after its launcher has ended
         os.register_at_fork(after_in_child=self.close)
@@ -416,7 +360,7 @@ class OtherNodes:
     @property
     def have_failed(self) -> bool:
         """Return whether the processes here have lost others."""
-        for rank, connection in list(self._connections.items()):
+        for connection in [*self._connections]:
             try:
                 message = connection.connection.recv(len(FAILED))
             except BlockingIOError:
@@ -424,22 +368,23 @@ class OtherNodes:
             except ConnectionResetError:  # its launcher was killed
                 message = b""
             except OSError:
-                self.lost = self.lost or self.nodes[rank]
+                self.lost = self.lost or connection.node
                 message = FAILED
             if message:
-                self.failed = self.failed or self.nodes[rank]
-            self._connections.pop(rank).close()
+                self.failed = self.failed or connection.node
+            self._connections.remove(connection)
+            connection.close()
         return self.failed is not None
 
     def tell_failure(self) -> None:
         """Tell the other nodes that the processes here have failed, by way of node 0."""
-        for connection in self._connections.values():
+        for connection in self._connections:
             with suppress(OSError):
                 connection.connection.send(FAILED)
         self.close()
 
     def close(self) -> None:
         """Close the connections."""
-        for connection in self._connections.values():
+        for connection in self._connections:
             connection.close()
-        self._connections = {}
+        self._connections = []
