@@ -244,9 +244,7 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
         ([(5, "setting", 2)], ["the error would repeat"]),
         ([(5, "stalled", 1)], ["the error would repeat"]),
         ([(None, "", 3)], ["the error would repeat"]),  # os._exit
-        ([(5, "device error", 1)] * 2, ["", "device error again at step 5"]),
-        ([(5, "lost contact", CRASHED)] * 2, ["", "SIGSEGV again at step 5"]),
-        ([(5, "lost contact", CRASHED), (6, "lost contact", CRASHED)], ["", ""]),
+        ([(5, "device error", 1), (6, "lost contact", CRASHED)], ["", ""]),
     ],
 )
 def test_what_is_started_again(tmp_path, failures_and_codes, refusals):
@@ -265,13 +263,6 @@ def test_resume_never_holds_until_the_run_has_begun(tmp_path):
     assert (restarts.count, restarts.attempt) == (1, 0)
     (tmp_path / "run.json").write_text('{"launch": "now"}')
     assert restarts.attempt == 1
-
-
-def test_what_the_kernel_killed_for_lack_of_memory_is_not_started_again(tmp_path, monkeypatch):
-    one = Starts(folder=tmp_path, limit=3)
-    monkeypatch.setattr("my_project.starts.kills_for_memory", lambda: 10**9)
-    assert "lack of memory" in one.refusal({1: KILLED}, [])
-    assert not one.may_kill({0: None, 1: KILLED}, 0.5), "the others may say what they know"
 
 
 def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):

@@ -68,9 +68,7 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     assert seconds == pytest.approx(wanted, abs=0.02)
     assert found["launcher"]["seconds"] == 100
     assert found["launcher"]["kept"] == pytest.approx(0.38)
-    assert starts.in_words(found).startswith(
-        "29% of 2 min 10 s since the first launch; no launcher"
-    )
+    assert starts.in_words(found) == "29% of 2 min 10 s since the first launch"
     assert found["unknown_starts"] == 0
 
 
@@ -93,7 +91,7 @@ def test_starts_by_accelerate_are_named_and_damaged_lines_left_out(tmp_path):
     append(tmp_path / "metrics.jsonl", record("start", 0, -100), record("interval", 5, -90))
     append(tmp_path / "starts.jsonl", line("start", "a.0", 0), end("a.0", 9, 3, "failed", 5, 5, 5))
     with (tmp_path / "starts.jsonl").open("a") as file:
-        file.write('{"event": "start", "id": 3, "time": "x"}\n[1]\n{"event": "sta')
+        file.write('{"id": 3}\n[1]\n{"event": "sta')
     assert goodput(tmp_path)["unknown_starts"] == 1
     assert len(lines(tmp_path)) == 2
 
@@ -203,32 +201,12 @@ def test_a_run_is_started_again_only_where_it_can_get_further(
     assert bool(why) == (code in (1, 75))
 
 
-def test_the_longest_step_evaluation_and_save_are_summed(tmp_path):
-    records = [
-        {"kind": "interval", "step": 10, "step_seconds": 2.0},
-        {"kind": "interval", "step": 20, "step_seconds": None},
-        {"kind": "evaluation", "step": 20, "seconds": 30.0},
-        {"kind": "checkpoint", "step": 10, "seconds": 4.0, "time": 1000.0},
-        {"kind": "checkpoint", "step": 20, "seconds": 0.5, "time": 1000.0},
-    ]
-    append(tmp_path / "metrics.jsonl", *records)
-    assert starts.stop_seconds(tmp_path) == 36.0
-    save(tmp_path, 20)  # training waited 0.5 s, but it was complete a long time after
-    assert starts.stop_seconds(tmp_path) > 1e6
-
-
-@pytest.mark.parametrize(("grace", "warns"), [("35", True), ("37", False), ("0", False)])
-def test_a_stop_signal_that_comes_too_late_is_warned_of(
-    grace, warns, tmp_path, monkeypatch, capsys
-):
+def test_the_launcher_says_why_a_scheduler_starts_a_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
     monkeypatch.setattr(launch, "start", lambda _: 75)
-    monkeypatch.setattr(starts, "stop_seconds", lambda _: 36.0)
     Path("tiny.yaml").write_text(CONFIG)
     Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
-    flags = ["--config_file", "cpu.yaml", "--grace_seconds", grace, "--requeue"]
-    assert launch.main([*flags, "-m", "my_project.train", "--config", "tiny.yaml"]) == 75
-    shown = capsys.readouterr().out
-    assert ("took 36 s together, but a stop signal leaves 35 s" in shown) == warns
-    assert "to be started again: there is no checkpoint" in shown
+    words = ["--config_file", "cpu.yaml", "--requeue", "-m", "my_project.train"]
+    assert launch.main([*words, "--config", "tiny.yaml"]) == 75
+    assert "to be started again: there is no checkpoint" in capsys.readouterr().out

@@ -265,7 +265,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
     help_text = "75 also after an error that a newer checkpoint precedes, not after three in vain"
     parser.add_argument("--requeue", action="store_true", help=help_text)
-    parser.add_argument("--grace_seconds", type=float, default=0, help="of a stop signal")
     help_text = "stop when standard input ends, as when an ssh connection closes"
     parser.add_argument("--stop_at_end_of_input", action="store_true", help=help_text)
     return parser
@@ -430,13 +429,6 @@ def main(arguments: list[str]) -> int:
     if not launch.config or launch.module != TRAIN:
         return start(launch)
     folder = launch.run_folder
-    takes = starts.stop_seconds(folder) if own.grace_seconds and not launch.node_rank else 0.0
-    if takes > own.grace_seconds:
-        print(
-            f"warning: a step, an evaluation and a save of this run took {takes:.0f} s together,"
-            f" but a stop signal leaves {own.grace_seconds:g} s: have it sent earlier.",
-            flush=True,
-        )
     is_new_run = as_restarted(launch.config).resume == "never"
     marks = [-1] if is_new_run else starts.marks(folder)
     code = start(launch)
@@ -601,7 +593,7 @@ def starts_again(
 
 def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any]:
     """Print and write the error file of a node that does not answer; return its content."""
-    rank, step = node.rank * launch.processes_per_node, last_record(launch.run_folder).step
+    rank, step = node.rank * launch.processes_per_node, last_record(launch.run_folder).get("step", 0)
     reason = (
         f"node {node.rank} has not answered for half a minute: its host has crashed, hangs or is"
         " cut off from the network"

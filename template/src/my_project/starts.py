@@ -1,25 +1,23 @@
 """The starts of a run: which failures are followed by another one, starts.jsonl, and goodput.
 
 Processes are started again in place after a death by signal, lost contact with another process, or
-an error of a device. Not after any other error, which would repeat, a lack of memory, or a stop
-signal. The launcher of node 0 appends a line to starts.jsonl once a start has begun the run, and
-one when it has ended (docs/run-folder.md). Imports no torch; the loop does not import it.
+an error of a device. Not after any other error, which would repeat, nor after a stop signal. The
+launcher of node 0 appends a line to starts.jsonl once a start has begun the run, and one when it
+has ended (docs/run-folder.md). Imports no torch; the loop does not import it.
 """
 
 import json
 import math
 import os
-import re
-import sys
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGKILL, Signals
-from typing import Any, NamedTuple
+from signal import Signals
+from typing import Any
 
 from .failures import first_failure, read_errors
 from .files import (
@@ -36,29 +34,17 @@ from .files import (
 from .process import PREEMPTED
 
 CAUSES = ("lost contact", "lost node", "device error")
-REPEATED = ("lost contact", "lost node", SIGKILL.name)  # may come twice at one step by chance
 REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
 EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
 ENDED = ("finished", "preempted")  # with nothing to do again
 STUCK_LAUNCHES = 3  # without a newer checkpoint, after which a scheduler starts no other
 TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last record stands
-STEPS = ("from_step", "step", "checkpoint")  # of a line
 
 
 def failed(codes: Mapping[int, int | None]) -> dict[int, int]:
     """Return the exit codes of processes that have failed, by rank; -n: ended by signal n."""
     return {rank: code for rank, code in codes.items() if code and code != PREEMPTED}
-
-
-def kills_for_memory() -> int:
-    """Return how many processes of this cgroup the kernel has killed for lack of memory."""
-    try:
-        (own,) = re.findall(r"(?m)^0::(.*)$", Path("/proc/self/cgroup").read_text())
-        events = Path(f"/sys/fs/cgroup{own}/memory.events").read_text()
-        return int(re.findall(r"(?m)^oom_kill (\d+)$", events)[0])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 @dataclass(kw_only=True)
@@ -76,14 +62,12 @@ class Starts:
         default_factory=lambda: float(os.environ.get("LAUNCH_TIME") or time.time())
     )
     _lines: list[dict[str, Any]] = field(default_factory=list)  # not written yet
-    _in_vain: int = 0  # since the last new step
+    _in_vain: int = 0  # restarts since the last new step
     _furthest: int = 0
-    _last: tuple[str, int] = ("", -1)  # the failure before: what and at which step
-    _killed_for_memory: int = field(default_factory=kills_for_memory)
 
     def __post_init__(self) -> None:
         self._about_before = read_json(self.folder / "run.json")
-        self._unended = unended(self.folder) if self.is_written else {}
+        self._unended = unended(self.folder) if self.is_written else []
 
     @property
     def id(self) -> str:
@@ -112,14 +96,16 @@ class Starts:
         """
         if self._lines and self.has_begun:
             self._write()
-        signals = [code for code in failed(codes).values() if code < 0]
-        if not signals and (failed(codes) or seconds < EXIT_SECONDS):
-            return seconds > EXIT_SECONDS
-        if self._in_vain >= self.limit or kills_for_memory() > self._killed_for_memory:
-            return seconds > REPORT_SECONDS
-        started = self.folder.glob("checkpoints/step_*")
-        is_writing = any(not (path / "manifest.json").exists() for path in started)
-        return not (is_writing and codes.get(0, 0) is None) or seconds > SAVE_SECONDS
+        is_saving = codes.get(0, 0) is None and any(
+            not (path / "manifest.json").exists() for path in self.folder.glob("checkpoints/step_*")
+        )
+        was_killed = any(code < 0 for code in failed(codes).values())
+        limit = SAVE_SECONDS if is_saving else EXIT_SECONDS
+        if was_killed and self._in_vain >= self.limit:
+            limit = REPORT_SECONDS
+        elif was_killed and not is_saving:
+            limit = 0.0
+        return seconds >= limit
 
     def refusal(
         self, codes: dict[int, int], failures: list[dict[str, Any]], *, others_failed: bool = False
@@ -131,24 +117,15 @@ class Starts:
             failures: the error files of this attempt.
             others_failed: those of another node have.
         """
-        first = first_failure(failures) or {"cause": "lost contact" if others_failed else ""}
-        signals = [-code for code in codes.values() if code < 0]
-        if not signals and first["cause"] not in CAUSES:
+        cause = first_failure(failures).get("cause")
+        may_mend = cause in CAUSES or (others_failed and not failures)
+        if not may_mend and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        if kills_for_memory() > self._killed_for_memory:
-            return "the kernel has killed a process for lack of memory"
-        steps = [one["step"] or 0 for one in failures]
-        step = max([*steps, *map(step_of, checkpoints(self.folder)[-1:])], default=0)
-        what = Signals(signals[0]).name if signals else first["cause"]
-        if (what, step) == self._last and what not in REPEATED:
-            return f"{what} again at step {step}"
-        self._last = (what, step)
+        step = max([newest_checkpoint(self.folder) or 0, *(one["step"] or 0 for one in failures)])
         if step > self._furthest:
             self._furthest, self._in_vain = step, 0
         if self._in_vain >= self.limit:
-            return (
-                f"{self.limit} restarts have brought no new step" if self.limit else "no restarts"
-            )
+            return f"{self.limit} restarts have brought no new step"
         self._in_vain += 1
         self.count += 1
         return ""
@@ -160,10 +137,9 @@ class Starts:
         Before that, --resume never has not moved the folder aside.
         """
         if self.is_written:
-            about = {"nodes": self.nodes, "world_size": self.world_size}
-            about = {"job": os.environ.get("SLURM_JOB_ID", ""), **about}
             line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}
-            self._lines.append(line | {"time": self._began} | about)
+            line |= {"time": self._began, "job": os.environ.get("SLURM_JOB_ID", "")}
+            self._lines.append(line | {"nodes": self.nodes, "world_size": self.world_size})
 
     def end(self, codes: Mapping[int, int], failures: list[dict[str, Any]], stop: str) -> None:
         """Note how the current start has ended.
@@ -177,25 +153,20 @@ class Starts:
         if not self.is_written:
             return
         has_begun = self.has_begun
-        is_refusal = first_failure(failures).get("cause") == "setting"
-        if not has_begun and (is_refusal or not any(codes.values())):
-            self._lines = []  # it had finished before, or a refusal
+        failures = [*failures, *read_errors(self.folder, self.id)]
+        cause = first_failure(sorted(failures, key=lambda one: one["time"])).get("cause", "")
+        if not has_begun and (cause == "setting" or not any(codes.values())):
+            self._lines = []  # a refusal, or it had finished before
             return
         status = read_status(self.folder) if has_begun else {}
-        failures = sorted(
-            [*failures, *read_errors(self.folder, self.id)], key=lambda one: one["time"]
-        )
         signals = [Signals(-code).name for code in codes.values() if code < 0]
-        if status.get("outcome") in ENDED:
-            outcome, cause = status["outcome"], stop
-        elif stop:
-            outcome, cause = "preempted", stop
+        outcome = status.get("outcome")
+        if outcome in ENDED or stop:
+            outcome, cause = outcome if outcome in ENDED else "preempted", stop
         else:
-            outcome = "killed" if signals else "failed"
-            cause = signals[0] if signals else first_failure(failures).get("cause", "")
-        steps = [one["step"] or 0 for one in failures]
+            outcome, cause = ("killed", signals[0]) if signals else ("failed", cause)
         line = {"event": "end", "id": self.id, "time": self._began}
-        line |= progress(self.folder, began, status, steps)
+        line |= progress(self.folder, began, status, [one["step"] or 0 for one in failures])
         self._lines.append(line | {"outcome": outcome, "cause": cause})
         if has_begun:
             self._write()
@@ -215,17 +186,15 @@ class Starts:
     def _write(self) -> None:
         """Append the lines, and one for a start before whose launcher was killed."""
         path = self.folder / "starts.jsonl"
-        is_there = self._unended and self._unended["id"] in {
-            one["id"] for one in lines(self.folder)
-        }
-        added = [self._unended] * bool(is_there) + self._lines
+        # --resume never has moved the start before aside
+        added = [*(self._unended if path.exists() else []), *self._lines]
         step = newest_checkpoint(self.folder)
         text = "".join(json.dumps({"checkpoint": step} | line) + "\n" for line in added)
         with suppress(OSError), path.open("ab+") as file:  # a full disk: tried again at the end
             file.seek(max(0, file.tell() - 1))
             is_cut = file.read() not in (b"", b"\n")
             file.write(b"\n" * is_cut + text.encode())
-            self._lines, self._unended = [], {}
+            self._lines, self._unended = [], []
 
 
 def newest_checkpoint(folder: Path) -> int | None:
@@ -238,49 +207,20 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     found = []
     with suppress(OSError):
         for text in (folder / "starts.jsonl").read_bytes().splitlines():
-            with suppress(ValueError, RecursionError):
+            with suppress(ValueError):
                 line = json.loads(text)
-                known = isinstance(line, dict) and {"event", "id", "time"} <= {*line}
-                if known and isinstance(line["id"], str) and _number(line["time"]):
-                    steps = {name: line.get(name) for name in STEPS}
-                    found.append(
-                        line | {n: x if type(x) is int else None for n, x in steps.items()}
-                    )
+                found += [line] * (isinstance(line, dict) and {"event", "id", "time"} <= {*line})
     return found
 
 
-def _number(value: Any) -> float:
-    return float(value) if type(value) in (int, float) and 0 < value < 1e11 else 0.0
-
-
-class Record(NamedTuple):
-    """What is read of a record of metrics.jsonl, of which there may be a million."""
-
-    kind: str
-    step: int
-    time: float
-    seconds: float  # of an evaluation or a save
-    data_share: float  # of an interval
-
-
-def as_record(record: dict[str, Any]) -> Record:
-    """Return a record; its time is 0 where it does not say one."""
-    return Record(
-        kind=sys.intern(kind_of(record)),
-        step=record.get("step", 0),
-        time=_number(record.get("time")),
-        seconds=_number(record.get("seconds")),
-        data_share=min(1.0, _number(record.get("data_share"))),
-    )
-
-
-def last_record(folder: Path) -> Record:
-    """Return the last record of metrics.jsonl; its step and time are 0 without one."""
-    found: list[bytes] = []
+def last_record(folder: Path) -> dict[str, Any]:
+    """Return the last record of metrics.jsonl; {} without one."""
     with suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        found = file.read().splitlines()
-    return as_record(next(filter(None, map(parse_record, reversed(found))), {}))
+        for line in reversed(file.read().splitlines()):
+            if record := parse_record(line):
+                return record
+    return {}
 
 
 def progress(
@@ -294,27 +234,30 @@ def progress(
         status: the content of its status.json.
         steps: that its error files name.
     """
-    last, first = last_record(folder), _number(status.get("first_step_time"))
-    has_stepped = first >= began
+    last = last_record(folder)
+    if last.get("time", 0) >= began:
+        steps = [*steps, last["step"]]
+    has_stepped = (status.get("first_step_time") or 0) >= began
     return {
-        "first_step_time": first if has_stepped else None,
+        "first_step_time": status["first_step_time"] if has_stepped else None,
         "from_step": status.get("from_step") if has_stepped else None,
-        "step": max([0, *steps, status.get("step", 0), last.step * (last.time >= began)]),
+        "step": max([0, *steps, status.get("step", 0)]),
     }
 
 
-def unended(folder: Path) -> dict[str, Any]:
-    """Return an end line for the last start if its launcher was killed; {} if it was not.
+def unended(folder: Path) -> list[dict[str, Any]]:
+    """Return an end line for the last start if its launcher was killed; [] if it was not.
 
     Written by the next launcher, since its processes drop the records of steps to be done again.
     """
-    start = next(iter(lines(folder)[-1:]), {})
-    if start.get("event") != "start":
-        return {}
-    known = progress(folder, start["time"], read_status(folder), [])
-    times = start["time"], known["first_step_time"] or 0, last_record(folder).time
-    line = {"event": "end", "id": start["id"], "time": max(times)} | known
-    return line | {"outcome": "killed", "cause": "", "checkpoint": newest_checkpoint(folder)}
+    for start in lines(folder)[-1:]:
+        if start["event"] == "start":
+            known = progress(folder, start["time"], read_status(folder), [])
+            times = known["first_step_time"] or 0, last_record(folder).get("time", 0)
+            line = {"event": "end", "id": start["id"], "time": max(start["time"], *times)} | known
+            line |= {"outcome": "killed", "cause": "", "checkpoint": newest_checkpoint(folder)}
+            return [line]
+    return []
 
 
 def each_start(folder: Path) -> list[dict[str, Any]]:
@@ -326,7 +269,7 @@ def each_start(folder: Path) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in lines(folder):
         if line["event"] == "start":
-            about = {"began": line["time"], "checkpoint_before": line["checkpoint"], "time": None}
+            about = {"began": line["time"], "checkpoint_before": line.get("checkpoint"), "time": None}
             found[line["id"]] = line | about
         elif line["id"] in found:
             found[line["id"]] |= line
@@ -334,16 +277,9 @@ def each_start(folder: Path) -> list[dict[str, Any]]:
 
 
 # ---- goodput -------------------------------------------------------------------------------------
-def records_of(folder: Path) -> Iterator[Record]:
-    """Yield the records of metrics.jsonl that say when they were written."""
-    with suppress(OSError):
-        for found in each_record(folder / "metrics.jsonl"):
-            if (record := as_record(found)).time:
-                yield record
-
-
 PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
+FIELDS = ("step", "time", "seconds", "data_share")  # of a record: there may be a million of them
 
 
 def goodput(folder: Path) -> dict[str, Any]:
@@ -357,25 +293,27 @@ def goodput(folder: Path) -> dict[str, Any]:
     if not (starts := each_start(folder)):
         return {}
     began = [start["began"] for start in starts]
-    own: list[list[Record]] = [[] for _ in starts]
+    records: list[list[dict[str, Any]]] = [[] for _ in starts]
     unknown_starts = 0
-    for record in records_of(folder):
-        at = bisect_right(began, record.time) - 1
-        if at >= 0 and record.time <= (starts[at]["time"] or math.inf):
-            own[at].append(record)
+    path = folder / "metrics.jsonl"
+    for record in filter(None, each_record(path) if path.exists() else ()):
+        known = {"kind": kind_of(record)} | {name: record.get(name) or 0 for name in FIELDS}
+        at = bisect_right(began, known["time"]) - 1
+        if at >= 0 and known["time"] <= (starts[at]["time"] or math.inf):
+            records[at].append(known)
         else:
-            unknown_starts += record.kind == "start"
+            unknown_starts += known["kind"] == "start"
     sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     continued = None
-    for start, records in zip(reversed(starts), reversed(own), strict=True):
-        start["time"] = start["time"] or max([start["began"], *(one.time for one in records)])
-        parts = parts_of(start, records, continued)
+    for start, own in zip(reversed(starts), reversed(records), strict=True):
+        start["time"] = start["time"] or max([start["began"], *(one["time"] for one in own)])
+        parts = parts_of(start, own, continued)
         sums = {name: sums[name] + parts[name] for name in PARTS}
-        steps = [step for step in (continued, start["from_step"]) if step is not None]
+        steps = [step for step in (continued, start.get("from_step")) if step is not None]
         continued = min(steps, default=None)
     launcher = sum(sums.values())
     calendar = max(start["time"] for start in starts) - starts[0]["began"]
-    calendar = max(calendar, launcher, 1e-9)
+    calendar = max(calendar, launcher)
     return {
         "launcher": shares(sums, launcher),
         "calendar": shares(sums | {"down": calendar - launcher}, calendar),
@@ -390,7 +328,7 @@ def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
 
 
 def parts_of(
-    start: dict[str, Any], records: list[Record], continued: int | None
+    start: dict[str, Any], records: list[dict[str, Any]], continued: int | None
 ) -> dict[str, float]:
     """Return the seconds of each of PARTS in a start.
 
@@ -400,45 +338,33 @@ def parts_of(
         continued: the least step from which a later one continued; None: none has got so far.
     """
     found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    end = start["time"]
     is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
-    kept_step = start["checkpoint"] or 0 if is_lost else sys.maxsize
-    kept_step = kept_step if continued is None else continued
-    known = [one for one in records if one.kind != "start" and one.step <= kept_step]
-    first = _number(start.get("first_step_time")) or next((one.time for one in known), end)
-    known = [one for one in known if one.time > first]
-    last = first
+    kept_step = continued
+    if kept_step is None:
+        kept_step = (start.get("checkpoint") or 0) if is_lost else math.inf
+    known = [one for one in records if one["kind"] != "start" and one["step"] <= kept_step]
+    first = start.get("first_step_time") or next((one["time"] for one in known), start["time"])
+    last = kept_until = first
     for record in known:
-        if record.kind == "interval":
-            found["data"] += record.data_share * (record.time - last)
-            last = record.time
-        elif record.kind in PAUSES:
-            found[PAUSES[record.kind]] += record.seconds
-    kept_until = max([first, *(one.time for one in known)])
-    is_lost |= (start["step"] or 0) > kept_step
+        kept_until = max(kept_until, record["time"])
+        if record["time"] > first and record["kind"] == "interval":
+            found["data"] += record["data_share"] * (record["time"] - last)
+            last = record["time"]
+        elif record["time"] > first and record["kind"] in PAUSES:
+            found[PAUSES[record["kind"]]] += record["seconds"]
+    is_lost |= (start.get("step") or 0) > kept_step
     found["startup"] = first - start["began"]
-    found["lost" if is_lost else "ending"] = end - kept_until
+    found["lost" if is_lost else "ending"] = start["time"] - kept_until
     pauses = found["data"] + found["saving"] + found["evaluation"]
     return found | {"kept": max(0.0, kept_until - first - pauses)}
 
 
 def in_words(shares: dict[str, Any]) -> str:
-    """Return what goodput says of the calendar, the largest loss first: a line."""
+    """Return what goodput says of the calendar, as a line; "" where it is not known."""
     if not shares:
         return ""
-    rest = dict(shares["calendar"])
-    seconds, kept = rest.pop("seconds"), rest.pop("kept")
-    names = sorted((name for name in rest if rest[name] >= 0.005), key=lambda name: -rest[name])
-    lost = ", ".join(f"{WORDS.get(name, name)} {rest[name]:.0%}" for name in names)
-    return f"{kept:.0%} of {format_seconds(seconds)} since the first launch; {lost}"
-
-
-WORDS = {
-    "startup": "start-up",
-    "lost": "lost steps",
-    "data": "waiting for data",
-    "down": "no launcher ran",
-}
+    calendar = shares["calendar"]
+    return f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
 
 
 # ---- for schedulers ------------------------------------------------------------------------------
@@ -449,7 +375,7 @@ def marks(folder: Path) -> list[int]:
     """
     found: dict[str, int | None] = {}
     for start in each_start(folder):
-        found.setdefault(str(start.get("launch")), start["checkpoint_before"])
+        found.setdefault(start["launch"], start["checkpoint_before"])
     return [-1 if step is None else step for step in (*found.values(), newest_checkpoint(folder))]
 
 
@@ -476,20 +402,3 @@ def requeue(folder: Path, marks: list[int], code: int) -> tuple[int, str]:
     if code == PREEMPTED:
         return code, f"to be started again: {at}"
     return code, ""
-
-
-def stop_seconds(folder: Path) -> float:
-    """Return the seconds of the longest step, evaluation and save of a run, summed."""
-    path = folder / "metrics.jsonl"
-    longest = {"interval": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
-    written = {
-        step_of(path): (path / "manifest.json").stat().st_mtime for path in checkpoints(folder)
-    }
-    for record in each_record(path) if path.exists() else ():
-        kind = kind_of(record)
-        seconds = record.get("step_seconds" if kind == "interval" else "seconds") or 0.0
-        if kind == "checkpoint":  # training waits for a part of a save only
-            seconds = max(seconds, written.get(record["step"], 0.0) - record["time"])
-        if kind in longest:
-            longest[kind] = max(longest[kind], seconds)
-    return sum(longest.values())

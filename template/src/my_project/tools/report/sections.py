@@ -12,7 +12,7 @@ import numpy as np
 
 from ...failures import first_failure, place_of
 from ...files import format_seconds
-from ...starts import PARTS, WORDS, goodput
+from ...starts import PARTS, goodput
 from ..reader import NOT_COMPARED, PACKAGE, format_number, time_of
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis
@@ -228,7 +228,7 @@ def goodput_of(run: History) -> dict[str, str]:
     calendar, launcher, unknown = (shares[n] for n in ("calendar", "launcher", "unknown_starts"))
     rows = {"Time since the first launch": format_seconds(calendar["seconds"])}
     parts = {name: calendar[name] for name in (*PARTS, "down")}
-    rows |= {WORDS.get(n, n): f"{share:.1%}" * (share >= 0.0005) for n, share in parts.items()}
+    rows |= {n: f"{share:.1%}" * (share >= 0.0005) for n, share in parts.items()}
     rows["Time with a launcher"] = format_seconds(launcher["seconds"])
     rows["kept of it"] = f"{launcher['kept']:.1%}"
     return rows | {"Starts of unknown time": str(unknown or "")}
