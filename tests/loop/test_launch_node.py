@@ -178,8 +178,8 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, m
     four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
     assert (four.nodes, four.world_size, four.node_rank, four.processes_per_node) == (2, 8, 1, 4)
     hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
-    assert "--parallelism_config_dp_replicate_size=4" in hsdp.flags
-    assert "--parallelism_config_dp_shard_size=8" in hsdp.flags
+    assert hsdp.options.parallelism_config_dp_replicate_size == 4
+    assert hsdp.options.parallelism_config_dp_shard_size == 8
 
 
 @pytest.mark.skipif(not HAS_TOOLS, reason="tools/ was deleted")

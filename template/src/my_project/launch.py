@@ -31,13 +31,11 @@ import math
 import os
 import re
 import runpy
-import shlex
 import shutil
 import socket
 import sys
 import tempfile
 import time
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -83,8 +81,7 @@ NOT_INHERITED = re.compile(
 class Launch:
     """The settings of a launch, from the command line and the accelerate config."""
 
-    flags: tuple[str, ...]  # of accelerate launch
-    options: argparse.Namespace  # what accelerate makes of them and its config file
+    options: argparse.Namespace  # what accelerate makes of its flags and config file
     module: str
     arguments: tuple[str, ...]  # of the module
     nodes: int
@@ -118,36 +115,23 @@ class Launch:
             return [prepare_simple_launcher_cmd_env(options)[1]]
         if not options.main_process_port:  # on one node 29500 may be that of another run
             options.main_process_port = get_free_port() if self.nodes == 1 else self.port
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            common = prepare_multi_gpu_env(options)
-        port = options.main_process_port
-        if getattr(options, "standalone", False):  # that port is in use
-            port = get_free_port()
+        common = prepare_multi_gpu_env(options)
         if not check_cuda_p2p_ib_support():  # as accelerate launch does
             common = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | common
         common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | common
-        common |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(port)}
+        common |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(options.main_process_port)}
         first = self.node_rank * self.processes_per_node
-        found = []
-        for local_rank in range(self.processes_per_node):
-            sizes = {
-                "RANK": first + local_rank,
-                "LOCAL_RANK": local_rank,
-                "GROUP_RANK": self.node_rank,
-                "WORLD_SIZE": self.world_size,
-                "LOCAL_WORLD_SIZE": self.processes_per_node,
-                "TORCHELASTIC_RESTART_COUNT": attempt,
-                "TORCHELASTIC_RUN_ID": "none",
-            }
-            found.append(common | {name: str(size) for name, size in sizes.items()})
-        return found
-
-    @property
-    def line(self) -> str:
-        """Return the command that this launch equals, as one would type it."""
-        words = ["accelerate", "launch", *self.flags, "-m", self.module, *self.arguments]
-        return shlex.join(mask_command(words))
+        common |= {
+            "GROUP_RANK": str(self.node_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.processes_per_node),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RUN_ID": "none",
+        }
+        return [
+            common | {"RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank)}
+            for local_rank in range(self.processes_per_node)
+        ]
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -170,11 +154,8 @@ def parse(arguments: list[str]) -> Launch:
     if own.preflight and not (Path(__file__).parent / "tools").is_dir():
         raise ConfigError("--preflight needs the folder tools/: copy it from the template.")
     options = accelerate_options(flags, module)
-    nodes, world_size, node_rank = (
-        options.num_machines,
-        options.num_processes,
-        options.machine_rank,
-    )
+    nodes, world_size = options.num_machines, options.num_processes
+    node_rank = options.machine_rank
     if world_size > 1 and not (options.multi_gpu or options.use_fsdp):
         raise ConfigError(
             f"--num_processes is {world_size}, but the distributed_type of {options.config_file}"
@@ -187,8 +168,8 @@ def parse(arguments: list[str]) -> Launch:
         )
     if not 0 <= node_rank < nodes:
         raise ConfigError(f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}.")
+    fit_mesh(options, flags)
     return Launch(
-        flags=(*flags, *fit_mesh(options, flags)),
         options=options,
         module=module,
         arguments=tuple(module_arguments),
@@ -217,20 +198,16 @@ def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
     parser = launch_command_parser()
     parser.error = _refuse  # without the usage, some 200 lines
     typed = parser.parse_args([*flags, "-m", module])
-    if not typed.config_file:
+    # without one, accelerate would read a default config in the home folder
+    if not Path(typed.config_file or "").is_file():
         raise ConfigError(
-            "give --config_file accelerate_configs/<where>.yaml; without it accelerate reads the"
-            " default config in your home folder."
-        )
-    if not Path(typed.config_file).is_file():
-        raise ConfigError(
-            f"{typed.config_file} is not a file; accelerate_configs/README.md lists the configs."
+            f"--config_file is {typed.config_file}, but must be a file such as"
+            " accelerate_configs/multi_gpu.yaml; accelerate_configs/README.md lists them."
         )
     try:
-        options = _validate_launch_command(typed)[0]
+        return _validate_launch_command(typed)[0]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return options
 
 
 def _refuse(message: str) -> NoReturn:
@@ -242,20 +219,18 @@ def uses_cpu(where: dict[str, Any]) -> bool:
     return bool(where.get("use_cpu")) or str(where.get("gpu_ids", "")).startswith("-1")
 
 
-def fit_mesh(options: argparse.Namespace, flags: list[str]) -> list[str]:
-    """Set the mesh of HSDP by the number of nodes and processes, and return it as flags.
+def fit_mesh(options: argparse.Namespace, flags: list[str]) -> None:
+    """Set the mesh of HSDP by the number of nodes and processes, if no flag gives it.
 
     Where one node has the mesh of its file it stays: cpu_hsdp.yaml rehearses two nodes on one.
     """
     names = [f"parallelism_config_dp_{name}_size" for name in ("replicate", "shard")]
-    nodes, per_node = options.num_machines, options.num_processes // options.num_machines
-    given = [getattr(options, name) for name in names]
-    is_kept = given == [nodes, per_node] or (nodes == 1 and math.prod(given) == per_node)
-    if not options.use_parallelism_config or is_kept or "parallelism_config_dp" in " ".join(flags):
-        return []
-    for name, size in zip(names, (nodes, per_node), strict=True):
-        setattr(options, name, size)
-    return [f"--{name}={getattr(options, name)}" for name in names]
+    nodes, world_size = options.num_machines, options.num_processes
+    is_kept = nodes == 1 and math.prod(getattr(options, name) for name in names) == world_size
+    is_given = "parallelism_config_dp" in " ".join(flags)
+    if options.use_parallelism_config and not is_kept and not is_given:
+        for name, size in zip(names, (nodes, world_size // nodes), strict=True):
+            setattr(options, name, size)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -373,16 +348,12 @@ def import_all(config: Config) -> None:
                 importlib.import_module(name)
 
 
-PARSED: dict[tuple[str, ...], Config] = {}  # what a forked process finds; a spawned one parses
-
-
-def train(arguments: tuple[str, ...]) -> None:
+def train(config: Config, arguments: tuple[str, ...]) -> None:
     """Train in this process, one of those that the launcher has started."""
     sys.argv[1:] = arguments
     LAUNCHER.watch()
-    config = as_restarted(PARSED.get(arguments) or parse_settings(list(arguments)))
     module = importlib.import_module(TRAIN)
-    cli.run_on_all_ranks(module.main, config, is_run=True)
+    cli.run_on_all_ranks(module.main, as_restarted(config), is_run=True)
 
 
 def run_module(
@@ -406,8 +377,7 @@ def run_module(
     environments = launch.environments(starts.attempt)
     if module == TRAIN and launch.config:
         import_all(launch.config)
-        PARSED[launch.arguments] = launch.config
-        function = partial(train, launch.arguments)
+        function = partial(train, launch.config, launch.arguments)
     else:
         function = partial(_run_as_main, module, launch.arguments)
     starts.begin()
@@ -426,30 +396,27 @@ def main(arguments: list[str]) -> int:
     own = launch.own
     if own.stop_at_end_of_input:
         stop_at_end_of_input()
-    if not launch.config or launch.module != TRAIN:
-        return start(launch)
+    if not own.requeue or not launch.config:
+        return end(start(launch))
     folder = launch.run_folder
     is_new_run = as_restarted(launch.config).resume == "never"
     marks = [-1] if is_new_run else starts.marks(folder)
-    code = start(launch)
-    if not own.requeue:
-        return code
-    code, why = starts.requeue(folder, marks, code)
+    code, why = starts.requeue(folder, marks, end(start(launch)))
     if why and not launch.node_rank:
         print(why, flush=True)
     return code
 
 
-def start(launch: Launch, *, shown: str = "", command: str = "", is_dry_run: bool = False) -> int:
-    """Run this node's part of the run; return the exit code.
-
-    The outcome is printed last, below all output of the processes.
+def start(launch: Launch, *, shown: str = "", command: str = "") -> Ending | int:
+    """Run this node's part of the run.
 
     Args:
         launch: the settings.
         shown: printed first; "" for a line about this node.
         command: what continues the run, as it is typed; "" where that is not known.
-        is_dry_run: leave the block of a finished run to the caller.
+
+    Returns:
+        How the run ended, or the exit code of what is no run.
     """
     if launch.config and launch.gpus and launch.nodes == 1:
         from .devices import check_gpus, count_accelerators
@@ -462,39 +429,36 @@ def start(launch: Launch, *, shown: str = "", command: str = "", is_dry_run: boo
         print(shown or summary(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
-        logs = log_folder(launch, PREFLIGHT)
-        if launch.own.preflight and any(
-            run_module(launch, workers, PREFLIGHT, logs, NO_RESTARTS).values()
-        ):
+        if launch.own.preflight:
+            logs = log_folder(launch, PREFLIGHT)
+            codes = run_module(launch, workers, PREFLIGHT, logs, NO_RESTARTS)
             if workers.stop_signal_at:
                 return PREEMPTED
-            print("preflight failed, so nothing was trained; see the errors above", flush=True)
-            return print_setting_error(read_failures(Path(errors))) or 1
-        if workers.stop_signal_at:  # at the end of the preflight
-            return PREEMPTED
-        ending = run(launch, workers, Path(errors), command)
+            if any(codes.values()):
+                print("preflight failed, so nothing was trained; see the errors above", flush=True)
+                return print_setting_error(read_failures(Path(errors))) or 1
+        return run(launch, workers, Path(errors), command)
+
+
+def end(ending: Ending | int) -> int:
+    """Print how a run ended, below all output of its processes; return the exit code."""
     if isinstance(ending, int):
         return ending
-    if not (is_dry_run and ending.kind == "finished"):
-        with suppress(OSError):  # a closed terminal
-            ending.print()
+    with suppress(OSError):  # a closed terminal
+        ending.print()
     return ending.exit_code
 
 
 def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending | int:
-    """Run the module.
-
-    Returns:
-        How the run ended; for a module that is not a run, its exit code.
-    """
+    """Run the module, and again after failures that need not repeat."""
     folder = launch.run_folder
     before = read_status(folder)
     logs = log_folder(launch, launch.module)
     if launch.module != TRAIN:
-        logs = logs if launch.config else None
-        codes = run_module(launch, workers, launch.module, logs, NO_RESTARTS)
-        return print_setting_error(read_failures(errors)) or _one(codes)
-    made = [path for path in (logs, *logs.parents) if not path.exists()]
+        place = logs if launch.config else None
+        codes = run_module(launch, workers, launch.module, place, NO_RESTARTS)
+        one = next((code if code > 0 else 1 for code in failed(codes).values()), None)
+        return print_setting_error(read_failures(errors)) or one or max(codes.values())
     starts = Starts(
         folder=folder,
         limit=launch.own.max_restarts,
@@ -519,27 +483,17 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
             path.unlink()
     workers.ignore_signals()
     status = wait_for_status(folder, before, 1 if lost else launch.nodes)
-    token = read_json(folder / "run.json").get("launch", "") if status != before else ""
-    if token:
+    if status != before:
+        token = read_json(folder / "run.json").get("launch", "")
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
-    has_failed = status.get("outcome") == "failed" or (lost and failed(codes))
-    if token and found and has_failed and not launch.node_rank:
-        status = correct_status(folder, status, found)
-    goodput = starts.finish()  # which reads the status again
-    # a refused start leaves no folder, unless it was there
-    refused = next(filter(is_setting, found[:1]), None) if failed(codes) else None
-    if refused and (status == before or _has_begun_here(launch, refused, token, made)):
-        shutil.rmtree(logs if status == before else folder, ignore_errors=True)
-        for path in made:
-            with suppress(OSError):
-                if os.listdir(path) == [".lock"] and is_locked(path) is False:
-                    lock_of(path).unlink()
-                path.rmdir()
-    return Ending(
+        has_failed = status.get("outcome") == "failed" or (lost and failed(codes))
+        if found and has_failed and not launch.node_rank:
+            status = correct_status(folder, status, found)
+    ending = Ending(
         folder=folder,
         logs=logs,
         status=status,
-        goodput=goodput,
+        goodput=starts.finish(),  # which reads the status again
         is_new=status != before,
         is_first_node=launch.node_rank == 0,
         failures=found,
@@ -549,6 +503,14 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         command=command,
         codes=codes,
     )
+    if ending.kind == "refused" and not ending.is_new:
+        shutil.rmtree(logs, ignore_errors=True)
+        with suppress(OSError):  # up to the first folder that is not empty
+            for path in logs.parents:
+                if os.listdir(path) == [".lock"] and is_locked(path) is False:
+                    lock_of(path).unlink()
+                path.rmdir()
+    return ending
 
 
 def correct_status(
@@ -593,7 +555,10 @@ def starts_again(
 
 def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any]:
     """Print and write the error file of a node that does not answer; return its content."""
-    rank, step = node.rank * launch.processes_per_node, last_record(launch.run_folder).get("step", 0)
+    rank, step = (
+        node.rank * launch.processes_per_node,
+        last_record(launch.run_folder).get("step", 0),
+    )
     reason = (
         f"node {node.rank} has not answered for half a minute: its host has crashed, hangs or is"
         " cut off from the network"
@@ -611,12 +576,6 @@ def by_themselves(workers: Workers, codes: dict[int, int]) -> dict[int, int]:
     return {rank: code for rank, code in codes.items() if rank not in workers.killed}
 
 
-def _one(codes: dict[int, int]) -> int:
-    """Return one exit code for all processes: of one that failed, if any."""
-    found = (code if code > 0 else 1 for code in failed(codes).values())
-    return next(found, max(codes.values()))
-
-
 def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: int) -> None:
     """Write into the log folder how the processes have ended on this node."""
     ended = {
@@ -628,15 +587,6 @@ def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: in
     }
     with suppress(OSError):  # a full disk
         write_atomically(logs / "launcher.json", json.dumps(ended) + "\n")
-
-
-def _has_begun_here(launch: Launch, refused: dict[str, Any], token: str, made: list[Path]) -> bool:
-    """Return whether this start alone has made the run folder, and took no step.
-
-    Another start may have begun the run meanwhile: run.json then has its token.
-    """
-    is_own = bool(token) and refused["launch"] == token and launch.run_folder in made
-    return is_own and launch.node_rank == 0 and refused["exit_code"] == 2 and not refused["step"]
 
 
 def read_failures(errors: Path) -> list[dict[str, Any]]:

@@ -269,7 +269,11 @@ def each_start(folder: Path) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in lines(folder):
         if line["event"] == "start":
-            about = {"began": line["time"], "checkpoint_before": line.get("checkpoint"), "time": None}
+            about = {
+                "began": line["time"],
+                "checkpoint_before": line.get("checkpoint"),
+                "time": None,
+            }
             found[line["id"]] = line | about
         elif line["id"] in found:
             found[line["id"]] |= line

@@ -14,7 +14,6 @@ The settings are those of the config (--help lists them, and with a config the r
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -24,20 +23,19 @@ from pathlib import Path
 
 from . import cli, launch
 from .command_line import did_you_mean, parse
-from .config import Config, ConfigError, to_yaml
-from .end_block import print_block, print_finished, rows
+from .config import Config, ConfigError
+from .end_block import print_block, rows
 from .files import (
     checkpoints,
+    each_record,
     format_seconds,
     processes,
     read_json,
-    read_status,
     read_yaml,
     step_of,
     writing,
 )
 from .loading.layout import batch_layout
-from .run_folder import FINISHED_BEFORE, refuse_other_settings
 from .safety.redaction import mask_command
 from .workers import in_a_child
 
@@ -63,11 +61,6 @@ def count_gpus() -> int:
     return in_a_child(torch.cuda.device_count)
 
 
-def most_that_divide(gpus: int, global_batch_size: int) -> int:
-    """Return the largest number of processes up to gpus that divides the global batch."""
-    return max((n for n in range(1, gpus + 1) if global_batch_size % n == 0), default=1)
-
-
 def find_where(name: str) -> Path:
     """Return the path of an accelerate config by its name or path."""
     path = Path(name)
@@ -88,7 +81,8 @@ def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, i
         The path, the number, and why, as one line.
     """
     gpus = count_gpus()
-    fitting = options.num_processes or most_that_divide(gpus, global_batch_size)
+    dividing = [n for n in range(1, gpus + 1) if global_batch_size % n == 0]
+    fitting = options.num_processes or max(dividing, default=1)
     shown = f"{gpus} GPU{'s' * (gpus != 1)}"
     if not options.where:
         kinds = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
@@ -121,19 +115,7 @@ def describe(started: launch.Launch, reason: str) -> str:
         ("on", f"{device}, {processes(started.world_size)}, precision {precision}"),
         ("where", started.options.config_file + (f": {reason}" if reason else "")),
     ]
-    return "\n".join([*rows(pairs), f"= {started.line}"])
-
-
-def is_finished(config: Config) -> bool:
-    """Return whether exactly this run has finished, so that its result is shown at once.
-
-    Where a setting differs that may, the train module decides.
-    """
-    saved = config.folder / "config.yaml"
-    if read_status(config.folder).get("outcome") != "finished" or not saved.is_file():
-        return False
-    is_exported = (config.folder / "export").is_dir()
-    return is_exported and saved.read_text(encoding="utf-8") == to_yaml(config)
+    return "\n".join(rows(pairs))
 
 
 # ---- a dry run -----------------------------------------------------------------------------------
@@ -154,29 +136,27 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
             ]
         )
         shown = describe(started, "a dry run")
-        code = launch.start(started, shown=shown, command=command, is_dry_run=True)
-        if code == 0:
-            print_estimate(config, started.run_folder)
-    return code
+        ending = launch.start(started, shown=shown, command=command)
+        if isinstance(ending, int) or ending.kind != "finished":
+            return launch.end(ending)
+        print_estimate(config, started.run_folder)
+    return 0
 
 
 def print_estimate(config: Config, folder: Path) -> None:
     """Show what a step takes, and about what the whole run will."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = each_record(folder / "metrics.jsonl")
     last = [record for record in records if "samples_per_second" in record][-1]
     rate, size = last["samples_per_second"], config.batches.global_batch_size
-    paused = read_status(folder).get("paused_seconds", 0.0)
     samples = read_json(folder / "run.json").get("lengths", {}).get("the training set", 0)
     steps = config.steps or max(1, round((config.epochs or 0) * (samples // size)))
-    memory = f"{last['peak_memory_bytes'] / 1e6:.0f} MB at the peak of a process"
+    whole = f"{steps} steps: about {format_seconds(steps * size / rate)} without pauses"
     pairs = [
         ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
-        ("pause", f"{paused:.2g} s for an evaluation and a save"),
-        ("memory", memory),
-        ("whole", f"{steps} steps: about {format_seconds(steps * size / rate)} without pauses"),
-        ("kept", "nothing"),
+        ("memory", f"{last['peak_memory_bytes'] / 1e6:.0f} MB at the peak of a process"),
+        ("whole", whole),
     ]
-    title = "dry run: two steps, an evaluation, a save and an export work"
+    title = "dry run: two steps, an evaluation, a save and an export work; nothing is kept"
     print_block(title, rows(pairs))
 
 
@@ -200,13 +180,9 @@ def main(arguments: list[str]) -> int:
     command = f"python -m {__package__} train {typed}"
     if options.dry_run:
         return dry_run(config, flags, settings, command)
-    refuse_other_settings(config)
-    if config.resume == "auto" and is_finished(config):
-        print(FINISHED_BEFORE, flush=True)
-        print_finished(config.folder, read_status(config.folder))
-        return 0
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
-    return launch.start(started, shown=describe(started, reason), command=command)
+    ending = launch.start(started, shown=describe(started, reason), command=command)
+    return launch.end(ending)
 
 
 if __name__ == "__main__":
