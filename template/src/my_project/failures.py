@@ -152,17 +152,16 @@ def place_of(at: dict[str, Any] | None) -> str:
 
 
 def folded(frames: list[dict[str, Any]]) -> list[str]:
-    """Return a traceback as lines, in which the frames of libraries are folded into one."""
+    """Return a traceback as lines, in which the frames of a library are folded into one."""
     lines = []
-    for is_of_library, group in groupby(frames, key=lambda one: one["library"] is not None):
+    for library, group in groupby(frames, key=lambda one: one["library"]):
         some = list(group)
-        if is_of_library:
-            names = ", ".join(dict.fromkeys(one["library"] for one in some))
-            lines.append(f"  ... {len(some)} frame{'s' * (len(some) > 1)} in {names}")
+        if library:
+            lines.append(f"  ... {len(some)} frame{'s' * (len(some) > 1)} in {library}")
             continue
         for one in some:
             lines.append(f"  {short_path(one['file'])}, line {one['line']}, in {one['function']}")
-            lines += [f"    {one['code']}"] * bool(one["code"])
+            lines.append(f"    {one['code']}")
     return lines
 
 
