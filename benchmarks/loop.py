@@ -169,7 +169,7 @@ def train_ours(settings: Any) -> None:
         os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
         regional = str(settings.compile == "regional")
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = regional
-    cli.set_up_logging(is_run=True)
+    cli.set_up_logging()
     config = Config(
         recipe=settings.recipe,
         batches=BatchesConfig(

@@ -1,9 +1,10 @@
 """What the fork server imports once, for 15 s: nothing that starts a thread or a computation."""
 
 import contextlib
+import gc
 import importlib
 
-from my_project.process import freeze_objects, no_garbage_collection
+from my_project.process import no_garbage_collection
 
 with no_garbage_collection():
     for name in (
@@ -25,4 +26,4 @@ with no_garbage_collection():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
-freeze_objects()  # else the first collection of each forked process looks at all that was imported
+gc.freeze()  # else the first collection of each forked process looks at all that was imported

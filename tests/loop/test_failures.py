@@ -79,6 +79,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
 def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
     tmp_path, monkeypatch
 ):
+    (tmp_path / "logs").mkdir()
     monkeypatch.setenv("LAUNCH_LOGS", str(tmp_path / "logs"))
     monkeypatch.setenv("RANK", "3")
     failures.note_signal(signal.SIGUSR1.name)

@@ -128,7 +128,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys, c
     monkeypatch.setattr(Logged, "loss", fail)
     config: Config = make_config(tmp_path, Logged(), steps=2, evaluation__sanity_check=False)
     caplog.set_level(logging.INFO)  # undone after the test, and with it what follows
-    cli.set_up_logging(is_run=True)
+    cli.set_up_logging()
     try:
         with pytest.raises(OSError, match="cannot read") as told:
             train(config)

@@ -213,7 +213,9 @@ def test_a_run_under_way_has_no_cause_until_it_has_ended_without_a_word(tmp_path
 def test_a_run_that_was_told_to_stop_and_killed_before_it_saved_is_told(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    monkeypatch.setenv("LAUNCH_LOGS", str(run.folder / f"logs/node_0/{stamp}_7"))
+    logs = run.folder / f"logs/node_0/{stamp}_7"
+    logs.mkdir(parents=True)
+    monkeypatch.setenv("LAUNCH_LOGS", str(logs))
     monkeypatch.setattr(failures.LAUNCHER, "stop_signal", "")
     failures.note_signal("SIGTERM")
     found = diagnose(run.folder)
@@ -280,6 +282,7 @@ def train_with_logs(config: Config, folder: Path) -> None:
     """Train as under launch.py, into a log of its own."""
     from my_project import cli
 
+    folder.mkdir(parents=True)
     os.environ["LAUNCH_LOGS"] = str(folder)
     cli.run_on_all_ranks(train, config, is_run=True)
 

@@ -4,7 +4,6 @@ import argparse
 import gc
 import logging
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 
 from .config import ConfigError
 from .failures import exit_with_error, library_of, record_of, report_once, text_of
-from .process import LOGS, PREEMPTED, freeze_objects, process_name, world, write_logs
+from .process import PREEMPTED, process_name, world, write_logs
 from .safety.redaction import MaskedFormatter
 
 logger = logging.getLogger(__name__)
@@ -67,11 +66,9 @@ def run_on_all_ranks(
     A ConfigError, which the user can fix, exits with a message and its own code; any other
     exception exits with 1, after an error file is written (failures.py) and the traceback logged.
     """
-    # parse_command_line has turned it off for the imports; what they made is not looked at again
-    freeze_objects()
-    gc.enable()
+    gc.enable()  # parse_command_line has turned it off for the imports
     write_logs(is_run=is_run)
-    set_up_logging(is_run=is_run)
+    set_up_logging()
     code = 1
     try:
         code = main(argument)
@@ -113,30 +110,21 @@ class _Screen(logging.StreamHandler):
         return sys.stdout
 
 
-def set_up_logging(*, is_run: bool) -> None:
+def set_up_logging() -> None:
     """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
 
-    Under launch.py, which ends a run in one block, what libraries log goes to stderr, and so to the
-    log file only.
-
-    Args:
-        is_run: this is the train module.
+    What libraries log goes to stderr: under launch.py, which ends a run in one block, to the log
+    file only.
     """
-    world_size, rank = world()
-    prefix = f"[rank {rank} on {socket.gethostname()}] " if world_size > 1 and rank else ""
-    formatter = MaskedFormatter(f"{prefix}%(levelname)s %(message)s" if prefix else "%(message)s")
+    rank = world()[1]
+    prefix = f"[{process_name()}] %(levelname)s " if rank else ""
+    shown, kept = _Screen(), logging.StreamHandler(sys.stderr)
+    shown.addFilter(_is_of_project)
+    kept.addFilter(lambda record: not _is_of_project(record))
+    for handler in (shown, kept):
+        handler.setFormatter(MaskedFormatter(f"{prefix}%(message)s"))
     level = logging.WARNING if rank else logging.INFO
-    has_file = is_run and LOGS in os.environ
-    shown = _Screen()
-    shown.setFormatter(formatter)
-    handlers: list[logging.Handler] = [shown]
-    if has_file:
-        kept = logging.StreamHandler(sys.stderr)
-        kept.setFormatter(formatter)
-        kept.addFilter(lambda record: not _is_of_project(record))
-        shown.addFilter(_is_of_project)
-        handlers.append(kept)
-    logging.basicConfig(level=level, handlers=handlers, force=True)
+    logging.basicConfig(level=level, handlers=[shown, kept], force=True)
     for library in ("accelerate", "torch", "httpx", "datasets"):
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)

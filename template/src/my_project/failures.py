@@ -117,10 +117,7 @@ def frames_of(error: BaseException) -> list[dict[str, Any]]:
         found = FRAME.findall(message.split(WORKER_TRACEBACK, 1)[1])
         if found:
             return [frame(file, int(line), name, code) for file, line, name, code in found]
-    frames = frames_in(traceback.extract_tb(error.__traceback__))
-    if isinstance(error, SyntaxError) and error.filename:
-        frames.append(frame(error.filename, error.lineno or 0, "<module>", error.text or ""))
-    return frames
+    return frames_in(traceback.extract_tb(error.__traceback__))
 
 
 def frames_in(stack: traceback.StackSummary) -> list[dict[str, Any]]:
@@ -342,7 +339,6 @@ def write_to_logs(kind: str, content: dict[str, Any]) -> None:
     """Write what this process reports into the log folder of the start, if launch.py made one."""
     if folder := os.environ.get(LOGS):
         with suppress(OSError):
-            Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder, f"{kind}_{world()[1]:05d}.json")
             write_atomically(path, json.dumps(content, indent=1) + "\n")
 

@@ -23,6 +23,7 @@ One node takes a free port where the file has 0. In this order:
 
 import argparse
 import ast
+import gc
 import importlib
 import inspect
 import json
@@ -346,6 +347,7 @@ def import_all(config: Config) -> None:
         for name in names:
             with suppress(Exception):
                 importlib.import_module(name)
+    gc.freeze()  # a collection in a forked process would copy the pages of all that was imported
 
 
 def train(config: Config, arguments: tuple[str, ...]) -> None:

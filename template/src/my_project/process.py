@@ -6,7 +6,6 @@ if not: no orphan keeps training. A process that was started without a launcher 
 Imports no torch, since a launcher may be killed while its processes import.
 """
 
-import atexit
 import gc
 import io
 import multiprocessing
@@ -36,15 +35,6 @@ def process_name() -> str:
 
 GARBAGE_OBJECTS = 10_000  # Python's own limit is 700 to 2,000
 RECORDS_PER_FULL_COLLECTION = 100
-FROZEN = threading.Event()  # set by freeze_objects; gc.get_freeze_count would take 0.05 s to count
-
-
-def freeze_objects() -> None:
-    """Have no garbage collection look at what exists now until the process ends."""
-    gc.freeze()
-    if not FROZEN.is_set():
-        FROZEN.set()
-        atexit.register(gc.unfreeze)  # C++ modules report what is left at the end as leaked
 
 
 @contextmanager
@@ -59,9 +49,6 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            gc.freeze()  # so that the next collection does not take all of it for new objects
-            if not FROZEN.is_set():
-                gc.unfreeze()
             gc.enable()
 
 
@@ -86,8 +73,7 @@ def garbage_collected_at_records() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*limits)
-        if not FROZEN.is_set():
-            gc.unfreeze()
+        gc.unfreeze()  # C++ modules report what is left at the end as leaked
 
 
 def collect_all_garbage() -> None:
@@ -152,7 +138,6 @@ def write_logs(*, is_run: bool) -> None:
         return
     rank = world()[1]
     try:
-        os.makedirs(folder, exist_ok=True)
         file = open(os.path.join(folder, f"rank_{rank:05d}.log"), "ab", buffering=0)  # noqa: SIM115
     except OSError:  # a full disk: the start of the run says so
         return
