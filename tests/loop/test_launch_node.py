@@ -123,7 +123,6 @@ def test_the_exit_code_is_the_runs_outcome(
             self.killed = []
             self.others = None
             self.stop_signal = "SIGTERM" if stopped else ""
-            self.stop_signal_at = stopped
             self.stop_signal_time = float("inf")
             self.was_killed = False
 
@@ -185,7 +184,7 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, m
 @pytest.mark.skipif(not HAS_TOOLS, reason="tools/ was deleted")
 def test_a_preflight_that_fails_starts_no_training(tmp_path, monkeypatch):
     class Fails:
-        stop_signal_at = None
+        stop_signal = ""
 
         def run(self, function: Any, *_: object) -> dict[int, int]:
             assert function.args[0] == "my_project.tools.preflight"

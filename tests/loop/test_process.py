@@ -136,7 +136,7 @@ def signal_and_work(*arguments):  # in the new process, while signals are blocke
     os.kill(os.getppid(), signal.SIGTERM)
     work(*arguments)
 workers._work = signal_and_work
-print(run("sleep", "600")[0], bool(ours.stop_signal_at), flush=True)
+print(run("sleep", "600")[0], bool(ours.stop_signal), flush=True)
 """
 
 

@@ -305,12 +305,7 @@ def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> A
         ip=ip,
         refusal=refusal,
     )
-    return rendezvous.wait_for_nodes(
-        me,
-        launch.address,
-        launch.port,
-        seconds,
-    )
+    return rendezvous.wait_for_nodes(me, launch.address, launch.port, seconds)
 
 
 # ---- the outcome ---------------------------------------------------------------------------------
@@ -409,12 +404,11 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def start(launch: Launch, *, shown: str = "", command: str = "") -> Ending | int:
+def start(launch: Launch, command: str = "") -> Ending | int:
     """Run this node's part of the run.
 
     Args:
         launch: the settings.
-        shown: printed first; "" for a line about this node.
         command: what continues the run, as it is typed; "" where that is not known.
 
     Returns:
@@ -428,13 +422,13 @@ def start(launch: Launch, *, shown: str = "", command: str = "") -> Ending | int
     if launch.nodes > 1:
         workers.others = wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
     else:
-        print(shown or summary(launch), flush=True)
+        print(summary(launch), flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
         if launch.own.preflight:
             logs = log_folder(launch, PREFLIGHT)
             codes = run_module(launch, workers, PREFLIGHT, logs, NO_RESTARTS)
-            if workers.stop_signal_at:
+            if workers.stop_signal:
                 return PREEMPTED
             if any(codes.values()):
                 print("preflight failed, so nothing was trained; see the errors above", flush=True)
@@ -596,20 +590,16 @@ def read_failures(errors: Path) -> list[dict[str, Any]]:
     return [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
 
 
-def is_setting(failure: dict[str, Any]) -> bool:
-    """Return whether a failure is an error that the user can fix, of which one line is shown."""
-    return failure["cause"] == "setting"
-
-
 def print_setting_error(found: list[dict[str, Any]]) -> int:
     """Print again the ConfigError with which a process exited.
 
     Returns:
         Its exit code; 0 without such an error.
     """
-    for failure in filter(is_setting, found):
-        print(f"error: {failure['reason']}", file=sys.stderr, flush=True)
-        return failure["exit_code"]
+    for failure in found:
+        if failure["cause"] == "setting":
+            print(f"error: {failure['reason']}", file=sys.stderr, flush=True)
+            return failure["exit_code"]
     return 0
 
 

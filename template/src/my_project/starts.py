@@ -301,7 +301,8 @@ def goodput(folder: Path) -> dict[str, Any]:
     unknown_starts = 0
     path = folder / "metrics.jsonl"
     for record in filter(None, each_record(path) if path.exists() else ()):
-        known = {"kind": kind_of(record)} | {name: record.get(name) or 0 for name in FIELDS}
+        known: dict[str, Any] = {name: record.get(name) or 0 for name in FIELDS}
+        known["kind"] = kind_of(record)
         at = bisect_right(began, known["time"]) - 1
         if at >= 0 and known["time"] <= (starts[at]["time"] or math.inf):
             records[at].append(known)

@@ -29,10 +29,8 @@ from .files import (
     checkpoints,
     each_record,
     format_seconds,
-    processes,
     read_json,
     read_yaml,
-    step_of,
     writing,
 )
 from .loading.layout import batch_layout
@@ -101,23 +99,6 @@ def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, i
     return path, fitting, shown
 
 
-# ---- what starts ---------------------------------------------------------------------------------
-def describe(started: launch.Launch, reason: str) -> str:
-    """Return what starts, as lines."""
-    config = started.config
-    assert config is not None
-    found = checkpoints(config.folder) if config.resume != "never" else []
-    state = f"continues from step {step_of(found[-1])}" if found else f"new, resume {config.resume}"
-    device = f"{started.gpus} GPU{'s' * (started.gpus > 1)}" if started.gpus else "the CPU"
-    precision = config.precision or started.precision
-    pairs = [
-        ("run", f"{config.folder}, {state}"),
-        ("on", f"{device}, {processes(started.world_size)}, precision {precision}"),
-        ("where", started.options.config_file + (f": {reason}" if reason else "")),
-    ]
-    return "\n".join(rows(pairs))
-
-
 # ---- a dry run -----------------------------------------------------------------------------------
 def dry_run(config: Config, flags: list[str], settings: list[str], command: str) -> int:
     """Train two steps in a temporary folder, and say what the whole run will take."""
@@ -135,8 +116,7 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
                 "--profile.steps=null",
             ]
         )
-        shown = describe(started, "a dry run")
-        ending = launch.start(started, shown=shown, command=command)
+        ending = launch.start(started, command=command)
         if isinstance(ending, int) or ending.kind != "finished":
             return launch.end(ending)
         print_estimate(config, started.run_folder)
@@ -170,6 +150,8 @@ def main(arguments: list[str]) -> int:
     config = parse(settings, __doc__ or "", f"python -m {__package__} train")
     path, processes, reason = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
+    if reason:
+        print(f"{path}: {reason}", flush=True)
     flags = ["--config_file", str(path)]
     if processes != (read_yaml(path).get("num_processes") or 1):
         flags += ["--num_processes", str(processes)]
@@ -181,8 +163,7 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         return dry_run(config, flags, settings, command)
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
-    ending = launch.start(started, shown=describe(started, reason), command=command)
-    return launch.end(ending)
+    return launch.end(launch.start(started, command=command))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,6 @@ class Workers:
         self.running: list[Any] = []  # multiprocessing's
         self.killed: list[int] = []  # ranks that were ended since another one had failed
         self.stop_signal = ""  # the name of the first stop signal
-        self.stop_signal_at: float | None = None  # time.monotonic()
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
         self.was_killed = False  # by a second stop signal
         self.others: Any = None  # with several nodes rendezvous.OtherNodes
@@ -51,21 +50,17 @@ class Workers:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: object) -> None:
-        now = time.monotonic()
-        is_first = self.stop_signal_at is None
-        self.stop_signal_at = self.stop_signal_at or now
-        if is_first:
+        if not self.stop_signal:
             self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
-        if is_first and not self.running:
-            raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
-        if is_first:
+            if not self.running:
+                raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
             with suppress(OSError):  # a closed terminal; print may be what was interrupted
                 os.write(1, f"\n{self.stop_signal}: {STOPPING}\n".encode())
             for worker in self.running:
                 with suppress(ProcessLookupError):
                     if worker.exitcode is None:
                         os.kill(worker.pid, signal.SIGTERM if number == signal.SIGHUP else number)
-        elif now - self.stop_signal_at > KILL_AFTER_SECONDS:
+        elif time.time() - self.stop_signal_time > KILL_AFTER_SECONDS:
             self.was_killed = True
             kill_all(self.running)
 

@@ -57,12 +57,9 @@ def read_config(path: Path, trusted: Iterable[str] = (), given: Path | None = No
     settings |= {group: _chosen(saved.get(group), names) for group, names in GROUPS.items()}
     recipe = settings["recipe"]
     name = recipe.get("class_path")
-    if not (isinstance(name, str) and _is_dotted(name)):
-        raise ConfigError(
-            f"{path} names {name!r}, which is not the path of a class (module.Class)."
-        )
-    if not isinstance(recipe.get("init_args"), (dict, NoneType)):
-        raise ConfigError(f"{path}: the init_args of {name} are not a group of settings.")
+    is_class = isinstance(name, str) and _is_dotted(name)
+    if not (is_class and isinstance(recipe.get("init_args"), (dict, NoneType))):
+        raise ConfigError(f"{path}: recipe is not a class_path, module.Class, with init_args.")
     weights = run_folder(str(given or path.parent))
     trusted = {*trusted, *_named_in_configs(weights)}
     for stated in {name, *trusted.intersection(_strings(recipe))}:
