@@ -342,11 +342,11 @@ def import_all(config: Config) -> None:
         for name in names:
             with suppress(Exception):
                 importlib.import_module(name)
-    gc.freeze()  # a collection in a forked process would copy the pages of all that was imported
 
 
 def train(config: Config, arguments: tuple[str, ...]) -> None:
     """Train in this process, one of those that the launcher has started."""
+    gc.freeze()  # a collection would copy the pages of all that was imported before the fork
     sys.argv[1:] = arguments
     LAUNCHER.watch()
     module = importlib.import_module(TRAIN)
