@@ -218,6 +218,9 @@ class Run:
         lock = lock_of(folder).open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
         except BlockingIOError:
             with lock:
                 lock.seek(0)
@@ -227,10 +230,7 @@ class Run:
                 " --run_name."
             ) from None
         except OSError:
-            return lock  # a file system without locks
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+            pass  # a file system without locks, or a full disk, on which begin() ends
         return lock
 
     def check_lock(self) -> None:

@@ -26,7 +26,6 @@ from .command_line import did_you_mean, parse
 from .config import Config, ConfigError
 from .end_block import print_block, rows
 from .files import (
-    checkpoints,
     each_record,
     format_seconds,
     read_json,
