@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from . import contract
 from .blocks import not_compiled
-from .collectives import merge_metrics_on_main, on_main_then_broadcast
+from .collectives import gather_on_main, on_main_then_broadcast
 from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import fork_rng, seed_forward
@@ -170,6 +171,49 @@ def _measure(
         forward(batch, metrics if m < count else discarded)
     merge_metrics_on_main(accelerator, metrics)
     return _values(accelerator, config, metrics, is_sanity_check)
+
+
+def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> None:
+    """Merge the metrics' state of all ranks on rank 0, which alone can then compute them.
+
+    In place of torchmetrics' own gathering, which brings the state of all ranks to every rank, and
+    aborts the process when one rank holds a list of values and another, without samples, an empty
+    one. It has no public way to say that compute() is to take the state as it is, also in a group
+    of one.
+    """
+    from torchmetrics import Metric
+
+    parts = (part for name in sorted(metrics) for part in metrics[name].modules())
+    for part in parts:
+        if isinstance(part, Metric):
+            part._to_sync = False
+            if accelerator.num_processes > 1:
+                own = part.update_count, send_to_device(part.metric_state, "cpu")
+                _merge(part, gather_on_main(accelerator, own))
+
+
+def _merge(metric: Any, of_ranks: list[tuple[int, dict[str, Any]]]) -> None:
+    """Set a metric's state to that of all ranks, each given with the number of its updates.
+
+    Sums and means are taken in float64: they then hardly depend on the order of the ranks.
+    """
+    from torchmetrics.utilities import dim_zero_mean, dim_zero_sum
+
+    metric._update_count = sum(updates for updates, _ in of_ranks)
+    # the others hold defaults, whose shape may be another
+    with_samples = [send_to_device(state, metric.device) for updates, state in of_ranks if updates]
+    for name, reduction in metric._reductions.items() if with_samples else ():
+        values = [state[name] for state in with_samples]
+        if isinstance(values[0], list):
+            setattr(metric, name, [tensor for value in values for tensor in value])
+            continue
+        merged = torch.stack(values)
+        dtype = merged.dtype
+        if reduction in (dim_zero_sum, dim_zero_mean) and dtype.is_floating_point:
+            merged = reduction(merged.double()).to(dtype)
+        elif reduction:
+            merged = reduction(merged)
+        setattr(metric, name, merged)
 
 
 def _values(
