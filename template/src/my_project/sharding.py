@@ -82,13 +82,13 @@ def build_model(
     if accelerator.distributed_type == DistributedType.FSDP:
         if config.channels_last and accelerator.is_main_process:
             logger.warning("channels_last is ignored: FSDP shards only contiguous weights.")
-        model, weights = sharded_start.build(accelerator, build, is_resumed=resume_from is not None)
+        model, weights = sharded_start.build(accelerator, build)
     else:
         model, weights = build().to(accelerator.device), None
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     checkpoint_activations(accelerator, config, model)
-    return model, weights
+    return model, None if resume_from else weights
 
 
 def prepare(
