@@ -63,7 +63,7 @@ def train_steps(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> N
         tokens = torch.randint(11, (6,), generator=draw)
         loss = torch.nn.functional.cross_entropy(model(tokens), tokens.roll(1), reduction="sum")
         loss.backward()
-        gradients = optim.gradients(dict(model.named_parameters()))
+        gradients = optim.gradients(model.parameters())
         scale = torch.tensor(1 / 6, dtype=torch.float64)
         norm = optim.normalize_and_clip_(gradients, scale, 0.5)
         optim.step_if_finite(optimizer, norm)

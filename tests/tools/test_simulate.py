@@ -215,7 +215,7 @@ def collectives_of_a_real_step(folder: str) -> tuple[int, dict[str, int]]:
         counted = CommDebugMode()
         with tracker, counted:
             wrapped(config.recipe.loss, batch, step)[0].backward()
-            normalize_and_clip_(gradients(dict(model.named_parameters())), 1.0, None)
+            normalize_and_clip_(gradients(model.parameters()), 1.0, None)
             optimizer.step()
             optimizer.zero_grad()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]

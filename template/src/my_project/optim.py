@@ -4,7 +4,7 @@ import importlib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -44,16 +44,13 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
     """Build the optimizer by its class path, fused where the device has it.
 
     Raises:
-        ConfigError: the groups do not hold every trained parameter once, or the optimizer refuses
-            its arguments.
+        ConfigError: the groups do not hold every trained parameter once, or state what has no
+            effect.
     """
     kind = optimizer_class(config)
     groups_of = optional(recipe, "parameter_groups")
-    if groups_of:
-        groups = _as_groups(groups_of(model))
-    else:
-        groups = parameter_groups(model, config.weight_decay)
-    check_parameters(groups, model)
+    groups = list(groups_of(model)) if groups_of else parameter_groups(model, config.weight_decay)
+    stated = {key for group in groups if isinstance(group, dict) for key in group}
     accepted = inspect.signature(kind).parameters
     arguments = {"lr": config.lr} | config.init_args
     if "weight_decay" in accepted:  # of groups that do not state their own
@@ -64,11 +61,11 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
         devices = ["cpu", "cuda", *["meta"] * is_adam]
         arguments["fused"] = not has_sparse_gradients(model) and all(
             p.is_floating_point() and p.device.type in devices
-            for group in groups
-            for p in group["params"]
+            for p in model.parameters()
+            if p.requires_grad
         )
-    stated = {key for group in groups for key in group}  # torch adds its own
     optimizer: torch.optim.Optimizer = kind(groups, **arguments)
+    check_parameters(optimizer, model)
     known = {"params", "lr_scale", *optimizer.defaults} - {"lr"}
     for key in stated - known if groups_of else ():  # torch takes any key, and reads it nowhere
         if meant := ["lr_scale"] if key == "lr" else get_close_matches(key, known, 1, 0.75):
@@ -86,54 +83,20 @@ def has_sparse_gradients(model: nn.Module) -> bool:
     return any(getattr(module, "sparse", False) for module in model.modules())
 
 
-def _as_groups(returned: Any) -> list[dict[str, Any]]:
-    """Return the groups with their parameters as lists.
-
-    torch also accepts iterators and (name, parameter) pairs; checking an iterator would exhaust it.
-    """
-    parts = list(returned)
-    if not any(isinstance(part, dict) for part in parts):
-        parts = [{"params": parts}]
-    groups = []
-    for part in parts:
-        found = part["params"]
-        named = [found] if isinstance(found, Tensor) else list(found)
-        parameters = [item[1] if isinstance(item, tuple) else item for item in named]
-        groups.append(part | {"params": parameters})
-    return [group for group in groups if group["params"]]
-
-
-def check_parameters(groups: list[dict[str, Any]], model: nn.Module) -> None:
+def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Refuse groups that do not hold every trained parameter of the model exactly once.
 
     Raises:
         ConfigError: names the parameters.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
-    held = Counter(id(p) for group in groups for p in group["params"])
-    trained = {id(p) for p in model.parameters() if p.requires_grad}
-    if not trained:
-        raise ConfigError("the model has no parameter that requires a gradient.")
-    problems = {
-        "leaves out": [names[key] for key in names if key in trained and not held[key]],
-        "holds more than once": [names[key] for key in names if held[key] > 1],
-        "holds parameters that the model does not have:": [
-            f"a parameter of shape {tuple(p.shape)}"
-            for group in groups
-            for p in group["params"]
-            if id(p) not in names
-        ],
-    }
-    if found := [f"{what} {_some(items)}" for what, items in problems.items() if items]:
+    held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+    trained = {name: held[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    if wrong := [name for name, times in trained.items() if times != 1]:
         raise ConfigError(
-            f"the optimizer {' and '.join(found)}: put every parameter that is trained into one"
-            " group of parameter_groups, and set requires_grad to False for the others."
+            f"parameter_groups leaves out, or holds more than once, {len(wrong)} of the model's"
+            f" {len(trained)} trained parameters: {', '.join(wrong[:5])}. Put each of them into one"
+            " group, and set requires_grad to False for those that are not to be trained."
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
@@ -164,24 +127,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def gradients(
-    parameters: dict[str, nn.Parameter], find_unused: Callable[[], list[int]] | None = None
+    parameters: Iterable[nn.Parameter], refuse_unused: Callable[[], Any] | None = None
 ) -> list[Tensor]:
     """Collect the gradients of one step.
 
     Args:
-        parameters: those that are trained, by name.
-        find_unused: returns the indices of the parameters without a gradient, which are refused.
-            DDP averages a bucket of parameters when all of them have a gradient: one without would
-            silently leave the others of its bucket unaveraged.
+        parameters: those that are trained.
+        refuse_unused: of sharding.refusal_of_unused, called first.
     """
-    if find_unused and (indices := find_unused()):
-        names = [*parameters]
-        raise RuntimeError(
-            f"these parameters got no gradient: {', '.join(names[i] for i in indices)}. Use them in"
-            " the loss of every micro-batch, freeze them (requires_grad = False), or set"
-            " distributed.ddp.find_unused_parameters to true."
-        )
-    return [p.grad for p in parameters.values() if p.grad is not None]
+    if refuse_unused:
+        refuse_unused()
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def clear_gradients(

@@ -1,7 +1,6 @@
 """The wrapper that DDP, FSDP2, autocast and torch.compile see, and how FSDP2 shards it."""
 
 import logging
-import re
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -232,26 +231,16 @@ def strict_ddp(model: Any) -> DistributedDataParallel | None:
     return model if is_ddp and not model.find_unused_parameters else None
 
 
-def unused_parameter_finder(model: Any) -> Callable[[], list[int]] | None:
-    """Return a function that finds the parameters without a gradient, which DDP waits for.
+def refusal_of_unused(model: Any) -> Callable[[], None] | None:
+    """Return a function that raises torch's error where a parameter got no gradient in a step.
 
-    It returns their indices among the trained parameters. None if DDP waits for no gradient.
+    DDP averages a bucket of parameters when all of them have a gradient: one without leaves the
+    others of its bucket unaveraged, which DDP itself would notice in the next step only, and after
+    the last one never. So what it calls then, which has no public name, is called in each step.
+    None if DDP waits for no gradient.
     """
     ddp = strict_ddp(model)
-
-    def find_unused() -> list[int]:
-        try:
-            ddp._check_reducer_finalized()  # type: ignore[union-attr]
-        except RuntimeError as error:
-            found = re.search(
-                r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error)
-            )
-            if not found:
-                raise
-            return [int(index) for index in found[1].split()]
-        return []
-
-    return find_unused if ddp else None
+    return ddp._check_reducer_finalized if ddp else None
 
 
 def has_gradients_in_buckets(model: Any) -> bool:

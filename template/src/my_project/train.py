@@ -87,8 +87,8 @@ def main(config: Config) -> int:
         steps = range(state.step, run.total_steps)
         kind = StreamBatches if is_stream(train_set) else IndexedBatches
         batches = kind(config, train_set, layout, steps, accelerator, state.lane_states)
-        trainable = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}
-        find_unused = sharding.unused_parameter_finder(model)
+        trainable = [p for p in raw_model.parameters() if p.requires_grad]
+        refuse_unused = sharding.refusal_of_unused(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
         read_back = DelayedReader(accelerator)
         stop_agreed = save_agreed = False
@@ -169,7 +169,7 @@ def main(config: Config) -> int:
                 # undo the average of DDP or FSDP and the factor; divide by the items of all ranks
                 factor = (world_size / backward_factor) / sums.num_items
                 norm = optim.normalize_and_clip_(  # holds no gradient longer than the step
-                    optim.gradients(trainable, find_unused), factor, config.optim.clip_norm
+                    optim.gradients(trainable, refuse_unused), factor, config.optim.clip_norm
                 )
                 sums.grad_norm.fill_(norm)
                 optim.step_if_finite(optimizer, norm)
