@@ -257,7 +257,8 @@ class Config:
     tf32: bool = may_change(True)
     """Allow TF32 for float32 matrix products on GPUs that support it."""
     channels_last: bool = may_change(False)
-    """Use the channels_last memory format, the fastest for convolutions on GPUs."""
+    """Use the channels_last memory format, the fastest for convolutions on GPUs; without effect
+    under FSDP, which shards contiguous weights only."""
     deterministic: bool = may_change(False)
     """Use only deterministic algorithms; slower on GPUs."""
 

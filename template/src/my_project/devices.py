@@ -2,14 +2,14 @@
 
 import atexit
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
 from typing import Any
 
 import accelerate
-import psutil
 import torch
 import torch.distributed
 from accelerate import Accelerator, ParallelismConfig
@@ -23,6 +23,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    parse_flag_from_env,
 )
 
 from .collectives import agree, gather_on_main, on_main_then_broadcast
@@ -34,42 +35,46 @@ from .process import collect_all_garbage, no_garbage_collection, world
 from .run_folder import Run, code_digest, not_shared
 from .stopping import turn_on_flight_recorder
 
-# The variables in which each launcher gives world size and rank.
-LAUNCHERS = {
-    "torchrun": ("WORLD_SIZE", "RANK"),
-    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-}
+# Launchers that give a task no rank that accelerate reads, and where they say how many there are.
+TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 def check_launch(config: Config) -> None:
     """Refuse a launch that would become silent copies of one run, or run on the wrong device."""
     check_options(config)
-    for launcher, (size, rank) in LAUNCHERS.items():
-        if "WORLD_SIZE" not in os.environ and int(os.environ.get(size, "1")) > 1:
+    for launcher, tasks in TASKS_OF.items():
+        if "WORLD_SIZE" not in os.environ and int(os.environ.get(tasks, "1")) > 1:
             raise ConfigError(
-                f"{launcher} started {os.environ[size]} tasks (this is {os.environ.get(rank)}), but"
-                " none was given a rank, so each would train alone: start one task per node, and in"
-                " it `accelerate launch --config_file accelerate_configs/<where>.yaml ...`."
+                f"{launcher} started {os.environ[tasks]} tasks, but none was given a rank, so each"
+                " would train alone: start one task per node, and in it `accelerate launch"
+                " --config_file accelerate_configs/<where>.yaml ...`."
             )
-    world_size, own_rank = world()
-    if own_rank >= world_size:
+    world_size, rank = world()
+    if rank >= world_size:
         raise ConfigError(
-            f"RANK is {own_rank}, but WORLD_SIZE is {world_size}, so this process would train and"
-            " write nothing: unset RANK, or start the processes with `accelerate launch`."
+            f"RANK is {rank}, but WORLD_SIZE is {world_size}, so this process would train and write"
+            " nothing: unset RANK, or start the processes with `accelerate launch`."
         )
-    if not asked_for_cpu() and launched():
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and not asked_for_cpu():  # by its launcher
         check_gpus(1, count_accelerators())
     if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
-            "the accelerate config asks for FSDP 1, which this loop does not support (its flat"
-            " parameters have other gradients and checkpoints): set fsdp_version: 2 in its"
-            " fsdp_config."
+            "the accelerate config asks for FSDP 1, and this loop shards by FSDP 2: set"
+            " fsdp_version: 2 in its fsdp_config."
         )
     if uses_mesh():
-        check_mesh()
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        # accelerate ignores misspelled keys, which leaves a size at 1
+        names = ("dp_replicate", "dp_shard")
+        sizes = [int(os.environ.get(f"PARALLELISM_CONFIG_{n.upper()}_SIZE", "1")) for n in names]
+        if prod(sizes) != world_size:
+            raise ConfigError(
+                f"parallelism_config has the sizes {sizes[0]} (dp_replicate) and {sizes[1]}"
+                " (dp_shard), but parallelism_config_dp_replicate_size (nodes) x"
+                f" parallelism_config_dp_shard_size (GPUs per node) must be {world_size} processes:"
+                " this loop knows only data parallelism."
+            )
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise ConfigError(
             "DeepSpeed reduces gradients inside backward, so the gradient of ragged batches would"
             " be wrong; use DDP or FSDP."
@@ -96,38 +101,14 @@ def check_gpus(needed: int, found: int) -> None:
 
 def uses_mesh() -> bool:
     """Return whether the accelerate config gives the sizes of a device mesh."""
-    return os.environ.get(USES_MESH, "false").lower() == "true"
-
-
-def check_mesh() -> None:
-    """Check that the sizes in parallelism_config multiply to the world size.
-
-    Accelerate ignores misspelled keys there, which leaves a size at 1.
-    """
-    sizes = {
-        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    }
-    world_size, _ = world()
-    if list(sizes.values())[2:] != [1, 1, 1] or prod(sizes.values()) != world_size:
-        raise ConfigError(
-            f"parallelism_config has the sizes {sizes}, but must have parallelism_config_"
-            "dp_replicate_size (nodes) x parallelism_config_dp_shard_size (GPUs per node) ="
-            f" {world_size} processes, and no other: this loop knows only data parallelism."
-        )
+    return parse_flag_from_env(USES_MESH)
 
 
 def check_options(config: Config) -> None:
-    """Check for options that accelerate or torch would reject or crash on."""
-    options = config.distributed.ddp
-    if (hook := options.get("comm_hook", "no")) not in ("no", "fp16", "bf16"):
-        raise ConfigError(
-            f"distributed.ddp.comm_hook is {hook!r}, but must be no, fp16 or bf16: PowerSGD has a"
-            " state that no checkpoint holds."
-        )
+    """Refuse an optimizer or a tracker that cannot be had, before anything is written."""
     optimizer_class(config.optim)
     trackers = [str(tracker) for tracker in get_available_trackers()]
-    if unknown := set(config.telemetry.trackers) - set(trackers):
+    if unknown := set(config.telemetry.trackers) - set(trackers):  # accelerate leaves them out
         raise ConfigError(
             f"telemetry.trackers names {', '.join(sorted(unknown))}, which accelerate does not find"
             f" here; installed: {', '.join(trackers)}."
@@ -136,12 +117,7 @@ def check_options(config: Config) -> None:
 
 def wants_sharding() -> bool:
     """Return whether the accelerate config asks for FSDP."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
-def launched() -> bool:
-    """Return whether `accelerate launch` started this process."""
-    return "ACCELERATE_MIXED_PRECISION" in os.environ
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def asked_for_cpu() -> bool:
@@ -150,7 +126,7 @@ def asked_for_cpu() -> bool:
     With several processes it can say so only by hiding the GPUs (gpu_ids: '-1,-1').
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").startswith("-1")
-    return hidden or os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    return hidden or parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def use_cpu() -> bool:
@@ -158,19 +134,11 @@ def use_cpu() -> bool:
     return asked_for_cpu() or not torch.accelerator.is_available()
 
 
-def loopback() -> str:
-    """Return the name of the loopback interface; empty where it has none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return name
-    return ""
-
-
 def keep_gloo_on_this_machine() -> None:
     """Let gloo use the loopback interface where all processes run here."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    if local and local == os.environ.get("WORLD_SIZE") and (name := loopback()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if local and local == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 @contextmanager
@@ -178,7 +146,7 @@ def start(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
     keep_gloo_on_this_machine()
     turn_on_flight_recorder(config)
-    AcceleratorState._reset_state(True)  # a run may follow another in one process
+    AcceleratorState._reset_state(True)  # another run in this process, or a recipe, has made one
     GradientState._reset_state()
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
@@ -214,8 +182,6 @@ def start(config: Config) -> Iterator[Accelerator]:
         if torch.distributed.is_initialized() and (finished or accelerator.device.type == "cpu"):
             release_groups(accelerator)
             torch.distributed.destroy_process_group()
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
 
 
 def release_groups(accelerator: Accelerator) -> None:
@@ -238,9 +204,9 @@ def release_groups(accelerator: Accelerator) -> None:
 
 
 def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
-    """Let accelerate's `prepare` shard on CPU processes, where it would use DDP without a word.
+    """Set up sharding on CPU processes, where accelerate would use DDP without a word.
 
-    These are the values that its constructor sets for GPUs; `prepare` itself works on both.
+    These are the values that its constructor sets for GPUs.
     """
     plugin = FullyShardedDataParallelPlugin()
     if accelerator.mixed_precision != "no":
@@ -258,9 +224,13 @@ def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     """Pass DDP's options on; communication hooks by their names (fp16, bf16)."""
     # gradients in DDP's own buffers: 4 bytes per parameter and a copy less
-    options: dict[str, Any] = {"gradient_as_bucket_view": True} | config.distributed.ddp
-    if "comm_hook" in options:
-        options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
+    options = {"gradient_as_bucket_view": True, "comm_hook": "no"} | config.distributed.ddp
+    if options["comm_hook"] not in ("no", "fp16", "bf16"):
+        raise ConfigError(
+            f"distributed.ddp.comm_hook is {options['comm_hook']!r}, but must be no, fp16 or bf16:"
+            " PowerSGD has a state that no checkpoint holds."
+        )
+    options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
     return DistributedDataParallelKwargs(**options)
 
 
@@ -268,11 +238,6 @@ def check_world(accelerator: Accelerator) -> None:
     """Raise an error at once if the process group lacks processes of this launch."""
     expected, rank = world()
     if accelerator.num_processes != expected:
-        if torch.distributed.is_initialized():
-            # If this process exited now, the others would fail to connect, and report that error
-            # instead of the cause.
-            with suppress(RuntimeError):
-                torch.distributed.barrier()
         raise ConfigError(
             f"the launcher started {expected} processes, but rank {rank} sees"
             f" {accelerator.num_processes}: an Accelerator or PartialState was created before this"
@@ -310,30 +275,27 @@ def open_run(
 
     token = on_main_then_broadcast(accelerator, begin)
     seen = gather_on_main(accelerator, run.sees(token))
-
-    def check_seen() -> None:
-        if blind := sorted({host for host, sees in zip(run.hosts, seen, strict=True) if not sees}):
-            raise ConfigError(not_shared(run.folder, ", ".join(blind), run.hosts[0]))
-
-    on_main_then_broadcast(accelerator, check_seen)
+    others = {host for host, sees in zip(run.hosts, seen, strict=False) if not sees}
+    if hosts := on_main_then_broadcast(accelerator, lambda: ", ".join(sorted(others))):
+        raise ConfigError(not_shared(run.folder, hosts, run.hosts[0]))
 
 
 def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
     """Return the settings that affect the numbers of a run, but may change between launches."""
     config = run.config
-    sharding, uses_hook = "none", accelerator.num_processes > 1
+    sharding, hook = "none", config.distributed.ddp.get("comm_hook", "no")
     if accelerator.distributed_type == DistributedType.FSDP:
-        mesh, uses_hook = getattr(accelerator, "parallelism_config", None), False
+        mesh = accelerator.parallelism_config
         sharding = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
     # sharding.prepare, which compiles, takes the backend out of the plugin
-    plugin = getattr(accelerator.state, "dynamo_plugin", None)
+    plugin: Any = accelerator.state.dynamo_plugin
     return {
         "precision": accelerator.mixed_precision,
         "tf32": config.tf32,
         "deterministic": config.deterministic,
         "sharding": sharding,
-        "comm_hook": config.distributed.ddp.get("comm_hook", "no") if uses_hook else "no",
-        "torch_compile": plugin is not None and plugin.backend != DynamoBackend.NO,
+        "comm_hook": hook if sharding == "none" and accelerator.num_processes > 1 else "no",
+        "torch_compile": plugin.backend != DynamoBackend.NO,
         # the learning rate of a step follows from the number of all steps
         "scheduled_steps": run.total_steps if config.optim.schedule != "constant" else None,
     }
