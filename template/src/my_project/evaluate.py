@@ -8,9 +8,8 @@ if __name__ == "__main__":
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,13 +60,40 @@ def evaluate(
     Returns:
         The value of each metric, "<dataset>/<metric>", the same on every rank.
     """
+    recipe, world_size, device = config.recipe, accelerator.num_processes, accelerator.device
+    update = optional(recipe, "update_metrics") or recipe_loss(config, step)
+    collate, size = optional(recipe, "collate"), micro_batch_size(config)
+    # With workers, this process reads no sample: the workers would inherit a file that the dataset
+    # opens at its first sample, and share its offset.
+    brief = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
     results: dict[str, float] = {}
     with evaluation_mode(accelerator, model):
         for name, data in datasets.items():
-            update = optional(config.recipe, "update_metrics") or recipe_loss(config, step)
-            forward = partial(model, update)
-            values = _measure(accelerator, config, forward, name, data, watchdog, is_sanity_check)
-            results |= {f"{name}/{metric}": value for metric, value in values.items()}
+            count = math.ceil(len(data) / size)
+            count = min(count, world_size) if is_sanity_check else count
+            # Each rank makes the same number of forward passes, else FSDP deadlocks; surplus ones
+            # go to metrics that are discarded.
+            rounds = math.ceil(count / world_size)
+            numbers = range(accelerator.process_index, rounds * world_size, world_size)
+            samples = range(len(data))
+            index_lists = [
+                [("evaluation", i) for i in samples[m * size : (m + 1) * size] or (0,)]
+                for m in numbers
+            ]
+            fetch = Fetch(data, collate, config.seed, config.batches.seed_samples)
+            loader = make_loader(config.batches, fetch, device, batch_sampler=index_lists, **brief)
+            metrics, discarded = (
+                {key: metric.to(device) for key, metric in contract.build_metrics(recipe).items()}
+                for _ in range(2)
+            )
+            for m, batch in zip(numbers, on_device(loader, device), strict=True):
+                if watchdog:
+                    watchdog.allow_long_limit()
+                seed_forward(config.seed, f"evaluation/{name}", m, device)
+                model(update, batch, metrics if m < count else discarded)
+            merge_metrics_on_main(accelerator, metrics)
+            values = _values(accelerator, config, metrics, is_sanity_check)
+            results |= {f"{name}/{key}": value for key, value in values.items()}
     return results
 
 
@@ -132,45 +158,6 @@ def micro_batch_size(config: Config) -> int:
     batches = config.batches
     default = batches.micro_batch_size or min(DEFAULT_SIZE, batches.global_batch_size)
     return config.evaluation.batch_size or default
-
-
-def _measure(
-    accelerator: Accelerator,
-    config: Config,
-    forward: Callable[[Any, dict[str, Any]], None],
-    name: str,
-    data: Any,
-    watchdog: Watchdog | None,
-    is_sanity_check: bool,
-) -> dict[str, float]:
-    recipe, world_size, device = config.recipe, accelerator.num_processes, accelerator.device
-    size, samples = micro_batch_size(config), range(len(data))
-    count = math.ceil(len(data) / size)
-    count = min(count, world_size) if is_sanity_check else count
-    # Each rank makes the same number of forward passes, else FSDP deadlocks; surplus ones go to
-    # metrics that are discarded.
-    rounds = math.ceil(count / world_size)
-    numbers = range(accelerator.process_index, rounds * world_size, world_size)
-    index_lists = [
-        [("evaluation", i) for i in samples[m * size : (m + 1) * size] or (0,)] for m in numbers
-    ]
-    fetch = Fetch(data, optional(recipe, "collate"), config.seed, config.batches.seed_samples)
-    # With workers, this process reads no sample: the workers would inherit a file that the dataset
-    # opens at its first sample, and share its offset.
-    brief = {"max_workers": 1, "persistent_workers": False} if is_sanity_check else {}
-    loader = make_loader(config.batches, fetch, device, batch_sampler=index_lists, **brief)
-
-    metrics, discarded = (
-        {name: metric.to(device) for name, metric in contract.build_metrics(recipe).items()}
-        for _ in range(2)
-    )
-    for m, batch in zip(numbers, on_device(loader, device), strict=True):
-        if watchdog:
-            watchdog.allow_long_limit()
-        seed_forward(config.seed, f"evaluation/{name}", m, device)
-        forward(batch, metrics if m < count else discarded)
-    merge_metrics_on_main(accelerator, metrics)
-    return _values(accelerator, config, metrics, is_sanity_check)
 
 
 def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> None:
