@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from my_project import blocks, sharding
 from my_project.config import Config, ConfigError
 from ragged import Norm, Ragged
@@ -110,10 +109,8 @@ class Nested(nn.Module):
 
 
 def test_blocks_are_the_outer_layers_of_one_class_in_a_list_or_what_is_named(tmp_path):
-    accelerator, recipe = Accelerator(cpu=True), Ragged()
-
-    def found(model: nn.Module, of: Any = recipe) -> list[nn.Module]:
-        return blocks.blocks(accelerator, of, model)
+    def found(model: nn.Module) -> list[nn.Module]:
+        return blocks.blocks(Ragged(), model)
 
     model = Stack(6)
     assert found(model) == [*model.blocks]
@@ -126,11 +123,11 @@ def test_blocks_are_the_outer_layers_of_one_class_in_a_list_or_what_is_named(tmp
     named = Nested(no_split=("Linear",))
     assert set(map(type, found(named))) == {nn.Linear}, "as transformers names them"
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    assert found(plain, Named()) == [plain[1]]
+    assert blocks.blocks(Named(), plain) == [plain[1]]
     assert found(plain) == []
     config = make_config(tmp_path, distributed__activation_checkpointing=True)
     with pytest.raises(ConfigError, match="activation_checkpointing: Sequential has no blocks"):
-        sharding.checkpoint_activations(accelerator, config, plain)
+        sharding.checkpoint_activations(config, plain)
 
 
 def is_recomputed_at_all(config: Config) -> int:

@@ -65,8 +65,6 @@ def train_fp16(config: Config, sharded: bool) -> list[float]:
         with real(config) as accelerator:
             accelerator.state._mixed_precision = "fp16"
             accelerator.native_amp = True
-            if sharded:
-                accelerator.state.fsdp_plugin.set_mixed_precision("fp16")
             accelerator.scaler = Scaler("cpu", init_scale=SCALE, growth_interval=4)
             yield accelerator
 

@@ -8,6 +8,7 @@ parameters and the keys of exports and checkpoints stay those of the plain model
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,26 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 from .recipe import Recipe, optional
 
-# `step` in the frame that torch.compile sees: RecipeModule.forward, or what autocast wraps it in.
-STEP_SOURCES = ("L['arguments'][1]", "L['args'][3]")
-
 
 # ---- which modules are blocks --------------------------------------------------------------------
-def blocks(accelerator: Accelerator, recipe: Recipe, model: nn.Module) -> list[nn.Module]:
+def blocks(recipe: Recipe, model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: what the recipe's model_blocks returns, or outermost modules.
 
-    These are of the classes that the accelerate config names, else of those that transformers
-    leaves on one device, else of those of which a ModuleList or a Sequential holds several, leaves
-    such as a Linear aside. A module that shares a weight with another part of the model is none:
-    FSDP2 could not gather it alone.
+    These are of the classes that transformers leaves on one device, else of those of which a
+    ModuleList or a Sequential holds several, leaves such as a Linear aside. A module that shares a
+    weight with another part of the model is none: FSDP2 could not gather it alone.
     """
     if own := optional(recipe, "model_blocks"):
         return list(own(model))
-    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    names = {*((plugin and plugin.transformer_cls_names_to_wrap) or ())}
-    for module in () if names else model.modules():
-        names |= {*(getattr(module, "_no_split_modules", None) or ())}
-    names = names or _repeated(model)
+    lists = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
+    names = set().union(*lists) or _repeated(model)
     holders = Counter(_parameters(model))
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -79,18 +73,12 @@ def recompute_activations(block: nn.Module) -> None:
 
 
 def _recomputed_forward(block: nn.Module, *arguments: Any, **named: Any) -> Any:
-    def forward(*arguments: Any, **named: Any) -> Any:
-        return type(block).forward(block, *arguments, **named)
-
+    forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*arguments, **named)
-    if torch.compiler.is_compiling() or not any(isinstance(m, _BatchNorm) for m in block.modules()):
-        return checkpoint(forward, *arguments, use_reentrant=False, **named)
-
-    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-        return nullcontext(), _kept_statistics(block)
-
-    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+    if not torch.compiler.is_compiling():  # compiled code updates the statistics once
+        named["context_fn"] = lambda: (nullcontext(), _kept_statistics(block))
+    return checkpoint(forward, *arguments, use_reentrant=False, **named)
 
 
 @contextmanager
@@ -133,14 +121,9 @@ def compile_in_place(accelerator: Accelerator, wrapper: nn.Module, blocks: list[
     options["dynamic"] = options.get("dynamic") or None  # None: what changes becomes dynamic
     plugin.backend = DynamoBackend.NO
     is_sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
-    if blocks and (plugin.use_regional_compilation or is_sharded):
-        for block in blocks:
-            block.compile(**options)
-    else:
-        # else a loss that uses `step` would be compiled again for the second step
-        known = filter(None, torch.compiler.config.dynamic_sources.split(","))
-        torch.compiler.config.dynamic_sources = ",".join(dict.fromkeys([*known, *STEP_SOURCES]))
-        wrapper.compile(**options)
+    is_by_block = blocks and (plugin.use_regional_compilation or is_sharded)
+    for module in blocks if is_by_block else [wrapper]:
+        module.compile(**options)
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -71,8 +71,6 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
         has_own_load = is_export and optional(config.recipe, "load")
         is_sharding = accelerator.distributed_type == DistributedType.FSDP
         if is_sharding and not has_own_load:
-            plugin: Any = accelerator.state.fsdp_plugin
-            plugin.activation_checkpointing = False
             plain, _ = sharding.build_model(accelerator, config, data_info, folder)
             no_state = torch.optim.SGD(plain.parameters())
             model = sharding.shard(accelerator, config, plain, no_state, None)

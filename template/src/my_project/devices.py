@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import accelerate
@@ -41,8 +40,17 @@ USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 def check_launch(config: Config) -> None:
-    """Refuse a launch that would become silent copies of one run, or run on the wrong device."""
-    check_options(config)
+    """Refuse a launch that would become silent copies of one run, or run on the wrong device.
+
+    Also an optimizer or a tracker that cannot be had, before anything is written.
+    """
+    optimizer_class(config.optim)
+    trackers = [str(tracker) for tracker in get_available_trackers()]
+    if unknown := set(config.telemetry.trackers) - set(trackers):  # accelerate leaves them out
+        raise ConfigError(
+            f"telemetry.trackers names {', '.join(sorted(unknown))}, which accelerate does not find"
+            f" here; installed: {', '.join(trackers)}."
+        )
     for launcher, tasks in TASKS_OF.items():
         if "WORLD_SIZE" not in os.environ and int(os.environ.get(tasks, "1")) > 1:
             raise ConfigError(
@@ -65,11 +73,12 @@ def check_launch(config: Config) -> None:
         )
     if uses_mesh():
         # accelerate ignores misspelled keys, which leaves a size at 1
-        names = ("dp_replicate", "dp_shard")
-        sizes = [int(os.environ.get(f"PARALLELISM_CONFIG_{n.upper()}_SIZE", "1")) for n in names]
-        if prod(sizes) != world_size:
+        names = ("DP_REPLICATE", "DP_SHARD")
+        sizes = (os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1") for name in names)
+        replicas, shards = map(int, sizes)
+        if replicas * shards != world_size:
             raise ConfigError(
-                f"parallelism_config has the sizes {sizes[0]} (dp_replicate) and {sizes[1]}"
+                f"parallelism_config has the sizes {replicas} (dp_replicate) and {shards}"
                 " (dp_shard), but parallelism_config_dp_replicate_size (nodes) x"
                 f" parallelism_config_dp_shard_size (GPUs per node) must be {world_size} processes:"
                 " this loop knows only data parallelism."
@@ -90,29 +99,19 @@ def check_gpus(needed: int, found: int) -> None:
     """Refuse an accelerate config for more GPUs than were found."""
     if found < needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        asked = "asks for a GPU, but torch finds none"
-        if found:
-            asked = f"asks for {needed} GPUs, but torch finds {found}"
+        numbers = (
+            f"{needed} GPUs, but torch finds {found}" if found else "a GPU, but torch finds none"
+        )
         raise ConfigError(
-            f"the accelerate config {asked} (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set"
-            " --num_processes, or use accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
+            f"the accelerate config asks for {numbers} (CUDA_VISIBLE_DEVICES={visible}); fix the"
+            " driver, set --num_processes, or use accelerate_configs/cpu.yaml or"
+            " cpu_2_processes.yaml."
         )
 
 
 def uses_mesh() -> bool:
     """Return whether the accelerate config gives the sizes of a device mesh."""
     return parse_flag_from_env(USES_MESH)
-
-
-def check_options(config: Config) -> None:
-    """Refuse an optimizer or a tracker that cannot be had, before anything is written."""
-    optimizer_class(config.optim)
-    trackers = [str(tracker) for tracker in get_available_trackers()]
-    if unknown := set(config.telemetry.trackers) - set(trackers):  # accelerate leaves them out
-        raise ConfigError(
-            f"telemetry.trackers names {', '.join(sorted(unknown))}, which accelerate does not find"
-            f" here; installed: {', '.join(trackers)}."
-        )
 
 
 def wants_sharding() -> bool:
@@ -208,14 +207,11 @@ def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
 
     These are the values that its constructor sets for GPUs.
     """
-    plugin = FullyShardedDataParallelPlugin()
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)
     state: Any = accelerator.state
     # each AcceleratorState() copies the first over the second
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = plugin
+    state.fsdp_plugin = FullyShardedDataParallelPlugin()
     sizes = {} if is_hsdp else {"dp_replicate_size": 1, "dp_shard_size": accelerator.num_processes}
     state.parallelism_config = ParallelismConfig(**sizes)
     state.device_mesh = state.parallelism_config.build_device_mesh("cpu")

@@ -1,9 +1,9 @@
 """The wrapper that DDP, FSDP2, autocast and torch.compile see, and how FSDP2 shards it."""
 
-import logging
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,14 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from . import contract, sharded_start
 from .blocks import blocks, compile_in_place, recompute_activations
-from .checkpoint.shards import plain_name
 from .config import Config, ConfigError
-from .devices import wants_sharding
 from .loading.layout import batch_layout
 from .optim import has_sparse_gradients, set_zero_gradients
 from .process import world
-
-logger = logging.getLogger(__name__)
 
 
 class RecipeModule(nn.Module):
@@ -71,22 +66,16 @@ def build_model(
     Returns:
         The model, and what `prepare` needs to fill the shards.
     """
-
-    def build() -> nn.Module:
-        model = contract.build_model(config, data_info)
-        if config.distributed.sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        return model
-
+    build = partial(contract.build_model, config, data_info)
     if accelerator.distributed_type == DistributedType.FSDP:
-        if config.channels_last and accelerator.is_main_process:
-            logger.warning("channels_last is ignored: FSDP shards only contiguous weights.")
         model, weights = sharded_start.build(accelerator, build)
     else:
         model, weights = build().to(accelerator.device), None
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    checkpoint_activations(accelerator, config, model)
+    if config.distributed.sync_batchnorm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    checkpoint_activations(config, model)
     return model, None if resume_from else weights
 
 
@@ -120,33 +109,22 @@ def prepare(
         if layout.accumulation > 1 and not has_sparse_gradients(model):
             set_zero_gradients(optimizer)
         wrapper = RecipeModule(model)
-        compile_in_place(accelerator, wrapper, blocks(accelerator, config.recipe, model))
+        compile_in_place(accelerator, wrapper, blocks(config.recipe, model))
         prepared = accelerator.prepare(wrapper)
         accelerator._models[-1] = prepared  # the DDP, for devices.release_groups
-    if wants_sharding() and not any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ConfigError(
-            "the accelerate config asks for FSDP, but accelerate has sharded no parameter; check"
-            " its fsdp_config and the number of processes."
-        )
     if not has_gradients_in_buckets(prepared):
         optimizer.zero_grad()
     return prepared, accelerator.unwrap_model(prepared)
 
 
-def checkpoint_activations(accelerator: Accelerator, config: Config, model: nn.Module) -> None:
-    """Recompute the activations of the blocks, if the config or accelerate's wants it."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    wanted = config.distributed.activation_checkpointing
-    if plugin and plugin.activation_checkpointing:
-        wanted = True
-        # accelerate would wrap modules, and draw other dropout masks in the second forward pass
-        plugin.activation_checkpointing = False
-    found = blocks(accelerator, config.recipe, model) if wanted else []
-    if wanted and not found:
+def checkpoint_activations(config: Config, model: nn.Module) -> None:
+    """Recompute the activations of the blocks, if the config says so."""
+    if not config.distributed.activation_checkpointing:
+        return
+    if not (found := blocks(config.recipe, model)):
         raise ConfigError(
-            f"distributed.activation_checkpointing: {type(model).__name__} has no blocks, such as"
-            " several layers of one class in a ModuleList or Sequential; return them from the"
-            " recipe's model_blocks, or set it to false."
+            f"distributed.activation_checkpointing: {type(model).__name__} has no blocks; return"
+            " them from the recipe's model_blocks."
         )
     for block in found:
         recompute_activations(block)
@@ -166,18 +144,18 @@ def shard(
     the same. Here they are found by name.
     """
     plugin: Any = accelerator.state.fsdp_plugin
-    if optimizer.state:
+    if optimizer.state:  # such as Adagrad's: the last save would fail
         raise ConfigError(
             f"{type(optimizer).__name__} makes its state in its constructor, before FSDP shards the"
             " parameters; choose another optim.class_path."
         )
-    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     is_on_meta = any(p.is_meta for p in model.parameters())
-    autocast, kind = None, None
-    if accelerator.mixed_precision != "no":
-        kind = plugin.mixed_precision_policy.param_dtype
-        autocast = accelerator.device.type, kind
+    kinds = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    kind = kinds[accelerator.mixed_precision]
+    autocast = (accelerator.device.type, kind) if kind else None
+    if kind:
         for p in model.parameters():
             if p.requires_grad and p.dtype != torch.float32:  # what the optimizer steps
                 p.data = p.data.float()
@@ -186,14 +164,14 @@ def shard(
     # the root's inputs are a batch: targets and weights of items stay as they are
     root_policy = MixedPrecisionPolicy(kind, block_policy.reduce_dtype, cast_forward_inputs=False)
     sizes: Any = accelerator.parallelism_config
-    mesh: Any = getattr(accelerator, "torch_device_mesh", None)
+    mesh: Any = accelerator.torch_device_mesh
     with warnings.catch_warnings():
         # torch, on every rank, of the mesh of the shards
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
         mesh = mesh and mesh[tuple(sizes.fsdp_dim_names)]
     options = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
     wrapper = RecipeModule(model, autocast)
-    block_list = blocks(accelerator, config.recipe, model)
+    block_list = blocks(config.recipe, model)
     compile_in_place(accelerator, wrapper, block_list)
     reshard = plugin.reshard_after_forward
     for block in block_list:
@@ -206,7 +184,7 @@ def shard(
         sharded_start.allocate(wrapper, place)
         if weights is not None:
             sharded_start.fill(model, weights, accelerator.device)
-    parameters = {plain_name(name): p for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     for group, named in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in named]
     return wrapper
