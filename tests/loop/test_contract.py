@@ -43,14 +43,9 @@ class Wrong(Ragged):
 
     wrong: str = ""
 
-    def prepare_data(self) -> Any:
-        return {"features": {1, 2}} if self.wrong == "a set" else super().prepare_data()
-
     def build_datasets(self, data_info: dict[str, Any]) -> Any:
         train, validation_sets = super().build_datasets(data_info)
         wrong = {
-            "only the training set": train,
-            "an empty set": (train, {"held_out": []}),
             "no index": (train, {"held_out": NoIndex()}),
         }
         return wrong.get(self.wrong, (train, validation_sets))
@@ -80,12 +75,9 @@ class Wrong(Ragged):
 @pytest.mark.parametrize(
     ("method", "wrong", "sentence"),
     [
-        ("prepare_data", "a set", "must return a dict that is plain JSON"),
-        ("build_datasets", "only the training set", "it must return (train, {name"),
-        ("build_datasets", "an empty set", "returned an empty validation set held_out"),
         ("build_datasets", "no index", "as held_out, which has no index"),
         ("loss", "one value", "it must return (loss_sum, num_items)"),
-        ("loss", "negative", "tensor of shape (), -1); it must return (loss_sum, num_items)"),
+        ("loss", "negative", ", -1); it must return (loss_sum, num_items)"),
         ("build_metrics", "vector", "a metric per_class whose result is no number"),
     ],
 )
@@ -113,7 +105,7 @@ class OtherArguments(Ragged):
 def test_each_method_with_other_parameters_is_named_with_its_place(tmp_path):
     line = OtherArguments.loss.__code__.co_firstlineno
     of_loss, of_metrics = problems(OtherArguments)
-    assert f"({__file__}, line {line}) must accept (self, model, batch, step)" in of_loss
+    assert f"({__file__}, line {line}) must accept (model, batch, step)" in of_loss
     assert "it has build_metrics but lacks update_metrics" in of_metrics
     with pytest.raises(ConfigError, match=r"recipe OtherArguments: loss.* must accept "):
         train(make_config(tmp_path, OtherArguments()))

@@ -18,7 +18,7 @@ from my_project.loading.seeding import SampleSeeds, derive_seed, seed_rng
 from my_project.loading.streams import LaneReader
 from my_project.state import TrainState
 from runs import change, make_config, records, train, weights
-from streamed import Lanes, Streamed
+from streamed import Streamed
 from world import run_world
 
 STEPS = 8
@@ -230,23 +230,6 @@ def test_a_lane_that_ends_is_refused(tmp_path, workers):
     ):
         train(config)
     assert [*seen(config, 1)] == [0, 1, 2, 3], "what the lane had was trained"
-
-
-class WithEpochs(Lanes):
-    def lane(self, i: int, epoch: int, start: int, seed: int) -> Any:  # type: ignore[override]
-        return super().lane(i, start, seed)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamedInEpochs(Streamed):
-    def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        train, validation = super().build_datasets(data_info)
-        return WithEpochs(train.samples, self), validation
-
-
-def test_a_stream_of_an_earlier_version_is_refused_with_what_replaces_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"WithEpochs.lane \(.*must accept \(i, start, seed\)"):
-        train(make_config(tmp_path, StreamedInEpochs(book=str(tmp_path)), steps=STEPS))
 
 
 @pytest.mark.parametrize(

@@ -264,11 +264,6 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check the settings that do not depend on the machine."""
-        if not dataclasses.is_dataclass(self.recipe):
-            raise ConfigError(
-                f"recipe {type(self.recipe).__name__} is not a dataclass, so its settings cannot be"
-                " recorded; decorate the class with @dataclass(frozen=True, kw_only=True)."
-            )
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(
                 f"steps is {self.steps} and epochs is {self.epochs}: set exactly one of them."
@@ -399,6 +394,3 @@ def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str,
         else:
             settings[prefix + f.name] = None if there is dataclasses.MISSING else there
     return settings
-
-
-# ---- YAML, checked -------------------------------------------------------------------------------

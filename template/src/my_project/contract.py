@@ -10,13 +10,11 @@ import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Real
 from pathlib import Path
-from types import NoneType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from .config import Config, ConfigError, to_yaml
@@ -47,7 +45,8 @@ def prepare_data(config: Config) -> dict[str, Any]:
         data_info.
 
     Raises:
-        ConfigError: the data cannot be prepared, or data_info is not plain JSON.
+        ConfigError: the data cannot be prepared.
+        TypeError: data_info is not plain JSON.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
     with writing(folder):
@@ -55,10 +54,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
     with until_all_are_done(folder, config.run_name), one_line_errors(recipe):
         with in_turn(folder):
             data_info = recipe.prepare_data()
-        try:
-            return dict(json.loads(json.dumps(data_info)))
-        except (TypeError, ValueError) as error:
-            _refuse(recipe, "prepare_data", f"must return a dict that is plain JSON: {error}.")
+        return dict(json.loads(json.dumps(data_info)))
 
 
 def build_datasets(
@@ -79,30 +75,14 @@ def build_datasets(
     """
     with one_line_errors(recipe):
         returned = recipe.build_datasets(data_info)
-    datasets = _checked_datasets(recipe, returned)
-    return first_batches(config, *datasets) if config else datasets
-
-
-def _checked_datasets(recipe: Recipe, returned: Any) -> tuple[Any, dict[str, Any]]:
-    try:
-        train, validation_sets = returned
-        validation_sets = dict(validation_sets)
-    except (TypeError, ValueError):
-        problem = f"returned {_kind(returned)}; it must return " + "(train, {name: validation})."
-        _refuse(recipe, "build_datasets", problem)
-    if is_stream(train) and "epoch" in inspect.signature(train.lane).parameters:
-        problem = "must accept (i, start, seed): a stream has no epochs, its lanes never end"
-        _refuse(train, "lane", f"{problem} (see recipe.py).")
+    train, validation_sets = returned
     sets = {} if is_stream(train) else {"the training set": train}
     for name, data in (sets | validation_sets).items():
         # torch's IterableDataset has an index, but does not support it
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-            problem = f"returned {_kind(data)} as {name}, which has no index: data[i] (a stream"
+            problem = f"returned {_short(data)} as {name}, which has no index: data[i] (a stream"
             _refuse(recipe, "build_datasets", f"{problem} has lanes, see recipe.py).")
-        if data is not train and len(data) == 0:
-            problem = f"returned an empty validation set {name}; return only non-empty sets."
-            _refuse(recipe, "build_datasets", problem)
-    return train, validation_sets
+    return first_batches(config, train, validation_sets) if config else (train, validation_sets)
 
 
 # ---- model and loss ------------------------------------------------------------------------------
@@ -129,7 +109,7 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
         _refuse(
             recipe,
             "loss",
-            f"returned {_kind(returned)}; it must return (loss_sum, num_items): the sum of the"
+            f"returned {_short(returned)}; it must return (loss_sum, num_items): the sum of the"
             " per-item losses, a scalar tensor, and the number of items in it, a number or scalar"
             " tensor that is finite and not negative. A third value, if any, is {name: sum} of"
             f" scalars to record, under other names than {', '.join(sorted(TRAIN_TAGS))}.",
@@ -158,19 +138,15 @@ def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
 
 
 # ---- error messages ------------------------------------------------------------------------------
-def _refuse(source: Any, method: str, problem: str) -> NoReturn:
-    """Raise a ConfigError that names a method of a recipe or stream, its file and its line."""
-    place = source_location(getattr(source, method))
-    raise ConfigError(f"{type(source).__name__}.{method} ({place}) {problem}")
+def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
+    """Raise a ConfigError that names a method of a recipe, its file and its line."""
+    place = source_location(getattr(recipe, method))
+    raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
 
 
-def _kind(value: Any) -> str:
-    """Describe a value by its type, and a tuple or list by its elements."""
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(_kind(part) for part in value[:5])})"
-    return str(value) if isinstance(value, (Real, NoneType)) else f"a {type(value).__name__}"
+def _short(value: Any) -> str:
+    """Return a value in one line of at most 200 characters."""
+    return " ".join(repr(value).split())[:200]
 
 
 @contextmanager

@@ -133,22 +133,22 @@ PARAMETERS = {  # of every method that the loop calls
 def problems(kind: type) -> list[str]:
     """List the problems of a recipe's methods: required ones missing, wrong parameters."""
     found = []
+    recipe = object.__new__(kind)  # without its fields, to look methods up as the loop does
     for name, parameters in PARAMETERS.items():
-        method = getattr(kind, name, None)
+        method = getattr(recipe, name, None)
         if method is None:
             found += [f"it has no method {name}"] if name in REQUIRED else []
         elif not callable(method):
             found.append(f"{name} is not a method")
         else:
-            bound = _needs_no_self(inspect.getattr_static(kind, name))
             try:
                 signature = inspect.signature(method)
             except ValueError:  # some methods written in C have no signature
                 continue
             try:
-                signature.bind(*parameters, *([] if bound else ["self"]))
+                signature.bind(*parameters)
             except TypeError:
-                wanted = ", ".join(parameters if bound else ("self", *parameters))
+                wanted = ", ".join(parameters)
                 found.append(
                     f"{name}{signature} ({source_location(method)}) must accept ({wanted})"
                 )
@@ -156,12 +156,6 @@ def problems(kind: type) -> list[str]:
         if getattr(kind, one, None) is not None and getattr(kind, other, None) is None:
             found.append(f"it has {one} but lacks {other}, which {one} needs")
     return found
-
-
-def _needs_no_self(attribute: Any) -> bool:
-    """Return whether an attribute of a class is called without self, such as a staticmethod."""
-    is_descriptor = hasattr(type(attribute), "__get__")
-    return isinstance(attribute, (classmethod, staticmethod, type)) or not is_descriptor
 
 
 def problems_of(class_path: str) -> list[str]:
