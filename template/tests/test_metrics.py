@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 from world import run_world
 
 from my_project import devices, sharding
-from my_project.config import Config
+from my_project.config import Config, ConfigError
 from my_project.evaluate import evaluate, micro_batch_size
 from my_project.state import TrainState
 
@@ -240,7 +240,7 @@ def evaluate_in_a_group_of_one(configs: list[Config]) -> list[Any]:
 def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
     sizes = (1, 2, 7, 23)
     recipes = [AllKinds(validation_samples=size) for size in sizes]
-    recipes += [AllKinds(metric_fault=fault) for fault in ("nan", "compute")]
+    recipes += [AllKinds(metric_fault=fault) for fault in ("nan", "shape", "compute")]
     configs = [make_config(tmp_path, recipe, batches__global_batch_size=12) for recipe in recipes]
     alone = run_world(1, evaluate_or_fail, configs)[0]
     assert repr(run_world(1, evaluate_in_a_group_of_one, configs)[0]) == repr(alone)  # NaN too
@@ -256,11 +256,10 @@ def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
                 assert several == pytest.approx(one, rel=1e-6)
                 same = [name for name in one if not name.endswith(("auroc", "small"))]
                 assert [several[name] for name in same] == [one[name] for name in same]
-            with_nan = found[len(sizes)]
+            with_nan, (of_shape, differs) = found[len(sizes) :]
             assert math.isnan(with_nan["validation/kinds/largest"]), "of one rank's sample"
-    several_shapes = make_config(tmp_path, AllKinds(metric_fault="shape"))
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
-        run_world(2, evaluate_sizes, [several_shapes])
+            assert of_shape is ConfigError
+            assert "the sums of the metric Kinds differ between ranks" in differs
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 0.7), ("min", 0.3)])

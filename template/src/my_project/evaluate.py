@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from . import contract
 from .blocks import not_compiled
 from .collectives import gather_on_main, on_main_then_broadcast
-from .config import Config
+from .config import Config, ConfigError
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import fork_rng, seed_forward
 from .recipe import optional
@@ -175,31 +175,60 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
         if isinstance(part, Metric):
             part._to_sync = False
             if accelerator.num_processes > 1:
-                own = part.update_count, send_to_device(part.metric_state, "cpu")
-                _merge(part, gather_on_main(accelerator, own))
+                _merge(accelerator, part)
 
 
-def _merge(metric: Any, of_ranks: list[tuple[int, dict[str, Any]]]) -> None:
-    """Set a metric's state to that of all ranks, each given with the number of its updates.
+def _merge(accelerator: Accelerator, metric: Any) -> None:
+    """Set a metric's state on rank 0 to that of all ranks.
 
-    Sums and means are taken in float64: they then hardly depend on the order of the ranks.
+    Sums and means are reduced, so that rank 0 receives the size of one state, however many ranks
+    there are: a confusion matrix of 1,000 classes has 8 MB. In float64 or int64, since float32 sums
+    depend on the order of ranks. Other states are gathered: lists hold each sample once; a maximum
+    is small, and gloo's reduction of it drops a NaN.
+
+    Raises:
+        ConfigError: a sum has different shapes or types on ranks with samples.
     """
     from torchmetrics.utilities import dim_zero_mean, dim_zero_sum
 
-    metric._update_count = sum(updates for updates, _ in of_ranks)
+    state, reductions = metric.metric_state, metric._reductions
+    sums = {
+        name: (value.shape, value.dtype)
+        for name, value in state.items()
+        if reductions[name] in (dim_zero_sum, dim_zero_mean) and isinstance(value, Tensor)
+    }
+    others = {name: send_to_device(state[name], "cpu") for name in state.keys() - sums.keys()}
+    everywhere = gather_on_main(accelerator, (metric.update_count, sums, others))
     # the others hold defaults, whose shape may be another
-    with_samples = [send_to_device(state, metric.device) for updates, state in of_ranks if updates]
-    for name, reduction in metric._reductions.items() if with_samples else ():
-        values = [state[name] for state in with_samples]
+    with_samples = [of_rank for of_rank in everywhere if of_rank[0]]
+
+    def agreed() -> dict[str, Any]:
+        for _, found, _ in with_samples:
+            if found != with_samples[0][1]:
+                raise ConfigError(
+                    f"the sums of the metric {type(metric).__name__} differ between ranks"
+                    f" ({with_samples[0][1]}, {found}): let update() leave the shape and type of"
+                    " add_state."
+                )
+        return with_samples[0][1] if with_samples else {}
+
+    for name, (shape, dtype) in on_main_then_broadcast(accelerator, agreed).items():
+        wide = torch.promote_types(dtype, torch.float64 if dtype.is_floating_point else torch.int64)
+        own = state[name] if metric.update_count else torch.zeros(shape)
+        total = own.detach().to(accelerator.device, wide, copy=True).contiguous()
+        torch.distributed.reduce(total, dst=0)
+        if reductions[name] is dim_zero_mean:
+            total = total / max(1, len(with_samples))
+        setattr(metric, name, total.to(metric.device, dtype if dtype.is_floating_point else None))
+    if with_samples:
+        metric._update_count = sum(updates for updates, _, _ in with_samples)
+    for name in others if with_samples else ():
+        values: list[Any] = [send_to_device(of[name], metric.device) for *_, of in with_samples]
         if isinstance(values[0], list):
-            setattr(metric, name, [tensor for value in values for tensor in value])
-            continue
-        merged = torch.stack(values)
-        dtype = merged.dtype
-        if reduction in (dim_zero_sum, dim_zero_mean) and dtype.is_floating_point:
-            merged = reduction(merged.double()).to(dtype)
-        elif reduction:
-            merged = reduction(merged)
+            merged: Any = [tensor for value in values for tensor in value]
+        else:
+            merged = torch.stack(values)
+            merged = reductions[name](merged) if reductions[name] else merged
         setattr(metric, name, merged)
 
 

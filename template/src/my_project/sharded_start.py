@@ -4,12 +4,13 @@ No device holds more than its shards and one weight.
 
 Rank 0 builds the model in host memory and sends the others its modules and buffers, with parameters
 on the meta device, which take no memory. FSDP2 shards those, and rank 0 then scatters the weights,
-one at a time.
+one at a time. A run that resumes builds no weights at all: each rank reads its shards.
 """
 
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .collectives import on_main_then_broadcast
+from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 def build(
-    accelerator: Accelerator, build_whole: Callable[[], nn.Module]
+    accelerator: Accelerator, build_whole: Callable[[], nn.Module], *, is_resumed: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Build a model whose parameters are on the meta device. Called by every rank.
 
@@ -32,14 +34,16 @@ def build(
     Args:
         accelerator: of this process.
         build_whole: builds the model on the CPU.
+        is_resumed: the weights come from a checkpoint, so rank 0 does not build them either.
 
     Returns:
-        The model, and its weights by name on the CPU: all of them on rank 0, none on others.
+        The model, and its weights by name on the CPU: all of them on rank 0, none on others and in
+        a run that is resumed.
     """
     built: list[tuple[nn.Module, dict[str, Tensor]]] = []
 
     def build_on_main() -> bytes:
-        model = build_whole()
+        model = _without_weights(build_whole) if is_resumed else build_whole()
         built.append((model, take_weights(model)))
         try:
             return pickle.dumps(model)
@@ -59,17 +63,67 @@ def build(
     return model, {}
 
 
-def take_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Move the parameters to the meta device; return their values by name. Buffers stay.
+def _without_weights(build_whole: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model with parameters on the meta device, or whole where it computes with weights.
 
-    The parameters stay the same objects, with their attributes, so tied weights stay tied.
+    Whole, too, where buffers that checkpoints lack may be random: the weights before them have to
+    draw their numbers.
     """
+    random_state = torch.get_rng_state()
+    try:
+        with _parameters_on_meta():
+            model = build_whole()
+        if any(buffer.is_meta for buffer in model.buffers()):
+            raise RuntimeError("a buffer was computed from weights")
+        has_drawn = not torch.equal(random_state, torch.get_rng_state())
+        if has_drawn and any(module._non_persistent_buffers_set for module in model.modules()):
+            raise RuntimeError("it draws random numbers and has buffers that are not saved")
+        return model
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.warning(
+            "build_model cannot run without weights (%s), so rank 0 builds the whole model in host"
+            " memory first.",
+            error,
+        )
+        torch.set_rng_state(random_state)
+        return build_whole()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when a module gets it; buffers are built.
+
+    In place, so that tied weights stay tied; accelerate's init_empty_weights unties them.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            _move_to_meta(param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _move_to_meta(parameter: nn.Parameter) -> None:
+    """Take a parameter's values away; it stays the same object, with its attributes."""
+    on_meta = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
+    vars(on_meta).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, on_meta)
+
+
+def take_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Move the parameters to the meta device; return their values by name. Buffers stay."""
     weights = {}
     for name, parameter in model.named_parameters():
         weights[name] = parameter.data
-        on_meta = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
-        vars(on_meta).update(vars(parameter))
-        torch.utils.swap_tensors(parameter, on_meta)
+        _move_to_meta(parameter)
     return weights
 
 

@@ -68,14 +68,14 @@ def build_model(
     """
     build = partial(contract.build_model, config, data_info)
     if accelerator.distributed_type == DistributedType.FSDP:
-        model, weights = sharded_start.build(accelerator, build)
+        model, weights = sharded_start.build(accelerator, build, is_resumed=resume_from is not None)
     else:
         model, weights = build().to(accelerator.device), None
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.distributed.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    checkpoint_activations(config, model)
+    checkpoint_activations(config, model, getattr(accelerator.state, "fsdp_plugin", None))
     return model, None if resume_from else weights
 
 
@@ -117,9 +117,10 @@ def prepare(
     return prepared, accelerator.unwrap_model(prepared)
 
 
-def checkpoint_activations(config: Config, model: nn.Module) -> None:
-    """Recompute the activations of the blocks, if the config says so."""
-    if not config.distributed.activation_checkpointing:
+def checkpoint_activations(config: Config, model: nn.Module, plugin: Any = None) -> None:
+    """Recompute the activations of the blocks, if the config or accelerate's of FSDP says so."""
+    by_plugin = getattr(plugin, "activation_checkpointing", False)
+    if not (config.distributed.activation_checkpointing or by_plugin):
         return
     if not (found := blocks(config.recipe, model)):
         raise ConfigError(
@@ -218,7 +219,18 @@ def refusal_of_unused(model: Any) -> Callable[[], None] | None:
     None if DDP waits for no gradient.
     """
     ddp = strict_ddp(model)
-    return ddp._check_reducer_finalized if ddp else None
+
+    def refuse() -> None:
+        try:
+            ddp._check_reducer_finalized()  # type: ignore[union-attr]
+        except RuntimeError as error:
+            error.add_note(
+                "Use every trained parameter in the loss of every micro-batch, freeze it"
+                " (requires_grad = False), or set distributed.ddp.find_unused_parameters to true."
+            )
+            raise
+
+    return refuse if ddp else None
 
 
 def has_gradients_in_buckets(model: Any) -> bool:

@@ -112,7 +112,8 @@ def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
     brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
     loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **brief)
     (loaded,) = loader
-    return LoadedSubset(data, indices, send_to_device(loaded, device))
+    on_device: Any = send_to_device(loaded, device)
+    return LoadedSubset(data, indices, on_device)
 
 
 def evenly_spaced(data: Any, count: int) -> list[int]:
