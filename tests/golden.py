@@ -56,6 +56,8 @@ REMOVED: tuple[str, ...] = (
     # format 4 of a checkpoint: state.json is in the manifest, with the results of its evaluation
     *("*/state.json", "*/manifest.json *", "*/.step_*.by_time", "*/state.json evaluat*"),
     *("*/state.json results*", "*/state.json best", "*/state.json best_step"),
+    # the lock lies in the folder; a tied weight is written once
+    *(".*.lock", "*/.lock", "*/model.safetensors head.weight", "*/model.safetensors metadata"),
     # a stream has no epochs; the lanes of its cases never end, so the old code stays in the first
     *("*/state.json epoch", "*/state.json epoch_start", "stream/metrics.jsonl * epoch"),
 )
