@@ -1,6 +1,7 @@
 """launch.py: what it makes of the arguments, signals and outcomes."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -269,7 +270,8 @@ def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
     assert restarts.may_kill({0: None, 1: KILLED}, 0.0)
     assert not Starts(folder=tmp_path, limit=0).may_kill({0: None, 1: KILLED}, 0.0)
     assert not restarts.may_kill({0: None, 1: 1}, 0.0), "it may not have been the first"
-    (tmp_path / "checkpoints/step_00000004").mkdir(parents=True)
+    (tmp_path / "checkpoints/.step_00000004.partial").mkdir(parents=True)
+    assert not restarts.may_kill({0: None, 1: None}, -math.inf), "none has failed"
     assert not restarts.may_kill({0: None, 1: KILLED}, 0.0)
     assert restarts.may_kill({0: KILLED, 1: None}, 0.0), "who writes it is gone"
     assert restarts.may_kill({0: None, 1: KILLED}, 100.0)

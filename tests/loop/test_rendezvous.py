@@ -146,6 +146,9 @@ def test_the_interface_is_that_of_the_variable_or_the_only_one_where_a_name_mean
     monkeypatch.setattr(rendezvous, "interfaces", lambda: {"eth0": "10.0.0.1", "eth1": "10.1.0.1"})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     assert rendezvous.interface_to("127.0.0.1") == ("eth1", "10.1.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth")
+    with pytest.raises(ConfigError, match="this host has the interfaces eth0, eth1"):
+        rendezvous.interface_to("127.0.0.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     state = SimpleNamespace(isup=True)
     monkeypatch.setattr("psutil.net_if_stats", lambda: {"eth0": state})

@@ -91,7 +91,8 @@ def test_starts_by_accelerate_are_named_and_damaged_lines_left_out(tmp_path):
     append(tmp_path / "metrics.jsonl", record("start", 0, -100), record("interval", 5, -90))
     append(tmp_path / "starts.jsonl", line("start", "a.0", 0), end("a.0", 9, 3, "failed", 5, 5, 5))
     with (tmp_path / "starts.jsonl").open("a") as file:
-        file.write('{"id": 3}\n[1]\n{"event": "sta')
+        file.write('{"event": "start", "id": 3, "time": 1}\n[1]\n')
+        file.write('{"event": "start", "id": "x", "time": "x"}\n{"event": "sta')
     assert goodput(tmp_path)["unknown_starts"] == 1
     assert len(lines(tmp_path)) == 2
 

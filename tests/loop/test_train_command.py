@@ -98,6 +98,15 @@ def test_what_is_refused_before_the_first_step_is_one_line(project, words, sente
 
 
 @pytest.mark.slow
+def test_what_the_processes_refuse_leaves_the_folders_that_were_there(project):
+    (project / "runs").mkdir()
+    lines, code = typed("configs/tiny.yaml --optim.class_path torch.optim.Nope", project).end()
+    assert code == 2
+    assert "torch.optim.Nope" in lines[-1]
+    assert os.listdir(project / "runs") == []
+
+
+@pytest.mark.slow
 def test_a_failure_ends_in_one_block(project):
     words = "--recipe.fault raise --recipe.fault_at 5 --recipe.fault_on_rank 0 --run_name other"
     lines, code = typed(f"configs/tiny.yaml {words}", project).end()

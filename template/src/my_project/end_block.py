@@ -185,12 +185,12 @@ def print_finished(folder: Path, status: dict[str, Any], goodput: str = "") -> N
 
 def best_of(folder: Path) -> str:
     """Return the best evaluation of a run, as its newest checkpoint has it; "" without one."""
-    name, state = read_yaml(folder / "config.yaml")["evaluation"]["best_metric"], {}
-    with suppress(OSError, ValueError):  # it may be damaged by now
-        for newest in checkpoints(folder)[-1:]:
-            state = read_manifest(newest)["state"]
-    best = state.get("best")
-    return f"{name} {format_metric(best)} at step {state['best_step']}" if best is not None else ""
+    with suppress(OSError, ValueError, LookupError):  # a file may be damaged by now
+        name = read_yaml(folder / "config.yaml")["evaluation"]["best_metric"]
+        state = read_manifest(checkpoints(folder)[-1])["state"]
+        if state["best"] is not None:
+            return f"{name} {format_metric(state['best'])} at step {state['best_step']}"
+    return ""
 
 
 def links(status: dict[str, Any]) -> list[tuple[str, str]]:

@@ -117,7 +117,10 @@ def frames_of(error: BaseException) -> list[dict[str, Any]]:
         found = FRAME.findall(message.split(WORKER_TRACEBACK, 1)[1])
         if found:
             return [frame(file, int(line), name, code) for file, line, name, code in found]
-    return frames_in(traceback.extract_tb(error.__traceback__))
+    frames = frames_in(traceback.extract_tb(error.__traceback__))
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append(frame(error.filename, error.lineno or 0, "<module>", error.text or ""))
+    return frames
 
 
 def frames_in(stack: traceback.StackSummary) -> list[dict[str, Any]]:

@@ -190,7 +190,13 @@ def parse_record(line: bytes) -> dict[str, Any]:
         record = json.loads(line.decode())
     except (ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {}
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if is_record and is_number(record.get("time", 0)) else {}
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a JSON file is a number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -61,7 +61,7 @@ from .files import (
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
 from .starts import Starts, failed, last_record
-from .workers import Workers, in_a_child, stop_at_end_of_input
+from .workers import Workers, in_a_child, start_method, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
 PREFLIGHT = f"{__package__}.tools.preflight"
@@ -117,6 +117,8 @@ class Launch:
         if not options.main_process_port:  # on one node 29500 may be that of another run
             options.main_process_port = get_free_port() if self.nodes == 1 else self.port
         common = prepare_multi_gpu_env(options)
+        if options.standalone:  # that port is in use
+            options.main_process_port = get_free_port()
         if not check_cuda_p2p_ib_support():  # as accelerate launch does
             common = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | common
         common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | common
@@ -344,13 +346,14 @@ def import_all(config: Config) -> None:
                 importlib.import_module(name)
 
 
-def train(config: Config, arguments: tuple[str, ...]) -> None:
-    """Train in this process, one of those that the launcher has started."""
+def train(config: Config | None, arguments: tuple[str, ...]) -> None:
+    """Train in this process, one of those that the launcher has started; parse without a config."""
     gc.freeze()  # a collection would copy the pages of all that was imported before the fork
     sys.argv[1:] = arguments
     LAUNCHER.watch()
+    config = as_restarted(config or parse_settings(list(arguments)))
     module = importlib.import_module(TRAIN)
-    cli.run_on_all_ranks(module.main, as_restarted(config), is_run=True)
+    cli.run_on_all_ranks(module.main, config, is_run=True)
 
 
 def run_module(
@@ -374,7 +377,8 @@ def run_module(
     environments = launch.environments(starts.attempt)
     if module == TRAIN and launch.config:
         import_all(launch.config)
-        function = partial(train, launch.config, launch.arguments)
+        is_forked = start_method()[0] == "fork"  # else it would have to be pickled
+        function = partial(train, launch.config if is_forked else None, launch.arguments)
     else:
         function = partial(_run_as_main, module, launch.arguments)
     starts.begin()
@@ -455,6 +459,7 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         codes = run_module(launch, workers, launch.module, place, NO_RESTARTS)
         one = next((code if code > 0 else 1 for code in failed(codes).values()), None)
         return print_setting_error(read_failures(errors)) or one or max(codes.values())
+    made = [path for path in (logs, *logs.parents) if not path.exists()]
     starts = Starts(
         folder=folder,
         limit=launch.own.max_restarts,
@@ -479,8 +484,8 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
             path.unlink()
     workers.ignore_signals()
     status = wait_for_status(folder, before, 1 if lost else launch.nodes)
-    if status != before:
-        token = read_json(folder / "run.json").get("launch", "")
+    token = read_json(folder / "run.json").get("launch", "") if status != before else ""
+    if token:
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
         has_failed = status.get("outcome") == "failed" or (lost and failed(codes))
         if found and has_failed and not launch.node_rank:
@@ -502,9 +507,9 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     if ending.kind == "refused" and not ending.is_new:
         shutil.rmtree(logs, ignore_errors=True)
         with suppress(OSError):  # up to the first folder that is not empty
-            for path in logs.parents:
-                if os.listdir(path) == [".lock"] and is_locked(path) is False:
-                    lock_of(path).unlink()
+            for path in made[1:]:
+                if path == folder and not is_locked(folder) and os.listdir(path) == [".lock"]:
+                    lock_of(folder).unlink()
                 path.rmdir()
     return ending
 

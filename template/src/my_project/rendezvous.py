@@ -68,7 +68,12 @@ def interface_to(address: str) -> tuple[str, str]:
     """
     usable = interfaces()
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return names, next((usable[name] for name in names.split(",") if name in usable), "")
+        if not (found := [name for name in names.split(",") if name in usable]):
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME is {names}, but this host has the interfaces"
+                f" {', '.join(usable)}; set it to one of them, or unset it."
+            )
+        return names, usable[found[0]]
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -194,12 +199,13 @@ def _join(
                 answer = connection.receive(12 * CONNECT_SECONDS)
             connection.node = Node(**answer["nodes"][0])
             return answer, [connection]
-        except (OSError, ValueError) as error:  # node 0 has not started, or is starting again
+        # node 0 has not started, is starting again, or answers in another version's words
+        except (OSError, ValueError, TypeError, LookupError) as error:
             failure = error
             if connection:
                 connection.close()
         if time.monotonic() > say_at:
-            say_at += SAY_SECONDS
+            say_at = time.monotonic() + SAY_SECONDS
             print(f"waiting for node 0 at {address}:{port} ({failure})", flush=True)
         time.sleep(0.2)
     raise TransientError(

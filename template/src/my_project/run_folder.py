@@ -266,7 +266,8 @@ class Run:
 def refuse_other_settings(config: Config) -> None:
     """Refuse a run folder with other settings of the training curve than the config's."""
     path = config.folder / "config.yaml"
-    if config.resume == "never" or not os.path.lexists(path):
+    is_begun = checkpoints(config.folder) or (config.folder / "export").exists()
+    if config.resume == "never" or not (is_begun and os.path.lexists(path)):
         return
     before, now = saved_fixed_settings(read_yaml(path), config), fixed_settings(config)
     differing = [

@@ -24,6 +24,7 @@ from .files import (
     checkpoints,
     each_record,
     format_seconds,
+    is_number,
     kind_of,
     parse_record,
     read_json,
@@ -96,9 +97,9 @@ class Starts:
         """
         if self._lines and self.has_begun:
             self._write()
-        is_saving = codes.get(0, 0) is None and any(
-            not (path / "manifest.json").exists() for path in self.folder.glob("checkpoints/step_*")
-        )
+        if seconds < 0:  # none has failed
+            return False
+        is_saving = codes.get(0, 0) is None and any(self.folder.glob("checkpoints/.step_*.partial"))
         was_killed = any(code < 0 for code in failed(codes).values())
         limit = SAVE_SECONDS if is_saving else EXIT_SECONDS
         if was_killed and self._in_vain >= self.limit:
@@ -209,7 +210,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
         for text in (folder / "starts.jsonl").read_bytes().splitlines():
             with suppress(ValueError):
                 line = json.loads(text)
-                found += [line] * (isinstance(line, dict) and {"event", "id", "time"} <= {*line})
+                is_known = isinstance(line, dict) and {"event", "id", "time"} <= {*line}
+                if is_known and isinstance(line["id"], str) and is_number(line["time"]):
+                    found.append(line)
     return found
 
 
@@ -301,7 +304,8 @@ def goodput(folder: Path) -> dict[str, Any]:
     unknown_starts = 0
     path = folder / "metrics.jsonl"
     for record in filter(None, each_record(path) if path.exists() else ()):
-        known: dict[str, Any] = {name: record.get(name) or 0 for name in FIELDS}
+        values = {name: record.get(name) for name in FIELDS}
+        known: dict[str, Any] = {name: x if is_number(x) else 0 for name, x in values.items()}
         known["kind"] = kind_of(record)
         at = bisect_right(began, known["time"]) - 1
         if at >= 0 and known["time"] <= (starts[at]["time"] or math.inf):
@@ -380,7 +384,7 @@ def marks(folder: Path) -> list[int]:
     """
     found: dict[str, int | None] = {}
     for start in each_start(folder):
-        found.setdefault(start["launch"], start["checkpoint_before"])
+        found.setdefault(str(start.get("launch")), start["checkpoint_before"])
     return [-1 if step is None else step for step in (*found.values(), newest_checkpoint(folder))]
 
 
