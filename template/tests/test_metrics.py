@@ -205,7 +205,9 @@ class AllKinds(Ragged):
 
     def build_metrics(self) -> dict[str, Any]:
         overlap = MulticlassJaccardIndex(self.classes)  # sums a matrix
-        return super().build_metrics() | {"kinds": Kinds(self.metric_fault), "overlap": overlap}
+        metrics = super().build_metrics()
+        metrics["inverse"] = 1 - metrics["auroc"]  # shares its state
+        return metrics | {"kinds": Kinds(self.metric_fault), "overlap": overlap}
 
     def update_metrics(self, model: nn.Module, batch: Any, metrics: Any) -> None:
         super().update_metrics(
@@ -254,7 +256,7 @@ def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
                 assert one["validation/kinds/custom"] == 2.0**size
                 assert one["validation/kinds/average"] == 5
                 assert several == pytest.approx(one, rel=1e-6)
-                same = [name for name in one if not name.endswith(("auroc", "small"))]
+                same = [name for name in one if not name.endswith(("auroc", "inverse", "small"))]
                 assert [several[name] for name in same] == [one[name] for name in same]
             with_nan, (of_shape, differs) = found[len(sizes) :]
             assert math.isnan(with_nan["validation/kinds/largest"]), "of one rank's sample"

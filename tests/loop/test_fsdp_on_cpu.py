@@ -310,12 +310,24 @@ class Valued(Counted):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recurrent(Counted):
+    """Has a layer that holds weak references to its weights."""
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        model: Any = super().build_model(data_info)
+        model.recurrent = nn.LSTM(6, 8)
+        return model
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unsendable(Counted):
-    """Holds a function that pickle cannot name."""
+    """Holds a function that pickle cannot name, and a buffer that nothing seeds."""
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
         model: Any = super().build_model(data_info)
         model.scaled = lambda x: x
+        rank = float(os.environ.get("RANK", "0"))
+        model.register_buffer("of_rank_0", torch.tensor(rank))
         return model
 
 
@@ -366,6 +378,7 @@ START: dict[str, Any] = {
     "deep": Counted(width=WIDE, blocks=8),
     "valued": Valued(width=WIDE, blocks=8),
     "draws": Counted(width=WIDE, blocks=8, draws=True),
+    "recurrent": Recurrent(width=WIDE, blocks=8),
     "unsendable": Unsendable(width=WIDE, blocks=8),
 }
 

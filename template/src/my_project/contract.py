@@ -82,6 +82,8 @@ def build_datasets(
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             problem = f"returned {_short(data)} as {name}, which has no index: data[i] (a stream"
             _refuse(recipe, "build_datasets", f"{problem} has lanes, see recipe.py).")
+        if data is not train and not len(data):
+            _refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
     return first_batches(config, train, validation_sets) if config else (train, validation_sets)
 
 

@@ -181,6 +181,8 @@ def start(config: Config) -> Iterator[Accelerator]:
         if torch.distributed.is_initialized() and (finished or accelerator.device.type == "cpu"):
             release_groups(accelerator)
             torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
 
 
 def release_groups(accelerator: Accelerator) -> None:

@@ -170,7 +170,8 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
     """
     from torchmetrics import Metric
 
-    parts = (part for name in sorted(metrics) for part in metrics[name].modules())
+    # each once, though metrics share it
+    parts = dict.fromkeys(part for name in sorted(metrics) for part in metrics[name].modules())
     for part in parts:
         if isinstance(part, Metric):
             part._to_sync = False
@@ -213,13 +214,14 @@ def _merge(accelerator: Accelerator, metric: Any) -> None:
         return with_samples[0][1] if with_samples else {}
 
     for name, (shape, dtype) in on_main_then_broadcast(accelerator, agreed).items():
-        wide = torch.promote_types(dtype, torch.float64 if dtype.is_floating_point else torch.int64)
+        is_real = dtype.is_floating_point or dtype.is_complex
+        wide = torch.promote_types(dtype, torch.float64 if is_real else torch.int64)
         own = state[name] if metric.update_count else torch.zeros(shape)
         total = own.detach().to(accelerator.device, wide, copy=True).contiguous()
         torch.distributed.reduce(total, dst=0)
         if reductions[name] is dim_zero_mean:
             total = total / max(1, len(with_samples))
-        setattr(metric, name, total.to(metric.device, dtype if dtype.is_floating_point else None))
+        setattr(metric, name, total.to(metric.device, dtype if is_real else None))
     if with_samples:
         metric._update_count = sum(updates for updates, _, _ in with_samples)
     for name in others if with_samples else ():

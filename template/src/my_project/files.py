@@ -73,14 +73,6 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def move_aside(path: Path, suffix: str = "damaged") -> Path:
-    """Rename a damaged or misplaced file or folder, and return its new path."""
-    aside = unused_name(path, suffix)
-    path.rename(aside)
-    logger.warning("%s is damaged or misplaced: moved aside to %s", path, aside.name)
-    return aside
-
-
 def unused_name(path: Path, suffix: str = "old") -> Path:
     """Return an unused path beside a file or folder, with this suffix and a number."""
     number = 1
@@ -401,7 +393,9 @@ def put_in_place(folder: Path) -> None:
     flush_to_disk(temporary)
     discard(before)
     if folder.is_symlink() or folder.is_file():
-        move_aside(folder, "old")
+        aside = unused_name(folder)
+        folder.rename(aside)
+        logger.warning("%s is no folder of this run: moved aside to %s", folder, aside.name)
     elif folder.exists():
         os.replace(folder, before)
     os.replace(temporary, folder)

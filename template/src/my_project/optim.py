@@ -65,6 +65,7 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
             if p.requires_grad
         )
     optimizer: torch.optim.Optimizer = kind(groups, **arguments)
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     check_parameters(optimizer, model)
     known = {"params", "lr_scale", *optimizer.defaults} - {"lr"}
     for key in stated - known if groups_of else ():  # torch takes any key, and reads it nowhere
@@ -84,18 +85,21 @@ def has_sparse_gradients(model: nn.Module) -> bool:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse groups that do not hold every trained parameter of the model exactly once.
+    """Refuse groups that do not hold every trained parameter of the model once, or hold others.
 
     Raises:
         ConfigError: names the parameters.
     """
     held = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     trained = {name: held[id(p)] for name, p in model.named_parameters() if p.requires_grad}
-    if wrong := [name for name, times in trained.items() if times != 1]:
+    others = len(held.keys() - {id(p) for p in model.parameters()})
+    wrong = [name for name, times in trained.items() if times != 1]
+    if wrong or others or not trained:
         raise ConfigError(
             f"parameter_groups leaves out, or holds more than once, {len(wrong)} of the model's"
-            f" {len(trained)} trained parameters: {', '.join(wrong[:5])}. Put each of them into one"
-            " group, and set requires_grad to False for those that are not to be trained."
+            f" {len(trained)} trained parameters: {', '.join(wrong[:5]) or 'none'}; it holds"
+            f" {others} that the model lacks. Put each trained parameter into one group, and set"
+            " requires_grad to False for those that are not to be trained."
         )
 
 

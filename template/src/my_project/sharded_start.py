@@ -42,24 +42,26 @@ def build(
     """
     built: list[tuple[nn.Module, dict[str, Tensor]]] = []
 
-    def build_on_main() -> bytes:
+    def build_on_main() -> tuple[bytes, dict[str, Tensor]]:
         model = _without_weights(build_whole) if is_resumed else build_whole()
         built.append((model, take_weights(model)))
         try:
-            return pickle.dumps(model)
+            return pickle.dumps(model), {}
         except Exception as error:  # a class or a function without a name of its own
             logger.warning(
                 "the model cannot be sent to the other ranks (%s), so each builds all of it in host"
                 " memory; define its classes and functions at the top of a module.",
                 error,
             )
-            return b""
+            return b"", dict(model.named_buffers())
 
-    pickled = on_main_then_broadcast(accelerator, build_on_main)
+    pickled, buffers = on_main_then_broadcast(accelerator, build_on_main)
     if built:
         return built[0]
     model = pickle.loads(pickled) if pickled else build_whole()
     take_weights(model)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).data.copy_(buffer)
     return model, {}
 
 
@@ -102,7 +104,9 @@ def _parameters_on_meta() -> Iterator[None]:
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if param is not None:
-            _move_to_meta(param)
+            on_meta = nn.Parameter(param.data.to("meta"), param.requires_grad)
+            vars(on_meta).update(vars(param))
+            torch.utils.swap_tensors(param, on_meta)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
@@ -111,20 +115,36 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _move_to_meta(parameter: nn.Parameter) -> None:
-    """Take a parameter's values away; it stays the same object, with its attributes."""
-    on_meta = nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
-    vars(on_meta).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, on_meta)
-
-
 def take_weights(model: nn.Module) -> dict[str, Tensor]:
     """Move the parameters to the meta device; return their values by name. Buffers stay."""
-    weights = {}
-    for name, parameter in model.named_parameters():
-        weights[name] = parameter.data
-        _move_to_meta(parameter)
+    named = dict(model.named_parameters())
+    attributes = {name: dict(vars(p)) for name, p in named.items()}
+    names = {id(p): name for name, p in named.items()}
+    weights: dict[str, Tensor] = {}
+
+    def take(tensor: Tensor) -> Tensor:
+        if tensor.is_meta or id(tensor) not in names:
+            return tensor
+        weights[names[id(tensor)]] = tensor.data
+        return torch.empty_like(tensor, device="meta")
+
+    _apply(model, take)
+    for name, parameter in named.items():
+        vars(parameter).update(attributes[name])
     return weights
+
+
+def _apply(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace parameters in place, as the same objects: tied weights stay tied.
+
+    By modules' own `_apply`: torch's recurrent layers hold weak references to their weights.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model._apply(function)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def allocate(model: nn.Module, place: torch.device) -> None:
@@ -132,12 +152,7 @@ def allocate(model: nn.Module, place: torch.device) -> None:
 
     As nn.Module.to_empty does, but that one would empty the buffers too, and untie weights.
     """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+    _apply(model, lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
 
 
 @torch.no_grad()

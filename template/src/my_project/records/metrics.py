@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..blocks import compilations, is_compiled
-from ..files import each_record, finite, kind_of, move_aside, write_atomically, writing
+from ..files import each_record, finite, kind_of, unused_name, write_atomically, writing
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
 from ..process import collect_garbage
@@ -140,6 +141,7 @@ class MetricsWriter:
             self.phase_times.enter("forward")
             yield batch
             self.phase_times.enter("data")
+            self.throughput.end_counting()  # with accumulation: of the first micro-batch
 
     def backward_begins(self) -> None:
         """From now on, the time is that of a backward pass."""
@@ -282,7 +284,9 @@ class RecordFile:
                     elapsed = record.get("elapsed_seconds", 0.0)
                     self.elapsed_before = max(elapsed, self.elapsed_before)
             if is_damaged:
-                move_aside(self.path)
+                aside = unused_name(self.path, "damaged")
+                shutil.copyfile(self.path, aside)
+                logger.warning("%s has damaged lines: kept aside as %s", self.path, aside.name)
             write_atomically(self.path, "".join(kept))
 
     def append(self, record: dict[str, Any]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class Throughput:
         self.counter: Any = None
 
     def begin_counting(self) -> None:
-        """Count the FLOPs of what follows: the first step's micro-batches, forward and backward."""
+        """Count the FLOPs of what follows: the first micro-batch, forward and backward."""
         from torch.utils.flop_counter import FlopCounterMode
 
         self.is_counted = True
@@ -169,8 +169,8 @@ class Throughput:
         """End the count, if there is one."""
         if self.counter is not None:
             self.counter.__exit__(None, None, None)
-            samples = self.layout.micro_batch_size * self.layout.accumulation
-            self.flops_per_sample = self.counter.get_total_flops() / samples
+            flops = self.counter.get_total_flops()
+            self.flops_per_sample = flops / self.layout.micro_batch_size
             self.counter = None
 
     def add(self, steps: int, items: float, seconds: float) -> dict[str, float]:

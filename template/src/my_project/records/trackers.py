@@ -172,9 +172,10 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
     values: dict[str, int | float] = {}
     if record["kind"] not in WITH_NUMBERS:
         return values
+    left_out = LEFT_OUT | ({"epoch"} if record["kind"] != "interval" else set())
     for name, value in record.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and name not in LEFT_OUT:
+        if is_number and name not in left_out:
             tag = f"{record['kind']}_seconds" if name == "seconds" else name
             group = "train" if name in TRAIN_TAGS else "perf"
             values[tag if "/" in tag else f"{group}/{tag}"] = value

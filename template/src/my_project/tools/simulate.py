@@ -260,7 +260,7 @@ class _Step:
         self.parameters = sum(p.numel() for p in weights)
         self.model_bytes = sum(tensor.nbytes for tensor in (*weights, *self.raw_model.buffers()))
         accelerator = _accelerator(precision, self.world_size, is_sharded=self.is_sharded)
-        sharding.checkpoint_activations(config, self.raw_model)
+        sharding.checkpoint_activations(config, self.raw_model, accelerator.state.fsdp_plugin)
         self.optimizer = optim.build_optimizer(config.optim, config.recipe, self.raw_model)
         self.buckets: list[torch.Tensor] = []
         if self.is_sharded:
