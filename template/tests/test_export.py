@@ -233,7 +233,7 @@ class Chosen(Ragged):
 def test_a_recipe_names_the_file_and_the_tensors_and_writes_what_is_beside_them(tmp_path):
     config = make_config(tmp_path, Chosen())
     run = Run(config, 0)
-    run.folder.mkdir(parents=True)
+    run.folder.mkdir(parents=True, exist_ok=True)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     exporting.export(run, {"features": 6}, model, Checkpoints(run, model, optimizer, None, None))

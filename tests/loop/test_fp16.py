@@ -108,7 +108,7 @@ def test_a_model_with_sync_batch_norm_is_exported_as_the_plain_one(tmp_path, mon
     converted, _ = sharding.build_model(Accelerator(cpu=True), config, {})
     assert any(isinstance(module, torch.nn.SyncBatchNorm) for module in converted.modules())
     run = Run(config, 0)
-    run.folder.mkdir(parents=True)
+    run.folder.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.SGD(converted.parameters())
     saver = Checkpoints(run, converted, optimizer, None, None)
     exporting.export(run, {"features": 6}, converted, saver)

@@ -56,7 +56,7 @@ def writer_of(folder: Path, steps: int, **settings: Any) -> metrics.MetricsWrite
     run.total_steps = steps
     run.lengths = {"the training set": 70}
     run.hosts = ["here"]
-    run.folder.mkdir()
+    run.folder.mkdir(exist_ok=True)
     accelerator: Any = SimpleNamespace(
         is_main_process=True, process_index=0, device=torch.device("cpu"), trackers=[],
         mixed_precision="no",
