@@ -11,8 +11,8 @@ everything else in the run folder. Runs of the old code are not continued: their
 another format.
 
 The bits depend on the machine and the installed versions, so the old commit is recorded where it is
-compared, from a worktree of it in FOLDER, once; a record is never committed. What is renamed on
-purpose goes into RENAMED, what is removed into REMOVED.
+compared, from a worktree of it in FOLDER, once; a record is never committed. What differs on
+purpose goes into REMOVED.
 """
 
 import argparse
@@ -37,9 +37,6 @@ from pathlib import Path
 from typing import Any
 
 BASE = "a9ab39b"
-# Old name: new name, of a key, a file or a folder, such as "average": "ema". Applied to whole words
-# of what is recorded, except to the values of tensors.
-RENAMED: dict[str, str] = {}
 # Patterns of facts, or of names of files, that only one of the two states has: "* stage_to".
 REMOVED: tuple[str, ...] = (
     *("* straggler *", "* spike *"),  # notices that followed from the clock
@@ -375,19 +372,6 @@ def books(folder: Path) -> Facts:
     }
 
 
-def renamed(value: Any) -> Any:
-    """Apply RENAMED to a record."""
-    if isinstance(value, dict):
-        return {renamed(key): renamed(part) for key, part in value.items()}
-    if isinstance(value, list):
-        parts = [renamed(part) for part in value]
-        return sorted(parts) if all(isinstance(part, str) for part in parts) else parts
-    if isinstance(value, str):
-        for old, new in RENAMED.items():
-            value = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, value)
-    return value
-
-
 def kept(facts: Facts) -> Facts:
     """Leave out what REMOVED names."""
 
@@ -461,9 +445,7 @@ def compare(folder: Path, only: list[str]) -> int:
     print(f"made with {recorded['made with']}, compared with {made_with()}")
     results = gather(folder, only)
     wanted = {
-        name: kept(renamed(facts))
-        for name, facts in recorded["cases"].items()
-        if is_chosen(name, only)
+        name: kept(facts) for name, facts in recorded["cases"].items() if is_chosen(name, only)
     }
     different = 0
     for name in sorted(wanted.keys() | results.keys()):

@@ -154,56 +154,6 @@ def test_yaml_that_would_take_all_memory_is_refused_everywhere(tmp_path, kind):
             read()
 
 
-# ---- checkpoints of another step -----------------------------------------------------------------
-def write_manifest(folder: Path, **changed: object) -> None:
-    content = files.read_manifest(folder)
-    listed = {name: files.fingerprint(folder / name) for name in content["files"]}
-    (folder / "manifest.json").write_text(
-        files.manifest_text(content | {"files": listed} | changed)
-    )
-
-
-def rename(folder: Path) -> None:
-    shutil.rmtree(folder)
-    shutil.copytree(folder.with_name("step_00000002"), folder)
-
-
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (rename, "its manifest.json has step 2"),
-        (lambda folder: (folder / "manifest.json").write_bytes(DEEP), "manifest.json is damaged"),
-        (lambda folder: write_manifest(folder, step=None), "manifest.json is damaged"),
-    ],
-)
-def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, caplog):
-    newest = copied.folder / "checkpoints/step_00000006"
-    damage(newest)
-    given = change(copied, resume=str(newest))
-    with pytest.raises(ConfigError, match=sentence):
-        choose(Run(given, rank=0))
-    assert choose(Run(copied, rank=0)) == newest.with_name("step_00000004")
-    assert f"{newest} is skipped: {sentence}." in caplog.text
-
-
-def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):
-    """With --resume auto and with a path; it can be trained anew."""
-    folder = copied.folder / "checkpoints/step_00000006"
-    write_manifest(folder, format=files.FORMAT - 1)
-    (copied.folder / "status.json").write_text('{"outcome": "preempted"}')
-
-    def content() -> dict[str, bytes]:
-        paths = (path for path in copied.folder.rglob("*") if path.is_file())
-        return {str(path): path.read_bytes() for path in paths if path.name != ".lock"}
-
-    before = content()
-    for resume in ("auto", str(folder.with_name("step_00000004"))):
-        with pytest.raises(ConfigError, match=r"another version .*--resume never"):
-            train(change(copied, resume=resume))
-        assert content() == before
-    assert train(change(copied, resume="never")) == 0
-
-
 # ---- what a kill leaves --------------------------------------------------------------------------
 def test_what_a_killed_export_has_left_is_removed_and_nothing_else(copied):
     old, others = [".export.partial", ".best.partial"], [".notes.txt.17", ".config.yaml.swp"]

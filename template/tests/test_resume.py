@@ -170,24 +170,6 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
     assert "TransientError" in str(refusal.value), "exit code 1: the other one may be about to end"
 
 
-def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
-    """Also while --resume never moves it aside: the new folder is locked before it has the name."""
-    mine = Run(make_config(tmp_path, resume="never"), rank=0)
-    mine.begin()
-    (tmp_path / "link").symlink_to(mine.folder)
-    linked = make_config(tmp_path, run_name="link")
-    for config in (linked, mine.config):
-        with pytest.raises(RuntimeError, match="is in use by process"):
-            run_world(1, open_run, config)
-    mine.begin()
-    assert (tmp_path / "run.old-1/run.json").is_file()
-    for config in (linked, mine.config):
-        with pytest.raises(RuntimeError, match="is in use by process"):
-            run_world(1, open_run, config)
-    del mine
-    assert run_world(1, open_run, linked) == [None]
-
-
 def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_path):
     config = make_config(tmp_path, steps=2, resume="never")
     log = config.folder / "logs/node_0/stdout.log"

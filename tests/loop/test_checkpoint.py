@@ -26,7 +26,8 @@ from ragged import Ragged
 from runs import assert_same_weights, change, choose, make_config, records, status, train, weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_damage import fill_up, small_disk, write_manifest
+from test_damage import DEEP, fill_up, small_disk
+from test_resume import open_run
 from world import World, run_world
 
 
@@ -142,6 +143,37 @@ def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_pa
     assert folder_of(copied, 10).is_dir()
 
 
+def write_manifest(folder: Path, **changed: object) -> None:
+    content = files.read_manifest(folder)
+    listed = {name: files.fingerprint(folder / name) for name in content["files"]}
+    (folder / "manifest.json").write_text(
+        files.manifest_text(content | {"files": listed} | changed)
+    )
+
+
+def rename(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("step_00000008"), folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (rename, "its manifest.json has step 8"),
+        (lambda folder: (folder / "manifest.json").write_bytes(DEEP), "manifest.json is damaged"),
+        (lambda folder: write_manifest(folder, step=None), "manifest.json is damaged"),
+    ],
+)
+def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, caplog):
+    newest = folder_of(copied, 10)
+    damage(newest)
+    given = change(copied, resume=str(newest))
+    with pytest.raises(ConfigError, match=sentence):
+        choose(Run(given, rank=0))
+    assert choose(Run(copied, rank=0)) == newest.with_name("step_00000008")
+    assert f"{newest} is skipped: {sentence}." in caplog.text
+
+
 def test_a_run_that_began_at_a_path_goes_back_to_it_and_to_no_other_branch(copied, tmp_path):
     other = tmp_path / "other/step_00000004"
     shutil.copytree(folder_of(copied, 4), other)
@@ -151,6 +183,42 @@ def test_a_run_that_began_at_a_path_goes_back_to_it_and_to_no_other_branch(copie
     flip_one_bit(folder_of(copied, 10) / "model.safetensors", 300)
     assert choose(given.run) == other, "not step 8, at which it did not begin"
     assert given.run.resumed_from == str(other)
+
+
+def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
+    """Also while --resume never moves it aside: the new folder is locked before it has the name."""
+    mine = Run(make_config(tmp_path, resume="never"), rank=0)
+    mine.begin()
+    (tmp_path / "link").symlink_to(mine.folder)
+    linked = make_config(tmp_path, run_name="link")
+    for config in (linked, mine.config):
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            run_world(1, open_run, config)
+    mine.begin()
+    assert (tmp_path / "run.old-1/run.json").is_file()
+    for config in (linked, mine.config):
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            run_world(1, open_run, config)
+    del mine
+    assert run_world(1, open_run, linked) == [None]
+
+
+def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):
+    """With --resume auto and with a path; it can be trained anew."""
+    folder = folder_of(copied, 10)
+    write_manifest(folder, format=files.FORMAT - 1)
+    (copied.folder / "status.json").write_text('{"outcome": "preempted"}')
+
+    def content() -> dict[str, bytes]:
+        paths = (path for path in copied.folder.rglob("*") if path.is_file())
+        return {str(path): path.read_bytes() for path in paths if path.name != ".lock"}
+
+    before = content()
+    for resume in ("auto", str(folder.with_name("step_00000004"))):
+        with pytest.raises(ConfigError, match=r"another version .*--resume never"):
+            train(change(copied, resume=resume))
+        assert content() == before
+    assert train(change(copied, resume="never")) == 0
 
 
 def test_a_run_whose_folder_is_removed_writes_into_no_other(tmp_path):
@@ -171,8 +239,7 @@ def test_what_a_stream_keeps_of_a_lane_comes_back_in_its_order(tmp_path):
     states = [{"z": 1, "a": {"10": 2, "9": 3}}]
     saver.save(TrainState(items_per_micro_batch=4.0, step=1, lane_states=states))
     saver.wait()
-    restored = saver.load(folder_of(saver.config, 1))["lane_states"]
-    assert json.dumps(restored) == json.dumps(states)
+    assert str(saver.load(folder_of(saver.config, 1))["lane_states"]) == str(states)
 
 
 def test_a_run_with_damaged_checkpoints_goes_on_from_the_one_before(copied, trained):
@@ -287,7 +354,7 @@ def test_the_setting_says_when_a_save_is_due(tmp_path, monkeypatch):
         saver = make_checkpoints(config)
         saver.rank = rank
         clock[0] += 601.0
-        return saver.is_due
+        return saver.is_due_by_time
 
     assert is_due("auto", None)
     assert not is_due("auto", 100)

@@ -16,7 +16,6 @@ from my_project.config import Config, ConfigError
 from my_project.files import read_manifest
 from my_project.loading.seeding import SampleSeeds, derive_seed, seed_rng
 from my_project.loading.streams import LaneReader
-from my_project.state import TrainState
 from runs import change, make_config, records, train, weights
 from streamed import Streamed
 from world import run_world
@@ -184,16 +183,6 @@ def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_st
     assert first_read(other, 0) == dict.fromkeys(range(4), 0)
     wanted = {k: samples for k, samples in enumerate(expected(other)) if k >= 2}
     assert seen(other, 1) == wanted
-
-
-def test_a_checkpoint_of_a_stream_in_its_second_epoch_is_refused(tmp_path):
-    """Those of versions whose streams had epochs; in the first one lanes are where they were."""
-    state, config = TrainState(items_per_micro_batch=4), make_config(tmp_path)
-    saved = {"step": 3, "epoch": 0, "epoch_start": 0, "lane_states": [{"index": 6}]}
-    state.restore(saved, config)
-    assert (state.step, state.lane_states) == (3, [{"index": 6}])
-    with pytest.raises(ConfigError, match=r"step 4 is in epoch 1 of a stream.* --resume never"):
-        state.restore(saved | {"step": 4, "epoch": 1, "epoch_start": 3}, config)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

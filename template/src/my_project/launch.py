@@ -117,7 +117,7 @@ class Launch:
         if not options.main_process_port:  # on one node 29500 may be that of another run
             options.main_process_port = get_free_port() if self.nodes == 1 else self.port
         common = prepare_multi_gpu_env(options)
-        if options.standalone:  # that port is in use
+        if getattr(options, "standalone", False):  # that port is in use
             options.main_process_port = get_free_port()
         if not check_cuda_p2p_ib_support():  # as accelerate launch does
             common = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | common

@@ -184,11 +184,8 @@ class Run:
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
-        before = before or {}  # older checkpoints have none
         self.changed_numerics = {
-            name: [before[name], now]
-            for name, now in self.numerics.items()
-            if name in before and before[name] != now
+            name: [before[name], now] for name, now in self.numerics.items() if before[name] != now
         }
         for name, (old, new) in self.changed_numerics.items():
             if self.rank == 0:

@@ -90,21 +90,10 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any], config: Config) -> None:
-        """Take the fields of a checkpoint; of another metric than the config's there is no best.
-
-        Raises:
-            ConfigError: it is of a stream in its second epoch or later, which streams had once.
-        """
-        if saved.get("epoch"):
-            raise ConfigError(
-                f"the checkpoint of step {saved['step']} is in epoch {saved['epoch']} of a stream,"
-                " of a version whose lanes ended: lanes never end now, so this run would go on with"
-                " other data. Finish it with that version, or start again with --resume never."
-            )
+        """Take the fields of a checkpoint; of another metric than the config's there is no best."""
         for f in dataclasses.fields(self):
-            if f.name in saved:
-                setattr(self, f.name, saved[f.name])
-        if self.best_of not in ("", best_of(config)):  # older checkpoints do not state it
+            setattr(self, f.name, saved[f.name])
+        if self.best_of not in ("", best_of(config)):  # "": there has been no best
             self.best = None
             self.evaluations_since_best = 0
         self._knows_num_items = self.step > 0

@@ -1,4 +1,4 @@
-"""Train a recipe. The whole step is read here, top to bottom.
+"""Train a recipe: the order of everything in a step, top to bottom.
 
 accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
     -m my_project.train --config configs/image_classification.yaml --optim.lr 3e-3
@@ -85,17 +85,18 @@ def main(config: Config) -> int:
         # ---- the loop: step k is global batch k --------------------------------------------------
         device = accelerator.device
         steps = range(state.step, run.total_steps)
-        kind = StreamBatches if is_stream(train_set) else IndexedBatches
-        batches = kind(config, train_set, layout, steps, accelerator, state.lane_states)
+        batches_of = StreamBatches if is_stream(train_set) else IndexedBatches
+        batches = batches_of(config, train_set, layout, steps, accelerator, state.lane_states)
         trainable = [p for p in raw_model.parameters() if p.requires_grad]
         refuse_unused = sharding.refusal_of_unused(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
         read_back = DelayedReader(accelerator)
-        stop_agreed = save_agreed = False
+        stop_agreed = False
+        save_agreed = False  # by time, see checkpoints.is_due_by_time
         model.train()
         stop.loop_begins()
         metrics = MetricsWriter(accelerator, run, layout, state, model)
-        for_evaluation = accelerator, config, eval_model, validation_sets
+        evaluated = accelerator, config, eval_model, validation_sets
         with checkpoints, metrics, garbage_collected_at_records():
 
             def observe(report: StepReport | None) -> None:
@@ -109,7 +110,7 @@ def main(config: Config) -> int:
 
             def save(*, by_time: bool = False) -> None:
                 nonlocal save_agreed
-                save_agreed = False  # by time: any save restarts the clock
+                save_agreed = False  # a save of any kind restarts the clock
                 state.lane_states = batches.lane_states()
                 watchdog.allow_long_limit()
                 with metrics.paused("saving"):
@@ -121,7 +122,7 @@ def main(config: Config) -> int:
             def evaluate_and_record() -> None:
                 watchdog.allow_long_limit()
                 with metrics.paused("evaluation"), ema_swapped_in():
-                    results = evaluate(*for_evaluation, state.step, watchdog)
+                    results = evaluate(*evaluated, state.step, watchdog)
                     shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                     if state.record_evaluation(config, results):  # the best so far
                         exporting.export(run, data_info, raw_model, checkpoints, "best")
@@ -132,7 +133,7 @@ def main(config: Config) -> int:
                 evaluate_and_record()
             elif config.evaluation.sanity_check and state.step == 0:
                 with metrics.paused("evaluation"):
-                    sanity_check(*for_evaluation, watchdog)
+                    sanity_check(*evaluated, watchdog)
             end_reason = state.end_reason(run)  # empty until the run is at its end
             micro_batches = metrics.timed(batches)
             for step in steps if not end_reason else ():
@@ -140,7 +141,8 @@ def main(config: Config) -> int:
                 optim.set_learning_rate(
                     optimizer, optim.learning_rate(step, run.total_steps, config.optim)
                 )
-                # as small as the gradient of a mean, without rounding; divided out below
+                # gradients as small as those of a mean, for fp16; a power of two rounds no digit,
+                # and is divided out where they are normalized
                 backward_factor = 1 / optim.power_of_two(state.items_per_micro_batch)
                 sums = read_back.begin()
                 for j in range(layout.accumulation):
@@ -148,17 +150,19 @@ def main(config: Config) -> int:
                     seed_forward(config.seed, step, j * world_size + rank, device)
                     is_last = j == layout.accumulation - 1
                     with sharding.gradient_sync(model, is_last=is_last):
-                        returned = model(recipe.loss, batch, step)  # in the one wrapped forward
-                        if step == steps.start and j == 0:
+                        # recipe.loss(raw_model, batch, step), in the forward that DDP, FSDP,
+                        # autocast and torch.compile have wrapped
+                        returned = model(recipe.loss, batch, step)
+                        if step == steps.start and j == 0:  # the first of this start
                             read_back.set_names(contract.check_loss(recipe, returned))
                         loss_sum, num_items, *scalars = returned
                         sums.add(loss_sum, num_items, *scalars)
-                        if is_last:  # the all-reduce overlaps with the last backward
-                            sums.start_all_reduce(stop.requested, checkpoints.is_due)
-                        # accelerator.backward would divide by its own accumulation, set to 1: two
-                        # extra kernels, measurable on small models
+                        if is_last:  # the sums' all-reduce overlaps with the last backward
+                            sums.start_all_reduce(stop.requested, checkpoints.is_due_by_time)
                         scaled = scaler.scale(loss_sum) if scaler else loss_sum
                         metrics.backward_begins()
+                        # not accelerator.backward, which divides by an accumulation of its own: two
+                        # kernels more, measurable on small models
                         scaled.backward(torch.full_like(scaled, backward_factor))
                 sums.wait()
                 metrics.backward_ended()
@@ -166,13 +170,14 @@ def main(config: Config) -> int:
                     scaler.unscale_(optimizer)
 
                 # ---- normalize, clip, step -------------------------------------------------------
-                # undo the average of DDP or FSDP and the factor; divide by the items of all ranks
+                # undo the average of DDP or FSDP and the factor; divide by the items of all
+                # micro-batches of all ranks: the gradient of the mean loss per item
                 factor = (world_size / backward_factor) / sums.num_items
-                norm = optim.normalize_and_clip_(  # holds no gradient longer than the step
+                norm = optim.normalize_and_clip_(  # a list kept here would keep the gradients
                     optim.gradients(trainable, refuse_unused), factor, config.optim.clip_norm
                 )
                 sums.grad_norm.fill_(norm)
-                optim.step_if_finite(optimizer, norm)
+                optim.step_if_finite(optimizer, norm)  # scaler.step would wait for the device
                 if scaler:
                     scaler.update()
                 optim.clear_gradients(optimizer, in_buckets, is_first=step == steps.start)
@@ -180,7 +185,7 @@ def main(config: Config) -> int:
                     ema.update()
                 state.step = run.step = step + 1  # steps done; a skipped one counts
                 metrics.step_ended(step)
-                observe(read_back.push(step, sums))  # reads the step before, so nothing waits
+                observe(read_back.push(step, sums))  # the step before: the device has done it
                 watchdog.step_done()
 
                 # ---- periodically: save, then evaluate, so that a failure there loses no step ----
@@ -190,6 +195,7 @@ def main(config: Config) -> int:
                 if save_due or evaluation_due or stop_agreed or save_agreed:
                     observe(read_back.flush())  # the checkpoint counts this step too
                     save_due |= stop_agreed
+                    # while steps are skipped the weights may be of no use: see Checkpoints._rotate
                     by_time = save_agreed and not save_due and not state.consecutive_skipped_steps
                     if save_due or by_time:
                         save(by_time=by_time)
@@ -204,7 +210,7 @@ def main(config: Config) -> int:
         # ---- finish, or leave to be continued ----------------------------------------------------
         watchdog.allow_long_limit()
         if not end_reason:
-            accelerator.wait_for_everyone()  # torchrun kills ranks that save once another exits
+            accelerator.wait_for_everyone()  # once a rank exits, torchrun kills those still saving
             checkpoints.check("checkpoint")
             if rank == 0:
                 reason = stop.reason or "asked to stop on another process"

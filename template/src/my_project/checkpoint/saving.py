@@ -116,7 +116,7 @@ class Checkpoints:
             self._thread.join(60 if is_second_signal else self.config.distributed.timeout_seconds)
 
     @property
-    def is_due(self) -> bool:
+    def is_due_by_time(self) -> bool:
         """Return whether the last save is too long ago; only the clock of rank 0 is asked."""
         seconds = 60 * self.config.checkpoints.minutes if self.rank == 0 else 0
         return seconds > 0 and time.monotonic() - self._saved_at > seconds
@@ -324,7 +324,7 @@ class Checkpoints:
         state: dict[str, Any] = manifest["state"]
         listed = manifest["files"].keys()
         saved, scale = state.pop("optimizer"), state.pop("scaler")
-        self.run.compare_numerics(folder, state.pop("numerics", None))
+        self.run.compare_numerics(folder, state.pop("numerics"))
         TensorReader(folder, "model", listed).fill(model_tensors(self.model))
         has_slots = any(name.startswith("optimizer.") for name in listed)  # plain SGD has none
         slots = TensorReader(folder, "optimizer", listed) if has_slots else None
