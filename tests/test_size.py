@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_412,
+    "lines of train.py and all that it imports": 5_407,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_313,
+    "lines of the package without tools/": 7_308,
     "lines of tools/": 2_190,
     "lines of template/tests": 3_637,
     "lines of template/tests and tests": 13_585,
     "settings": 52,
     "methods of a recipe": 14,
-    "lines of train.py": 185,
+    "lines of train.py": 184,
 }
 STEP_FILES = 19  # 31 at a9ab39b, counted in the same way
 NO_CODE = {

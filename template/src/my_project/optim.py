@@ -4,7 +4,7 @@ import importlib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -130,17 +130,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group["lr_scale"]
 
 
-def gradients(
-    parameters: Iterable[nn.Parameter], refuse_unused: Callable[[], Any] | None = None
-) -> list[Tensor]:
-    """Collect the gradients of one step.
-
-    Args:
-        parameters: those that are trained.
-        refuse_unused: of sharding.refusal_of_unused, called first.
-    """
-    if refuse_unused:
-        refuse_unused()
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Collect the gradients of one step."""
     return [p.grad for p in parameters if p.grad is not None]
 
 

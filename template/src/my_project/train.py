@@ -22,7 +22,7 @@ from .loading.layout import batch_layout, is_stream, lengths, total_steps
 from .loading.loader import IndexedBatches
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
-from .process import garbage_collected_at_records, world
+from .process import PREEMPTED, garbage_collected_at_records, world
 from .records import samples, screen
 from .records.metrics import MetricsWriter
 from .run_folder import Run
@@ -72,7 +72,7 @@ def main(config: Config) -> int:
         model, eval_model = sharding.prepare(accelerator, config, raw_model, optimizer, weights)
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         ema_swapped_in = ema.swapped_in if ema else nullcontext
-        scaler = accelerator.scaler  # of fp16
+        scaler = accelerator.scaler  # None unless fp16
         state = TrainState(items_per_micro_batch=layout.micro_batch_size)
         checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
         if resume_from:
@@ -82,7 +82,7 @@ def main(config: Config) -> int:
         if rank == 0:
             run.write_status("running")
 
-        # ---- the loop: step k is global batch k --------------------------------------------------
+        # ---- what the loop reads, calls and writes -----------------------------------------------
         device = accelerator.device
         steps = range(state.step, run.total_steps)
         batches_of = StreamBatches if is_stream(train_set) else IndexedBatches
@@ -97,38 +97,36 @@ def main(config: Config) -> int:
         stop.loop_begins()
         metrics = MetricsWriter(accelerator, run, layout, state, model)
         evaluated = accelerator, config, eval_model, validation_sets
-        with checkpoints, metrics, garbage_collected_at_records():
 
-            def observe(report: StepReport | None) -> None:
-                nonlocal stop_agreed, save_agreed
-                if report is None:
-                    return
+        def observe(report: StepReport | None) -> None:
+            nonlocal stop_agreed, save_agreed
+            if report:  # none at the first step of a start, nor after a flush
                 stop_agreed |= report.stop_votes > 0
                 save_agreed |= report.save_votes > 0
                 state.observe(report, config, layout)
                 metrics.observe(report)
 
-            def save(*, by_time: bool = False) -> None:
-                nonlocal save_agreed
-                save_agreed = False  # a save of any kind restarts the clock
-                state.lane_states = batches.lane_states()
-                watchdog.allow_long_limit()
-                with metrics.paused("saving"):
-                    checkpoints.save(state, by_time=by_time)
-                    if state.step == run.total_steps:  # on the disk before the last evaluation
-                        checkpoints.wait()
-                        accelerator.wait_for_everyone()
+        def save(*, by_time: bool = False) -> None:
+            state.lane_states = batches.lane_states()
+            watchdog.allow_long_limit()
+            with metrics.paused("saving"):
+                checkpoints.save(state, by_time=by_time)
+                if state.step == run.total_steps:  # on the disk before the last evaluation
+                    checkpoints.wait()
+                    accelerator.wait_for_everyone()
 
-            def evaluate_and_record() -> None:
-                watchdog.allow_long_limit()
-                with metrics.paused("evaluation"), ema_swapped_in():
-                    results = evaluate(*evaluated, state.step, watchdog)
-                    shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
-                    if state.record_evaluation(config, results):  # the best so far
-                        exporting.export(run, data_info, raw_model, checkpoints, "best")
-                metrics.write_evaluation(results, **shown)
-                checkpoints.add_evaluation(state)
+        def evaluate_and_record() -> None:
+            watchdog.allow_long_limit()
+            with metrics.paused("evaluation"), ema_swapped_in():
+                results = evaluate(*evaluated, state.step, watchdog)
+                shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
+                if state.record_evaluation(config, results):  # the best so far
+                    exporting.export(run, data_info, raw_model, checkpoints, "best")
+            metrics.write_evaluation(results, **shown)
+            checkpoints.add_evaluation(state)
 
+        # ---- the loop: step k is global batch k --------------------------------------------------
+        with checkpoints, metrics, garbage_collected_at_records():
             if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
                 evaluate_and_record()
             elif config.evaluation.sanity_check and state.step == 0:
@@ -136,11 +134,11 @@ def main(config: Config) -> int:
                     sanity_check(*evaluated, watchdog)
             end_reason = state.end_reason(run)  # empty until the run is at its end
             micro_batches = metrics.timed(batches)
-            for step in steps if not end_reason else ():
+            while not (end_reason or stop_agreed):
                 # ---- forward and backward, micro-batch by micro-batch ----------------------------
-                optim.set_learning_rate(
-                    optimizer, optim.learning_rate(step, run.total_steps, config.optim)
-                )
+                step = state.step
+                rate = optim.learning_rate(step, run.total_steps, config.optim)
+                optim.set_learning_rate(optimizer, rate)
                 # gradients as small as those of a mean, for fp16; a power of two rounds no digit,
                 # and is divided out where they are normalized
                 backward_factor = 1 / optim.power_of_two(state.items_per_micro_batch)
@@ -170,11 +168,13 @@ def main(config: Config) -> int:
                     scaler.unscale_(optimizer)
 
                 # ---- normalize, clip, step -------------------------------------------------------
-                # undo the average of DDP or FSDP and the factor; divide by the items of all
-                # micro-batches of all ranks: the gradient of the mean loss per item
-                factor = (world_size / backward_factor) / sums.num_items
+                if refuse_unused:
+                    refuse_unused()
+                # undo the average of DDP or FSDP and the backward factor; divide by the items of
+                # all micro-batches of all ranks: the gradient of the mean loss per item
+                normalizer = (world_size / backward_factor) / sums.num_items
                 norm = optim.normalize_and_clip_(  # a list kept here would keep the gradients
-                    optim.gradients(trainable, refuse_unused), factor, config.optim.clip_norm
+                    optim.gradients(trainable), normalizer, config.optim.clip_norm
                 )
                 sums.grad_norm.fill_(norm)
                 optim.step_if_finite(optimizer, norm)  # scaler.step would wait for the device
@@ -199,13 +199,12 @@ def main(config: Config) -> int:
                     by_time = save_agreed and not save_due and not state.consecutive_skipped_steps
                     if save_due or by_time:
                         save(by_time=by_time)
+                        save_agreed = False  # a save of any kind restarts the clock
                     if evaluation_due and not stop_agreed:  # else the next start evaluates
                         evaluate_and_record()
                     end_reason = state.end_reason(run)
-                    if end_reason and not (save_due or by_time):
+                    if end_reason and not (save_due or by_time):  # early, where none was due
                         save()
-                    if end_reason or stop_agreed:
-                        break
 
         # ---- finish, or leave to be continued ----------------------------------------------------
         watchdog.allow_long_limit()
@@ -216,7 +215,7 @@ def main(config: Config) -> int:
                 reason = stop.reason or "asked to stop on another process"
                 metrics.write({"kind": "stop", "reason": reason})
                 run.write_status("preempted", reason, note=checkpoints.note)
-            return 75
+            return PREEMPTED
         state.check_trained()
         with ema_swapped_in():
             exporting.export(run, data_info, raw_model, checkpoints)
