@@ -154,7 +154,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys, c
 
 def test_a_secret_in_an_old_config_is_not_shown_where_settings_differ(tmp_path):
     config: Config = make_config(tmp_path, Logged(), steps=2)
-    config.folder.mkdir()
+    (config.folder / "export").mkdir(parents=True)
     saved = to_dict(config)
     saved["recipe"]["init_args"] |= {"hub_token": SECRET, "secretary": "s3://me:pw@host"}
     (config.folder / "config.yaml").write_text(yaml.safe_dump(saved))
