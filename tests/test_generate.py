@@ -206,9 +206,10 @@ def test_what_git_ignores_in_a_used_clone_does_not_get_into_the_project(
     assert tree(used) == before
 
 
-MOVED = {  # since the commit below; a rewritten file stays where the owner edited it
+# Since the commit below all that moved was rewritten too, and stays where the owner edited it.
+MOVED = {
     "src/leafscan/recipes/image_classification.py": "src/leafscan/recipes/image_classification.py",
-    "src/leafscan/cluster/rendezvous.py": "src/leafscan/rendezvous.py",
+    "src/leafscan/cluster/rendezvous.py": "src/leafscan/cluster/rendezvous.py",
     "src/leafscan/cluster/simulate.py": "src/leafscan/cluster/simulate.py",
 }
 BEFORE = "a9ab39b"  # the last commit before the moves
@@ -216,7 +217,7 @@ BEFORE = "a9ab39b"  # the last commit before the moves
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edited", [(), tuple(MOVED)], ids=["untouched", "edited"])
-def test_cruft_update_brings_the_new_loop_and_edits_follow_the_moves(
+def test_cruft_update_brings_the_new_loop_and_keeps_edits(
     template: Path, tmp_path: Path, desk: Desk, edited: tuple[str, ...]
 ):
     upstream = tmp_path / "upstream"
