@@ -204,7 +204,7 @@ def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
 
 
 def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):
-    """With --resume auto and with a path; it can be trained anew."""
+    """With --resume auto and with a path; it can start over."""
     folder = folder_of(copied, 10)
     write_manifest(folder, format=files.FORMAT - 1)
     (copied.folder / "status.json").write_text('{"outcome": "preempted"}')
@@ -235,10 +235,9 @@ def test_a_run_whose_folder_is_removed_writes_into_no_other(tmp_path):
 
 
 def test_what_a_stream_keeps_of_a_lane_comes_back_in_its_order(tmp_path):
-    saver = make_checkpoints(make_config(tmp_path))
+    saver = make_checkpoints(make_config(tmp_path, checkpoints__background=False))
     states = [{"z": 1, "a": {"10": 2, "9": 3}}]
     saver.save(TrainState(items_per_micro_batch=4.0, step=1, lane_states=states))
-    saver.wait()
     assert str(saver.load(folder_of(saver.config, 1))["lane_states"]) == str(states)
 
 

@@ -170,7 +170,7 @@ class Run:
         if self.config.resume != "never":
             refuse_other_format(self.folder)
         if self.config.resume == "never" and {*os.listdir(self.folder)} - {"logs", ".lock"}:
-            self._begin_anew()
+            self._start_over()
         self.token = os.environ.get(START) or uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         self.write_status("running")
@@ -246,7 +246,7 @@ class Run:
                 " nothing there: start again, or choose another --run_name."
             )
 
-    def _begin_anew(self) -> None:
+    def _start_over(self) -> None:
         """Move what is in the folder aside; its successor is locked before it gets the name."""
         new = self.folder.with_name(f".{self.folder.name}.new")
         discard(new)
