@@ -148,7 +148,7 @@ def numbers(interval: dict[str, Any], total_steps: int) -> list[str]:
         f"{float(format(interval[f'{unit}_per_second'], '.4g')):,g} {unit}/s",
     ]
     for name, field in (("MFU", "mfu"), ("data", "data_share")):
-        parts += [f"{name} {interval[field]:.0%}"] if interval.get(field) is not None else []
+        parts += [f"{name} {100 * interval[field]:.3g}%"] if interval.get(field) is not None else []
     return parts + ([f"{skipped} steps skipped"] if skipped else [])
 
 
