@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_copy import succeed
+from test_size import STEP_FILES, counts
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -29,26 +30,52 @@ def test_make_train_reaches_its_accuracy_and_shows_it_again():
         assert trace not in again
 
 
-@pytest.mark.parametrize("readme", ["README.md", "recipes/README.md", "CONTRIBUTING.md"])
-def test_links_lead_to_files(readme: str):
-    text = (REPOSITORY / readme).read_text()
-    for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
-        is_there = ((REPOSITORY / readme).parent / target).exists()
+PAGES = [path for folder in ("", "docs/", "docs/*/") for path in REPOSITORY.glob(f"{folder}*.md")]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*sorted(PAGES), REPOSITORY / "recipes/README.md"],
+    ids=lambda page: str(page.relative_to(REPOSITORY)),
+)
+def test_links_lead_to_files(page: Path):
+    for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        is_there = (page.parent / target).exists()
         assert is_there or target.startswith("https://"), target
 
 
-# ---- the first screen of the README --------------------------------------------------------------
-def section(title: str) -> str:
-    return (REPOSITORY / "README.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+@pytest.mark.parametrize("page", ["README.md", "docs/promises.md", "docs/security.md"])
+def test_the_tests_that_a_promise_names_are_there(page: str):
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:tests/)?(?:\w+/)?test_\w+\.py)`", text)
+    assert named
+    for file in named:
+        folders = ["."] if "/" in file else ["template/tests"]
+        folders += ["tests", "tests/loop"] if page == "README.md" else []
+        assert any((REPOSITORY / folder / file).is_file() for folder in folders), file
 
 
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", text)
+# ---- the README ----------------------------------------------------------------------------------
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 900  # as wc -w counts, code included
+
+
+def test_the_sizes_that_the_readme_names_are_counted():
+    found = counts()
+    loop = found["lines of train.py and all that it imports"]
+    sizes = [loop, found["lines of the package without tools/"] - loop, found["lines of tools/"]]
+    named = [int(number.replace(",", "")) for number in re.findall(r"\d,\d00\b", README)]
+    assert named == [round(size, -2) for size in sizes]
+    files = found["files of train.py and all that it imports"]
+    assert f"in {files} files, of which a step passes {STEP_FILES};" in " ".join(README.split())
 
 
 def test_the_step_shown_is_that_of_train_py():
     """Each line stands in train.py, in this order and indented alike; a comment marks a gap."""
-    (shown,) = blocks(section("What you get"), "python")
+    (shown,) = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
     code = (REPOSITORY / "template/src/my_project/train.py").read_text().splitlines()
     at = next(i for i, line in enumerate(code) if line.strip() == shown.splitlines()[0])
     indent = len(code[at]) - len(code[at].lstrip())
@@ -62,17 +89,6 @@ def test_the_step_shown_is_that_of_train_py():
         found = code.index(wanted, at)
         assert found == at or may_skip, f"lines are missing before: {line}"
         at, may_skip = found + 1, False
-
-
-def test_the_tree_shown_is_that_of_a_project():
-    (shown,) = (text for text in blocks(section("What you get"), "") if "my-project/" in text)
-    folders: list[str] = []
-    for line in shown.splitlines()[1:]:
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2 - 1
-        folders[depth:] = [name.rstrip("/")]
-        path = (REPOSITORY / "template").joinpath(*folders)
-        assert path.is_dir() if name.endswith("/") else path.is_file(), path
 
 
 def test_root_folders_are_linked_file_by_file():
