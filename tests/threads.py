@@ -30,13 +30,7 @@ sys.path[:0] = PATHS
 
 import torch
 import torchmetrics
-from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs, PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    ProjectConfiguration,
-    set_seed,
-)
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState, utils
 from my_project.config import Config
 from ragged import Ragged
 from runs import change, make_config, records, train, weights
@@ -45,6 +39,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from world import run_world
 
 Rows = dict[str, tuple[str, str, str]]  # by thread: expected, accelerate's, this project's
+Factor = Callable[[int, int], float]  # of the learning rate, from the step and the number of steps
 
 
 # ---- this project's loop -------------------------------------------------------------------------
@@ -139,18 +134,13 @@ def cosine(step: int, total: int) -> float:
     return (1 + math.cos(math.pi * step / total)) / 2
 
 
-def steps(
-    samples: int,
-    factor: Callable[[int, int], float] = linear,
-    total: int = 0,
-    accumulation: int = 1,
-) -> list[tuple[float, int]]:
+def steps(samples: int, factor: Factor, total: int, accumulation: int = 1) -> list[Any]:
     """Train two epochs; return the learning rate and the micro-batches of each optimizer step."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loader = accelerator.prepare(DataLoader(torch.ones(samples, 1), batch_size=4))
-    total = total or 2 * len(loader)  # the true one, as in thread 2318
+    total = total or 2 * len(loader)  # the steps that there are, as in thread 2318
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, total))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     found, micro_batches = [], 0
@@ -179,7 +169,7 @@ def schedules(folder: Path) -> Rows:
     def idle(rates: list[float]) -> str:
         return f"{sum(rate < 1e-9 for rate in rates)} of {STEPS} steps at rate 0"
 
-    def theirs(factor: Callable[[int, int], float], total: int) -> list[float]:
+    def theirs(factor: Factor, total: int) -> list[float]:
         return [rate for rate, _ in run_world(2, steps, STEPS * 4, factor, total)[0]]
 
     def mine(schedule: str) -> list[float]:
@@ -218,7 +208,7 @@ def read(folder: Path, seedable: bool, skips: bool, saved_in: int) -> list[list[
     """Read three epochs and save in one of them, or go on from what is saved there."""
     config = DataLoaderConfiguration(use_seedable_sampler=seedable)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    set_seed(0)
+    utils.set_seed(0)
     loader = accelerator.prepare(DataLoader(range(24), batch_size=2, shuffle=True))
     is_resumed = folder.exists()
     if is_resumed:
@@ -275,7 +265,7 @@ def trained(samples: int, batch_size: int, accumulation: int) -> list[float]:
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=seedable
     )
-    set_seed(0)
+    utils.set_seed(0)
     recipe = Ragged(samples=samples, dtype="float64")
     data, _ = recipe.build_datasets({"features": 6})
     model = recipe.build_model({"features": 6})
@@ -300,11 +290,9 @@ def gradients(folder: Path) -> Rows:
         return "equal weights" if difference < 1e-3 else "other weights"
 
     def mine(name: str, processes: int, micro_batch_size: int) -> list[float]:
-        sgd = {
-            "optim__class_path": "torch.optim.SGD",
-            "batches__micro_batch_size": micro_batch_size,
-        }
-        found = weights(ours(folder, name, processes, **sgd).folder / "export")
+        sgd = {"optim__class_path": "torch.optim.SGD"}
+        config = ours(folder, name, processes, batches__micro_batch_size=micro_batch_size, **sgd)
+        found = weights(config.folder / "export")
         return torch.cat([found[name].flatten() for name in sorted(found)]).tolist()
 
     whole, two, parts = mine("whole", 1, 16), mine("two", 2, 8), mine("parts", 1, 4)
@@ -358,9 +346,9 @@ def evaluations(folder: Path) -> Rows:
 # accelerate shards on GPUs only; on CPU processes its state is set to what it is there.
 def sharding_accelerator() -> Accelerator:
     accelerator = Accelerator(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+    PartialState._shared_state["distributed_type"] = utils.DistributedType.FSDP
+    accelerator.state.distributed_type = utils.DistributedType.FSDP
+    accelerator.state.fsdp_plugin = utils.FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=True,
         state_dict_type="SHARDED_STATE_DICT",
     )  # fmt: skip
@@ -448,7 +436,7 @@ def group_timeout(has_state: bool) -> int:
     """Return the timeout of the process group, set to 77 s, in seconds."""
     if has_state:
         PartialState(cpu=True)  # as a logger or transformers' TrainingArguments makes it
-    Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
+    Accelerator(cpu=True, kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
     group: Any = torch.distributed.distributed_c10d._get_default_group()
     return int(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
@@ -463,7 +451,7 @@ def track(folder: Path) -> None:
 
 def save_and_load_newest(folder: Path, is_killed: bool) -> str:
     """Save, and be killed in the next save; or load what load_state finds without a folder."""
-    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    project = utils.ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     model = tiny()
     _, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
