@@ -11,6 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 TEXT = (REPOSITORY / "docs/accelerate-threads.md").read_text(encoding="utf-8")
+TESTS = [p for d in ("tests", "template/tests") for p in (REPOSITORY / d).rglob("test_*.py")]
 ROW = r"(?m)^\| (?:\[#(\d+)\]\(\S+/issues/\1\)|`(\w+)`) \| [^|]+ \| ([^|]+) \| ([^|]+) \|$"
 ROWS = {thread or name: (theirs, here) for thread, name, theirs, here in re.findall(ROW, TEXT)}
 
@@ -22,13 +23,9 @@ def test_every_test_that_is_named_exists():
         named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", here)
         assert named or here.startswith("not here"), thread
         for file, function in named:
-            (path,) = (
-                p for d in ("tests", "template/tests") for p in REPOSITORY.glob(f"{d}/**/{file}")
-            )
+            (path,) = (path for path in TESTS if path.name == file)
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, (
-                function
-            )
+            assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, thread
 
 
 @pytest.mark.slow
@@ -47,8 +44,6 @@ def test_the_document_says_what_the_script_measures():
         assert ours.strip() in (expected, ""), thread
         assert ROWS[thread][1].startswith("right; ") == bool(ours.strip()), thread
     if f"accelerate {version('accelerate')} |" not in TEXT:
-        pytest.skip(
-            "the table is of another version of accelerate: run tests/threads.py, update it"
-        )
+        pytest.skip("the table is of another version of accelerate: measure again")
     for thread, (marker, _, theirs, _) in measured.items():
         assert ROWS[thread][0] == f"{marker}: {theirs}", thread

@@ -33,7 +33,7 @@ import torchmetrics
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState, utils
 from my_project.config import Config
 from ragged import Ragged
-from runs import change, make_config, records, train, weights
+from runs import change, make_config, train, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from world import run_world
@@ -104,6 +104,18 @@ def note(book: str, *what: Any) -> None:
         file.write(json.dumps(what) + "\n")
 
 
+class NotingSGD(torch.optim.SGD):
+    """Notes the learning rate of its steps."""
+
+    def __init__(self, parameters: Any, book: str, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.book = book
+
+    def step(self, closure: Any = None) -> Any:
+        note(self.book, "rate", self.param_groups[0]["lr"])
+        return super().step(closure)
+
+
 def noted(config: Config, kind: str) -> list[list[Any]]:
     """Return the notes of a kind: rank 0's, then rank 1's."""
     files = sorted(Path(config.recipe.book).iterdir())
@@ -116,8 +128,9 @@ def ours(folder: Path, name: str, processes: int = 2, **settings: Any) -> Config
     book = folder / f"book_{name}"
     book.mkdir()
     plain = {"optim__warmup_steps": 0, "optim__clip_norm": 1e9, "evaluation__sanity_check": False}
+    sgd = {"optim__class_path": "threads.NotingSGD", "optim__init_args": {"book": str(book)}}
     recipe = Noted(book=str(book))
-    config = change(make_config(folder, recipe, run_name=name), **plain | settings)
+    config = change(make_config(folder, recipe, run_name=name), **plain | sgd | settings)
     run_world(processes, train, config)
     return config
 
@@ -174,7 +187,7 @@ def schedules(folder: Path) -> Rows:
 
     def mine(schedule: str) -> list[float]:
         plan = {"optim__schedule": schedule, "optim__final_lr_fraction": 0.0, "steps": STEPS}
-        return [record["learning_rate"] for record in records(ours(folder, schedule, **plan))]
+        return [rate for (rate,) in noted(ours(folder, schedule, **plan), "rate")][:STEPS]
 
     def sizes(found: Any) -> str:
         return f"steps of {' and '.join(map(str, sorted(set(found))))} micro-batches"
@@ -290,8 +303,7 @@ def gradients(folder: Path) -> Rows:
         return "equal weights" if difference < 1e-3 else "other weights"
 
     def mine(name: str, processes: int, micro_batch_size: int) -> list[float]:
-        sgd = {"optim__class_path": "torch.optim.SGD"}
-        config = ours(folder, name, processes, batches__micro_batch_size=micro_batch_size, **sgd)
+        config = ours(folder, name, processes, batches__micro_batch_size=micro_batch_size)
         found = weights(config.folder / "export")
         return torch.cat([found[name].flatten() for name in sorted(found)]).tolist()
 
@@ -436,7 +448,8 @@ def group_timeout(has_state: bool) -> int:
     """Return the timeout of the process group, set to 77 s, in seconds."""
     if has_state:
         PartialState(cpu=True)  # as a logger or transformers' TrainingArguments makes it
-    Accelerator(cpu=True, kwargs_handlers=[utils.InitProcessGroupKwargs(timeout=timedelta(seconds=77))])
+    options = utils.InitProcessGroupKwargs(timeout=timedelta(seconds=77))
+    Accelerator(cpu=True, kwargs_handlers=[options])
     group: Any = torch.distributed.distributed_c10d._get_default_group()
     return int(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
