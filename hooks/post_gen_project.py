@@ -47,8 +47,25 @@ TEMPLATE_FILES = (
     "configs/finetune.yaml",
     "configs/image_classification.yaml",
     "configs/segmentation.yaml",
+    "docs/clusters.md",
     "docs/how-a-step-works.md",
+    "docs/how-to/class-weights.md",
+    "docs/how-to/freeze-layers.md",
+    "docs/how-to/huggingface-stream.md",
+    "docs/how-to/image-at-evaluations.md",
+    "docs/how-to/lion.md",
+    "docs/how-to/muon.md",
+    "docs/how-to/onnx.md",
+    "docs/how-to/pretokenized-shards.md",
+    "docs/how-to/schedule.md",
+    "docs/how-to/start-from-weights.md",
+    "docs/how-to/training-scalar.md",
+    "docs/how-to/two-optimizers.md",
+    "docs/how-to/weighted-sampling.md",
+    "docs/interruptions.md",
+    "docs/promises.md",
     "docs/run-folder.md",
+    "docs/security.md",
     "docs/troubleshooting.md",
     "docs/watching-runs.md",
     "docs/working-with-runs.md",
@@ -210,8 +227,9 @@ def replacements(file: str, answers: dict[str, Any]) -> dict[str, str]:
         license = answers["license"]
         words['license = "MIT"\n'] = "" if license == "none" else f'license = "{license}"\n'
     # docs/your-own-recipe.md names each recipe for what it is.
-    naming = ("README.md", "Makefile", "Dockerfile", "docs/troubleshooting.md")
-    naming += ("docs/working-with-runs.md",)
+    naming = ["README.md", "Makefile", "Dockerfile"]
+    pages = ("clusters", "interruptions", "troubleshooting", "watching-runs", "working-with-runs")
+    naming += [f"docs/{page}.md" for page in pages]
     names_the_recipe = file in naming or file.startswith(("launch/", "accelerate_configs/", "src/"))
     if names_the_recipe and answers["recipe"] != RECIPES[0]:
         words[extra(RECIPES[0])] = chosen_extras(answers)

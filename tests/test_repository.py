@@ -137,13 +137,17 @@ def test_the_comment_at_the_head_of_a_config_launches_that_config(path: Path):
 
 
 def test_the_tests_that_a_project_names_are_where_it_says():
-    readme = (REPOSITORY / "template/README.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(test_\w+\.py)`(\*?)", readme)
+    promises = (REPOSITORY / "template/docs/promises.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)`(\*?)", promises)
     assert len(named) > 15
     for file, is_elsewhere in named:
         folder = "tests/loop" if is_elsewhere else "template/tests"
         assert (REPOSITORY / folder / file).is_file(), file
     version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-    for document in ("README.md", "AGENTS.md"):
+    for document in ("docs/promises.md", "AGENTS.md"):
         text = (REPOSITORY / "template" / document).read_text(encoding="utf-8")
         assert f"cookiecutter-accelerate {version}" in text, document
+
+
+def test_the_readme_of_a_project_has_at_most_900_words():
+    assert len((REPOSITORY / "template/README.md").read_text(encoding="utf-8").split()) <= 900

@@ -16,7 +16,7 @@ HAS_TOOLS = (PROJECT / "src/my_project/tools").is_dir()
 HAS_LAUNCHERS = (PROJECT / "launch").is_dir()
 DOCUMENTS = sorted(
     path.relative_to(PROJECT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "accelerate_configs/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "accelerate_configs/*.md")
     for path in PROJECT.glob(pattern)
 )
 

@@ -1,4 +1,4 @@
-"""Every command in the README is run, as it stands there but for what makes it short."""
+"""Every command in the README and three pages is run, as it stands but for what makes it short."""
 
 import json
 import re
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT, commands, run_as_typed, text_of
 
-README = text_of("README.md")
+PAGES = ("README.md", *(f"docs/{page}.md" for page in ("interruptions", "clusters", "promises")))
+COMMANDS = [command for page in PAGES for command in commands(text_of(page))]
 SHORT = " --steps 4 --evaluation.every_steps null"
 NEEDS_TOOLS = r"my_project[ .](tools|runs|report|doctor|planner|preflight)|--preflight"
 
@@ -31,7 +32,7 @@ def project(tmp_path_factory):
 @pytest.mark.timeout(1200)  # all of them, one after the other
 def test_every_command_of_the_readme_does_what_it_says(project):
     done = []
-    for command in commands(README):
+    for command in COMMANDS:
         if command.startswith(("python3 -m venv", "pip install", "uv ")):
             continue  # how this environment came to be
         if command.startswith(("make test", "make lint", "tensorboard")):

@@ -85,9 +85,9 @@ def test_a_run_imports_only_what_it_uses(tmp_path: Path):
     assert "leaked" not in done.stderr, done.stderr  # by C++ modules, if garbage is left at exit
 
 
-def test_the_map_in_the_readme_names_every_module():
-    readme = (TESTS.parent / "README.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"## Files\n.*?```\n(.*?)```", readme, re.S)
+def test_the_map_names_every_module():
+    agents = (TESTS.parent / "AGENTS.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"## Map\n.*?```\n(.*?)```", agents, re.S)
     for name in MODULES:
         assert re.search(rf"(?<!\w){name.rpartition('.')[2]}\b", text), name
     for file in re.findall(r"\w+\.py\b", text):

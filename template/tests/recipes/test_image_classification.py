@@ -165,18 +165,3 @@ def test_the_commands_of_the_card_show_answers_and_classify_a_picture(exported):
     assert re.fullmatch(r"\d+ of 16 validation samples right", title)
     with Image.open(path) as drawn:
         assert drawn.width > 4 * 144
-
-
-@pytest.mark.slow
-def test_an_export_is_used_in_onnx_runtime_as_the_document_says(exported, tmp_path, capsys):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
-    writing, reading = blocks(exported.split("### In ONNX Runtime")[1], "python")
-    exec(writing, {})
-    capsys.readouterr()
-    exec(reading, found := {})
-    _, info, model = export.load(tmp_path / "runs/image_classification/export")
-    with torch.no_grad():
-        logits = model(torch.from_numpy(found["image"].transpose(2, 0, 1)[None]))
-    torch.testing.assert_close(torch.from_numpy(found["logits"]), logits, rtol=1e-3, atol=1e-4)
-    assert capsys.readouterr().out == f"{info['classes'][logits.argmax()]}\n"

@@ -3,7 +3,7 @@
 Step k is global batch k, always: one seeded permutation per epoch, cut into global batches, the
 tail dropped. Micro-batch j of rank r is slice j * world_size + r of the global batch, so the
 samples of a step are the same for any world size. A start at any step costs nothing. To draw
-samples by weights, a recipe returns a dataset that draws (docs/your-own-recipe.md).
+samples by weights, a recipe returns a dataset that draws (docs/how-to).
 """
 
 from collections.abc import Iterator
