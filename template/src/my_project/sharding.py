@@ -71,6 +71,9 @@ def build_model(
         model, weights = sharded_start.build(accelerator, build, is_resumed=resume_from is not None)
     else:
         model, weights = build().to(accelerator.device), None
+        # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.distributed.sync_batchnorm:

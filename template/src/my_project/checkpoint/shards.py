@@ -310,6 +310,11 @@ def load_optimizer(
         for group, now in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    for i, named in state.items():  # it has cast all but `step` to the weight's type
+        loaded = optimizer.state[parameters[i]]
+        for slot, value in named.items():
+            if isinstance(value, Tensor) and value.dtype != loaded[slot].dtype:
+                loaded[slot] = value.to(loaded[slot].device)
 
 
 def _kernels(group: dict[str, Any]) -> dict[str, Any]:

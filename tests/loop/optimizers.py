@@ -1,0 +1,197 @@
+"""What each optimizer of torch does with each kind of weight: a table.
+
+    PYTHONPATH=template/src:template/tests python tests/loop/optimizers.py
+
+In one process, under DDP on two and under FSDP2 on two, a model is trained for a few steps, and
+again from the checkpoint of the middle. A cell says
+
+    ok             weights and optimizer state of both end with the same bits, and under DDP and
+                   FSDP2 with the values of one process but for rounding
+    error          training, saving or going on has raised an error
+    another curve  neither, which no cell may say
+"""
+
+import gc
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from my_project.checkpoint.shards import TensorReader
+from my_project.config import Config
+from ragged import Ragged
+from runs import change, make_config, train
+from torch import Tensor, nn
+from world import World, free_port
+
+STEPS, MIDDLE = 4, 2
+ROUNDING = 1e-6  # in float64
+BFLOAT16 = 0.02  # of Muon, which rounds to it: sharded sums are rounded at other places
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "Adam": {"amsgrad": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "SGD with momentum": {"momentum": 0.9},
+}
+CLASSES = [
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+]
+OPTIMIZERS = sorted({*CLASSES, *ARGUMENTS} - {"Optimizer"})
+WEIGHTS = ("contiguous", "channels_last", "every second", "expanded", "tied", "0-dim", "sparse")
+PROCESSES = {"one": 1, "DDP": 2, "FSDP2": 2}
+
+Cell = tuple[str, str, str]  # optimizer, kind of weight, one of PROCESSES
+Outcome = tuple[str, str]  # a word, and why
+
+
+class Layers(nn.Module):
+    """Two layers, the first with such a weight; without biases, since Muon takes matrices only."""
+
+    def __init__(self, features: int, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        drawn = 0.5 * torch.randn(features, 8, dtype=torch.float64)
+        weight = {
+            "channels_last": drawn.view(-1, 2, 2, 2).to(memory_format=torch.channels_last),
+            "every second": drawn.repeat_interleave(2, 1)[:, ::2],
+            "expanded": drawn[:1].expand(features, 8),
+            "tied": drawn[:, :features].contiguous(),
+        }.get(kind, drawn)
+        self.first = nn.Parameter(weight)
+        self.last = nn.Parameter(drawn[0, : weight[0].numel(), None].clone())
+        if kind == "tied":
+            self.second = self.first
+        if kind == "0-dim":
+            self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.first.flatten(1))
+        if self.kind == "tied":
+            hidden = torch.tanh(hidden @ self.second)
+        return hidden @ self.last * (self.scale if self.kind == "0-dim" else 1)
+
+
+class Sparse(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward((input * 4).long() % 16).sum(-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Ragged):
+    """The samples of Ragged for a model with a weight of this kind."""
+
+    weight: str
+    dtype: str = "float64"
+    validation_samples: int = 0
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        if self.weight == "sparse":
+            return Sparse(16, 1, sparse=True, dtype=torch.float64)
+        return Layers(data_info["features"], self.weight)
+
+
+def config_of(folder: Path, cell: Cell) -> Config:
+    optimizer, weight, _ = cell
+    return make_config(
+        folder,
+        Odd(weight=weight),
+        run_name=".".join(cell),
+        steps=STEPS,
+        checkpoints__every_steps=MIDDLE,
+        optim__class_path=f"torch.optim.{optimizer.split()[0]}",
+        optim__init_args=ARGUMENTS.get(optimizer, {}),
+    )
+
+
+def final(config: Config) -> dict[str, Tensor]:
+    """Return weights and optimizer state at the end, by name."""
+    folder = config.folder / f"checkpoints/step_{STEPS:08d}"
+    kinds = {file.name.split(".")[0] for file in folder.glob("*.safetensors")}
+    readers = [TensorReader(folder, kind) for kind in kinds]
+    return {f"{r.kind} {name}": r.read(name) for r in readers for name in r.shards}
+
+
+def differing(ours: Config, theirs: Config, rounding: float) -> list[str]:
+    one, other = final(ours), final(theirs)
+    return sorted(
+        name
+        for name in one.keys() | other.keys()
+        if name not in one
+        or name not in other
+        or one[name].dtype != other[name].dtype
+        or not torch.allclose(one[name], other[name], rtol=rounding, atol=rounding)
+    )
+
+
+def train_and_resume(config: Config, resumed: Config, ports: Iterable[int]) -> Outcome:
+    for one, port in zip((config, resumed), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)  # no rank may find the store of the run before
+        try:
+            train(one)
+        except Exception as error:
+            return "error", f"{type(error).__name__}: {error}".splitlines()[0]
+        gc.freeze()  # else each run begins with a look at all that the ones before have left
+    return "ok", ""
+
+
+def train_each(runs: list[Any], layout: str) -> list[Outcome]:
+    """Train each config, and again from the middle; called in all processes of a world."""
+    warnings.simplefilter("ignore")  # of torch, of sparse tensors
+    if layout == "FSDP2":
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    return [train_and_resume(*run) for run in runs]
+
+
+def table(folder: Path, cells: list[Cell]) -> dict[Cell, Outcome]:
+    """Return the outcome of each cell."""
+    found: dict[Cell, Outcome] = {}
+    worlds = {}
+    for layout, processes in PROCESSES.items():
+        runs = []
+        for cell in (cell for cell in cells if cell[2] == layout):
+            config = config_of(folder, cell)
+            middle = config.folder / f"checkpoints/step_{MIDDLE:08d}"
+            resumed = change(config, run_name=f"{config.run_name} resumed", resume=str(middle))
+            runs.append((config, resumed, (free_port(), free_port())))
+        worlds[layout] = runs, World(processes, train_each, runs, layout)
+    for layout, (runs, world) in worlds.items():
+        outcomes = world.results(550)[0]
+        for (config, resumed, _), outcome in zip(runs, outcomes, strict=True):
+            optimizer, weight, _ = config.run_name.split(".")
+            cell, alone = (optimizer, weight, layout), (optimizer, weight, "one")
+            found[cell] = outcome
+            if outcome[0] == "ok" and (names := differing(config, resumed, 0.0)):
+                found[cell] = "another curve", f"after a resume: {', '.join(names)}"
+            elif outcome[0] == "ok" and found.get(alone, outcome)[0] == "ok":
+                is_rounded = (optimizer, layout) == ("Muon", "FSDP2")
+                rounding = BFLOAT16 if is_rounded else ROUNDING
+                if names := differing(config, config_of(folder, alone), rounding):
+                    found[cell] = "another curve", f"in one process: {', '.join(names)}"
+    return found
+
+
+def main() -> None:
+    """Print the table, and why a cell is not ok."""
+    cells = [(o, w, layout) for o in OPTIMIZERS for w in WEIGHTS for layout in PROCESSES]
+    with tempfile.TemporaryDirectory() as folder:
+        found = table(Path(folder), cells)
+    for layout in PROCESSES:
+        print(f"{layout:19}" + "".join(f"{weight:15}" for weight in WEIGHTS))
+        for optimizer in OPTIMIZERS:
+            words = [found[optimizer, weight, layout][0] for weight in WEIGHTS]
+            print(f"{optimizer:19}" + "".join(f"{word:15}" for word in words))
+        print()
+    for cell, (word, why) in found.items():
+        if word != "ok":
+            print(f"{', '.join(cell)}: {word}: {why}")
+    sys.exit(any(word == "another curve" for word, _ in found.values()))
+
+
+if __name__ == "__main__":
+    main()

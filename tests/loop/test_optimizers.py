@@ -1,0 +1,47 @@
+"""No optimizer of torch ends in another curve, whatever the weights are: see optimizers.py."""
+
+import pytest
+from optimizers import OPTIMIZERS, PROCESSES, WEIGHTS, Cell, table
+
+FEW = [
+    ("AdamW", "channels_last", "one"),
+    ("SGD with momentum", "every second", "DDP"),
+    ("ASGD", "0-dim", "one"),
+    ("NAdam", "tied", "DDP"),
+    ("Adagrad", "sparse", "DDP"),
+    ("NAdam", "expanded", "FSDP2"),
+    ("Muon", "tied", "FSDP2"),
+]
+
+
+def is_known_to_train(cell: Cell) -> bool:
+    """Return whether torch 2.15 knows how to; the others raise an error of its own."""
+    optimizer, weight, layout = cell
+    if optimizer == "LBFGS":  # needs a function that computes the loss again
+        return False
+    if optimizer == "SparseAdam" or weight == "sparse":
+        takes_sparse = optimizer in ("Adagrad", "SGD", "SparseAdam")
+        return takes_sparse and weight == "sparse" and layout != "FSDP2"
+    if layout == "FSDP2" and optimizer in ("Adafactor", "Adagrad"):
+        return False
+    takes_few = optimizer == "Muon" or layout == "FSDP2"
+    return not (takes_few and weight in ("channels_last", "0-dim"))
+
+
+def check(folder, cells: list[Cell]) -> None:
+    found = table(folder, cells)
+    wrong = {cell: outcome for cell, outcome in found.items() if outcome[0] == "another curve"}
+    wrong |= {c: o for c, o in found.items() if is_known_to_train(c) and o[0] != "ok"}
+    assert len(found) == len(cells)
+    assert not wrong
+
+
+def test_a_few_optimizers_resume_to_the_bit_and_train_alike_under_ddp_and_fsdp(tmp_path):
+    alone = [(optimizer, weight, "one") for optimizer, weight, layout in FEW if layout != "one"]
+    check(tmp_path, alone + FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_optimizer_with_every_weight_resumes_to_the_bit_or_ends_in_an_error(tmp_path):
+    check(tmp_path, [(o, w, layout) for o in OPTIMIZERS for w in WEIGHTS for layout in PROCESSES])
