@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -473,6 +474,48 @@ def test_an_export_of_a_value_that_is_not_finite_is_refused_by_name(tmp_path, ow
         with pytest.raises(ValueError, match=f"^{name} holds values that are not finite"), saver:
             exporting.export(saver.run, {"features": 6}, saver.model, saver, kind)
     assert os.listdir(tmp_path / "run") == [".lock"], "nothing is left"
+
+
+def poison(patch: Any, place: str, at: int) -> None:
+    """Make a value NaN at the end of a step of the runs that follow."""
+    build, update, steps = optim.build_optimizer, optim.EMA.update, iter(range(1, 99))
+    tensors: dict[str, Any] = {}
+
+    def build_optimizer(config: Any, recipe: Any, model: Any) -> Any:
+        tensors["weight"], tensors["buffer"] = model[0].weight, model[1].running_var
+        tensors["frozen"] = model[0].bias.requires_grad_(False)
+        tensors["optimizer"] = build(config, recipe, model)
+        return tensors["optimizer"]
+
+    def update_and_poison(ema: Any) -> None:
+        update(ema)
+        if next(steps) == at:
+            tensors["slot"] = tensors["optimizer"].state[tensors["weight"]]["exp_avg"]
+            tensors["average"] = ema.averages[0]
+            tensors[place].detach().view(-1)[0] = float("nan")
+
+    patch.setattr(optim, "build_optimizer", build_optimizer)
+    patch.setattr(optim.EMA, "update", update_and_poison)
+
+
+@pytest.mark.parametrize("place", ["weight", "frozen", "buffer", "slot", "average"])
+def test_a_value_that_is_not_finite_is_in_no_checkpoint_and_no_export(tmp_path, monkeypatch, place):
+    """Set at the first step, in the middle, at a skipped step, and at the last one."""
+    for at in (1, 3, 4, 6):
+        config = make_config(
+            tmp_path, Ragged(batch_norm=True, explode_at=(3,)), run_name=f"{place}{at}", steps=6,
+            optim__ema_decay=0.9, checkpoints__every_steps=1, checkpoints__keep=1,
+        )  # fmt: skip
+        with monkeypatch.context() as patch:
+            poison(patch, place, at)
+            with pytest.raises(ValueError, match="holds values that are not finite"):
+                train(config)
+        assert status(config)["outcome"] == "failed"
+        assert not (config.folder / "export").exists()
+        saved = checkpoints(config.folder)
+        assert len(saved) >= (at > 1), "the one before is kept"
+        for file in config.folder.rglob("*.safetensors"):
+            assert all(tensor.isfinite().all() for tensor in load_file(file).values())
 
 
 # ---- kills ---------------------------------------------------------------------------------------

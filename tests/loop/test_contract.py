@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -223,6 +224,31 @@ def test_hosts_with_other_code_are_named(tmp_path):
     sentence = r"the code of the project and the recipe on rank\(s\) \[1\] .* differs"
     with pytest.raises(RuntimeError, match=sentence):
         run_world(2, train_with_own_code, make_config(tmp_path), tmp_path)
+
+
+def train_with_own(config: Config, what: str) -> int:
+    """Train; on rank 1 something is another than on rank 0."""
+    if os.environ["RANK"] == "1":
+        if what == "torch":
+            torch.__version__ = "2.10.0"  # type: ignore[assignment]
+        elif what == "accelerate":
+            accelerate.__version__ = "1.10.0"
+        elif what == "precision":  # of its accelerate config
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+        elif what == "config":
+            config = change(config, optim__lr=0.06)
+        else:
+            config = change(config, recipe__noise=0.1)
+    return train(config)
+
+
+@pytest.mark.parametrize("what", ["torch", "accelerate", "precision", "config", "recipe"])
+def test_hosts_with_other_versions_or_settings_are_named(tmp_path, what):
+    """Each would train with the gradients of both, without a word."""
+    named = {"torch": "the version of torch", "recipe": "config"}.get(what, what)
+    sentence = rf"{named}.* on rank\(s\) \[1\] \(.*\) differs from that on rank 0"
+    with pytest.raises(RuntimeError, match=sentence):
+        run_world(2, train_with_own, make_config(tmp_path), what)
 
 
 class Unsendable:

@@ -255,15 +255,15 @@ def open_run(
         lengths: the length of each dataset; must be equal on all ranks.
 
     Raises:
-        ConfigError: settings, code or datasets differ between ranks, or a node does not see the run
-            folder that rank 0 wrote to.
+        ConfigError: settings, code, versions or datasets differ between ranks, or a node does not
+            see the run folder that rank 0 wrote to.
     """
     facts: dict[str, Any] = {name: derive_seed(value) for name, value in must_agree.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
     facts["the code of the project and the recipe"] = code_digest(run.config)
     facts["the version of torch or accelerate"] = str(torch.__version__), accelerate.__version__
-    run.hosts = agree(accelerator, facts)
     run.numerics = numerics(accelerator, run)
+    run.hosts = agree(accelerator, facts | run.numerics)
     run.lengths = lengths
 
     def begin() -> str:

@@ -20,7 +20,7 @@ from ..config import to_yaml
 from ..recipe import optional
 from ..run_folder import Run
 from .saving import Checkpoints, Read
-from .shards import in_file_order, is_sharded, model_tensors, save_tensors
+from .shards import check_finite, in_file_order, is_sharded, model_tensors, save_tensors
 
 MAX_FILE_BYTES = 5 * 10**9  # of the tensors in one file; transformers' default is 50 GB
 
@@ -61,9 +61,9 @@ def export(
         weights = {}
 
     def fill(folder: Path) -> None:
-        if not weights:
+        if not weights:  # others were looked at when they were written as shards
             for key, tensor in state.items():
-                _check_finite(key, tensor)
+                check_finite(key, tensor)
         if own and not needs_whole:
             own(model, data_info, state, folder)
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
@@ -73,9 +73,7 @@ def export(
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:
             tensor = weights[key]  # of an empty one there is no shard
-            whole = read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
-            _check_finite(key, whole)
-            return whole
+            return read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
         if not needs_whole:
             once = {key: tensor for key, tensor in weights.items() if key not in aliases}
@@ -100,17 +98,6 @@ def _aliases(saved_names: dict[str, str | None], first_names: dict[str, str]) ->
     keys = {name: key for key, name in saved_names.items() if name}
     found = {key: keys.get(first_names.get(name, name), key) for name, key in keys.items()}
     return {key: first for key, first in found.items() if key != first}
-
-
-def _check_finite(key: str, tensor: Tensor) -> None:
-    """Refuse a value that would make each prediction of an export useless."""
-    values = tensor.float() if tensor.itemsize == 1 else tensor  # float8 knows no isfinite
-    if tensor.is_floating_point() and not torch.isfinite(values).all():
-        raise ValueError(
-            f"{key} holds values that are not finite, so it is not exported; the checkpoints stay."
-            " Go on from an earlier one with --resume, with a lower optim.lr; a buffer that holds"
-            " them on purpose needs persistent=False."
-        )
 
 
 def split_into_files(

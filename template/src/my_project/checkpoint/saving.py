@@ -49,6 +49,7 @@ from .resuming import BY_TIME, move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
+    check_finite,
     is_sharded,
     load_optimizer,
     model_tensors,
@@ -388,6 +389,8 @@ class Checkpoints:
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             for kind, named in shards.items():
+                for key, shard in named.items():
+                    check_finite(key, shard.tensor)
                 if named:
                     name = f"{kind}{part}.safetensors"
                     save_shards(named, temporary / name, aliases if kind == "model" else {})

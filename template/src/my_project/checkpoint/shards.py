@@ -111,6 +111,21 @@ def save_tensors(
             file.write(_bytes_of(next(values)))
 
 
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuse a value with which no run can go on, and no export can predict.
+
+    By the extremes, which are not finite where a value is not: isfinite would need a copy.
+    """
+    values = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no extremes
+    is_checked = tensor.is_floating_point() and tensor.numel()
+    if is_checked and not torch.stack(values.aminmax()).isfinite().all():
+        raise ValueError(
+            f"{name} holds values that are not finite, so it is not saved; the checkpoints before"
+            " stay. Go on from one of them with --resume, with a lower optim.lr; a buffer that"
+            " holds them on purpose needs persistent=False."
+        )
+
+
 def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Order tensors by falling item size, so that each one is aligned in its file."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
