@@ -103,6 +103,12 @@ def test_fsdp_1_is_refused(tmp_path, monkeypatch):
         check_launch(make_config(tmp_path))
 
 
+def test_a_communication_hook_whose_state_no_checkpoint_holds_is_refused(tmp_path):
+    config = make_config(tmp_path, distributed__ddp={"comm_hook": "power_sgd"})
+    with pytest.raises(ConfigError, match="comm_hook is 'power_sgd', but must be no, fp16 or bf16"):
+        train(config)
+
+
 def train_blindly(config: Config) -> int:
     """Train with an Accelerator that is told to look for GPUs, of which there are none."""
     import my_project.devices

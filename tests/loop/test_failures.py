@@ -30,6 +30,14 @@ def closed_pipe() -> multiprocessing.connection.Connection:
     return ours
 
 
+@pytest.mark.parametrize("message", ["no such shard", "no such shard."])
+def test_a_note_is_a_sentence_of_its_own(message):
+    error = ValueError(message)
+    error.add_note("This was lane 0 of the stream.")
+    wanted = "ValueError: no such shard. This was lane 0 of the stream."
+    assert failures.reason_of(error) == wanted
+
+
 KINDS = {
     "setting": lambda: raise_(ConfigError("lr is -1.")),
     "exception": lambda: raise_(KeyError("labels")),

@@ -239,3 +239,30 @@ def test_mfu_is_recorded_for_any_recipe(tmp_path):
     (record,) = records(config)
     mfu = record["samples_per_second"] * by_hand / (1e6 * 2)
     assert record["mfu"] == pytest.approx(mfu, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H200", 989),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("AMD Instinct MI325X", 1307),
+        ("AMD Instinct MI355X", 2517),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A1000", None),
+    ],
+)
+def test_the_peak_is_that_of_the_gpu_by_its_name(monkeypatch, name, bf16):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert performance.peak_tflops(torch.device("cuda"), "bf16", tf32=False) == bf16
