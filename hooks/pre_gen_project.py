@@ -5,7 +5,6 @@ file there. Only the last line has template syntax. answer_checks.py calls answe
 each question; under cruft, which has no such checks, this hook alone does.
 """
 
-import difflib
 import json
 import keyword
 import re
@@ -75,10 +74,6 @@ def answer_problems(question: str, answer: Any) -> Iterator[str]:
             yield from slug_problems(answer)
         case "package_name":
             yield from package_problems(answer)
-        case "license":
-            yield from choice_problems(question, answer, (*LICENSES, "none"))
-        case "recipe":
-            yield from choice_problems(question, answer, (*RECIPES, "all"))
 
 
 def text_problems(question: str, answer: str) -> Iterator[str]:
@@ -126,16 +121,6 @@ def package_problems(package: str) -> Iterator[str]:
         yield f"package_name {package!r} would hide the library of that name: {another}"
     if plain(package) in OWN_NAMES:
         yield f"package_name {package!r} is a folder or a test module of the project: {another}"
-
-
-def choice_problems(question: str, answer: str, known: tuple[str, ...]) -> Iterator[str]:
-    """Yield a message, with the closest name, if an answer is none of the known names."""
-    if answer not in known:
-        names = {name.lower(): name for name in known}
-        close = difflib.get_close_matches(answer.lower().replace(" ", "_"), names, n=1)
-        meant = f" (did you mean {names[close[0]]}?)" if close else ""
-        choices = f"{', '.join(known[:-1])} or {known[-1]}"
-        yield f"{question} {answer!r} is not known{meant}: choose {choices}."
 
 
 def folder_problems(answers: dict[str, Any], folder: Path) -> Iterator[str]:

@@ -382,7 +382,6 @@ def test_a_bad_answer_is_refused(tmp_path: Path, question: str):
         {"package_name": "a'b\"c\\"},
         {"project_slug": "../outside", "package_name": "outside"},
         {"author": "\x1b[31mred"},
-        {"license": "GPL"},
     ],
 )
 def test_a_refusal_is_one_sentence_and_leaves_nothing(
@@ -402,13 +401,15 @@ def test_a_refusal_is_one_sentence_and_leaves_nothing(
 def test_answers_may_be_typed_and_a_bad_one_ends_it_before_the_next_question(
     template: Path, desk: Desk
 ):
+    """Of a license and a recipe, cookiecutter asks for a number, and again for a wrong one."""
     typing = [sys.executable, "-m", "cookiecutter", template]
     refused = desk.run(*typing, typed="Torch\n\n")
     assert refused.returncode == 1
     assert "Which name does its Python package have?" not in refused.stdout
     assert list(desk.folder.iterdir()) == []
-    desk.succeed(*typing, typed="Leaf Scanner\n\nleafscan\n\n\n\ncausal_lm\n")
+    desk.succeed(*typing, typed="Leaf Scanner\n\nleafscan\n\n\nmit\n2\n7\n2\n")
     assert (desk.folder / "leaf-scanner/configs/causal_lm.yaml").is_file()
+    assert "Apache License" in (desk.folder / "leaf-scanner/LICENSE").read_text()
 
 
 def requirements() -> list[str]:
@@ -513,8 +514,10 @@ def test_the_hooks_and_the_questions_agree():
     questions = json.loads((REPOSITORY / "cookiecutter.json").read_text())
     assert PRE_GEN.RECIPES == POST_GEN.RECIPES
     assert PRE_GEN.PACKAGE == POST_GEN.PACKAGE
-    assert questions["recipe"] == POST_GEN.RECIPES[0]
-    assert questions["license"] == PRE_GEN.LICENSES[0]
+    assert questions["recipe"] == [*POST_GEN.RECIPES, "all"]
+    assert questions["license"] == [*PRE_GEN.LICENSES, "none"]
+    for question in ("recipe", "license"):
+        assert [*questions["__prompts__"][question]] == ["__prompt__", *questions[question]]
     recipes = [file for file in POST_GEN.TEMPLATE_FILES if "_project/recipes/" in file]
     assert {Path(file).stem for file in recipes} - {"__init__"} == set(POST_GEN.RECIPES)
     # What passes through is what pre_gen protects.
