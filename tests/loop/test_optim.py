@@ -1,18 +1,63 @@
-"""The step: schedules, groups, skipped steps, communication."""
+"""The step: a loop by hand, schedules, groups, skipped steps, communication."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.files import read_manifest
+from my_project.loading.sampler import permutation
 from my_project.optim import build_optimizer, learning_rate, set_learning_rate, step_if_finite
 from ragged import Ragged
 from runs import change, make_config, records, status, train, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from world import run_world
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("SGD", {"momentum": 0.9, "nesterov": True}), ("AdamW", {})]
+)
+def test_a_run_has_the_curve_of_a_loop_by_hand(tmp_path, name, options):
+    """Two ranks accumulate two micro-batches each; by hand a global batch is one forward."""
+    config = make_config(
+        tmp_path, Ragged(dtype="float64"), optim__class_path=f"torch.optim.{name}",
+        optim__init_args=options, optim__weight_decay=0.1,
+    )  # fmt: skip
+    run_world(2, train, config)
+
+    recipe = config.recipe
+    torch.manual_seed(config.seed)
+    model = recipe.build_model({"features": 6})
+    samples = recipe.build_datasets({"features": 6})[0]
+    matrices, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = getattr(torch.optim, name)(groups, **options)
+    norms = []
+    for step, record in enumerate(records(config)):
+        epoch, batch = divmod(step, 70 // 16)
+        order = permutation(70, config.seed, epoch)(np.arange(70)).tolist()[16 * batch :][:16]
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 3) / 7))
+        rate = 0.05 * ((step + 1) / 3 if step < 3 else cosine)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss_sum, num_items = recipe.loss(model, default_collate([samples[i] for i in order]), step)
+        loss = loss_sum / num_items
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.8).item())
+        optimizer.step()
+        theirs = [record[key] for key in ("loss", "gradient_norm", "learning_rate")]
+        assert theirs == pytest.approx([loss.item(), norms[-1], rate], rel=1e-9)
+    assert len(norms) == 10
+    assert min(norms) < 1.8 < max(norms), "clipping must bind in some steps and not in others"
+    torch.testing.assert_close(
+        weights(config.folder / "export"), dict(model.state_dict()), rtol=1e-9, atol=1e-9
+    )
 
 
 def rates(steps: int = 20, **settings) -> list[float]:
