@@ -3,25 +3,31 @@
     python benchmarks/saving.py                        100 M parameters with AdamW: 1.2 GB
     python benchmarks/saving.py --device cuda --folder /shared/storage
 
-After each step the loop's call that saves is timed, and so is accelerate's `save_state` of the same
-model and optimizer: it writes while the step waits, neither flushes to disk nor hashes. The kinds
-take turns, so that another load of the machine hits each alike. The first save in the background
-also allocates the host memory that later saves reuse.
+After each step the loop's call that saves is timed, in the foreground and in the background, and so
+are two others of the same model and optimizer, to the same disk. accelerate's `save_state` writes
+while the step waits, and neither flushes to disk nor hashes. torch's `async_save` (of
+torch.distributed.checkpoint) copies to host memory, here by a stager that is kept from save to
+save, and writes and flushes in a thread, without a hash. The kinds take turns, so that another load
+of the machine hits each alike. The first save in the background also allocates the host memory that
+later saves reuse.
 """
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """Time saves in the foreground, in the background and by save_state, after a first of each."""
+    """Time saves by the loop, by save_state and by async_save, after a first of each."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
@@ -45,6 +51,9 @@ def main() -> None:
     from my_project.config import BatchesConfig, CheckpointsConfig, Config
     from my_project.run_folder import Run
     from my_project.state import TrainState
+    from torch.distributed.checkpoint import async_save
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     if arguments.niceness is not None:
         saving.NICENESS = arguments.niceness
@@ -80,30 +89,53 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, {arguments.device}")
     accelerator = accelerate.Accelerator(cpu=arguments.device == "cpu")
     accelerator.prepare(model, optimizer)
-    waited: dict[str, list[float]] = {"save_state": [], "foreground": [], "background": []}
-    saved: list[float] = []
-    cpu: dict[str, list[float]] = {kind: [] for kind in waited}
-    steps: dict[str, list[float]] = {"during": [], "alone": []}
+    on_gpu = arguments.device != "cpu"
+    options = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
+    stager = DefaultStager(
+        StagingOptions(**options, use_shared_memory=False, use_async_staging=False)
+    )
+    kinds = ("save_state", "async_save", "foreground", "background")
+    waited: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
+    saved: dict[str, list[float]] = {kind: [] for kind in kinds}
+    during: dict[str, list[float]] = {kind: [] for kind in kinds}
+    alone: list[float] = []
+    futures: list[Any] = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         savers = {kind: saver_of(kind) for kind in ("foreground", "background")}
+
+        def save(kind: str, number: int) -> Callable[[], bool]:
+            """Save, or begin to; return what says whether the save is going on."""
+            if kind == "save_state":
+                accelerator.save_state(f"{folder}/save_state")
+                return lambda: False
+            if kind == "async_save":
+                weights, slots = get_state_dict(model, optimizer)
+                state = {"model": weights, "optimizer": slots}
+                path = f"{folder}/async_save/{number}"
+                future: Any = async_save(state, checkpoint_id=path, async_stager=stager)
+                futures.append(future)
+                return lambda: not future.done()
+            savers[kind].save(TrainState(step=number, items_per_micro_batch=1.0))
+            thread = savers[kind]._thread
+            return lambda: thread is not None and thread.is_alive()
+
         for number in range(arguments.saves):
-            for kind, seconds in waited.items():
+            for kind in kinds:
                 os.sync()  # what the kind before has left to the kernel
                 start, cpu_start = time.perf_counter(), time.process_time()
-                if kind == "save_state":
-                    accelerator.save_state(f"{folder}/save_state")
-                else:
-                    savers[kind].save(TrainState(step=number, items_per_micro_batch=1.0))
-                seconds.append(time.perf_counter() - start)
-                if kind == "background":
-                    thread = savers[kind]._thread
-                    while thread and thread.is_alive():
-                        take_step(steps["during"])
-                    saved.append(time.perf_counter() - start)
-                else:
-                    cpu[kind].append(time.process_time() - cpu_start)
-                    take_step(steps["alone"])
-            savers["background"].wait()
+                goes_on = save(kind, number)
+                waited[kind].append(time.perf_counter() - start)
+                cpu[kind].append(time.process_time() - cpu_start)
+                while goes_on():
+                    take_step(during[kind])
+                saved[kind].append(time.perf_counter() - start)
+                take_step(alone)
+            shutil.rmtree(f"{folder}/async_save")
+        for future in futures:
+            future.result()  # raises what has failed
+        stager.close()
+        savers["background"].wait()
         for saver in savers.values():
             saver.check("checkpoint")
         newest = f"foreground/checkpoints/step_{arguments.saves - 1:08d}"
@@ -114,17 +146,18 @@ def main() -> None:
         median = statistics.median(seconds[1:])
         line = (
             f"{kind:10}: the step waits {median:.2f} s ({median / of_save_state:.0%} of save_state;"
+            f" first {seconds[0]:.2f} s)"
         )
-        line += f" first {seconds[0]:.2f} s)"
-        if cpu[kind]:
+        if during[kind]:
+            step_seconds, alone_seconds = map(statistics.median, (during[kind], alone))
+            line += (
+                f"; saved after {statistics.median(saved[kind][1:]):.2f} s; a step takes"
+                f" {step_seconds:.2f} s during a save, {alone_seconds:.2f} s alone"
+                f" ({step_seconds / alone_seconds:.1f} times)"
+            )
+        else:
             line += f", CPU time {statistics.median(cpu[kind][1:]):.2f} s"
-        print(line)
-    during, alone = (statistics.median(seconds) for seconds in steps.values())
-    print(
-        f"background: saved after {statistics.median(saved[1:]):.2f} s; a step takes {during:.2f} s"
-        f" during a save, {alone:.2f} s alone ({during / alone:.1f} times)",
-        flush=True,
-    )
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
