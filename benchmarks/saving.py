@@ -51,9 +51,9 @@ def main() -> None:
     from my_project.config import BatchesConfig, CheckpointsConfig, Config
     from my_project.run_folder import Run
     from my_project.state import TrainState
-    from torch.distributed.checkpoint import async_save
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
     if arguments.niceness is not None:
         saving.NICENESS = arguments.niceness
