@@ -47,14 +47,6 @@ lint: .venv/installed ## Check formatting, lint, types and shell scripts
 bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1: and other libraries
 	$(BIN)/python benchmarks/loop.py $(if $(PEERS),--peers)
 
-golden: .venv/installed ## Compare what the loop computes, bit by bit, with what it computed at a9ab39b
-	$(BIN)/python tests/golden.py
-
-mutations: .venv/installed ## Try mutations under the tests of a9ab39b and of HEAD: hours; can be stopped and go on
-	$(BIN)/python tests/mutations.py try --tree old
-	$(BIN)/python tests/mutations.py try --tree new
-	$(BIN)/python tests/mutations.py table
-
 clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build
 
@@ -77,4 +69,4 @@ $(GENERATED): | .venv/bin/cookiecutter
 	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(GENERATED)
 	touch $@
 
-.PHONY: help train test test-all test-loop test-cpus test-gpu lint bench golden mutations clean
+.PHONY: help train test test-all test-loop test-cpus test-gpu lint bench clean

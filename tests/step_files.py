@@ -22,15 +22,15 @@ FIRST, SAVED, LAST = 2, 4, 4  # the steps of both losses, and that of the checkp
 
 def entered(folder: str) -> list[str]:
     """Train on this process; return the files that were entered, below the package."""
-    import golden_harness
     import my_project
     from my_project.train import main
+    from ragged import Ragged
+    from runs import make_config
 
     package = os.path.dirname(my_project.__file__) + os.sep
-    config = golden_harness.make_config(
-        golden_harness.Ragged(), steps=6, checkpoints__every_steps=SAVED, runs_folder=folder,
-        evaluation__every_steps=None, evaluation__sanity_check=False,
-    )  # fmt: skip
+    config = make_config(
+        Path(folder), steps=6, checkpoints__every_steps=SAVED, evaluation__sanity_check=False
+    )
     is_on = threading.Event()
     files: set[str] = set()
 
@@ -38,7 +38,7 @@ def entered(folder: str) -> list[str]:
         if is_on.is_set() and event == "call":
             files.add(frame.f_code.co_filename)
 
-    loss = golden_harness.Ragged.loss
+    loss = Ragged.loss
 
     def marked(self: Any, model: Any, batch: Any, step: int) -> Any:
         if step == FIRST:
@@ -51,7 +51,7 @@ def entered(folder: str) -> list[str]:
             is_on.clear()
         return loss(self, model, batch, step)
 
-    golden_harness.Ragged.loss = marked
+    Ragged.loss = marked
     threading.setprofile(note)
     sys.setprofile(note)
     try:
@@ -64,7 +64,7 @@ def entered(folder: str) -> list[str]:
 
 def count(template: Path, folder: Path) -> list[str]:
     """Return the files, counted in processes that import this template's package."""
-    paths = [template / "src", Path(__file__).parent]
+    paths = [template / "src", template / "tests", Path(__file__).parent]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     words = [sys.executable, __file__, "--here", str(folder)]
@@ -76,10 +76,10 @@ def count(template: Path, folder: Path) -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--here"]:
-        from golden_harness import run_processes
         from step_files import entered as entered_on_this_rank
+        from world import run_world
 
-        print(*run_processes(2, entered_on_this_rank, sys.argv[2], seconds=240)[0], sep="\n")
+        print(*run_world(2, entered_on_this_rank, sys.argv[2])[0], sep="\n")
     else:
         import tempfile
 

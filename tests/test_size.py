@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 7_308,
     "lines of tools/": 2_190,
     "lines of template/tests": 3_637,
-    "lines of template/tests and tests": 13_585,
+    "lines of template/tests and tests": 12_653,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 184,
