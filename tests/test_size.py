@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_407,
+    "lines of train.py and all that it imports": 5_411,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_308,
+    "lines of the package without tools/": 7_312,
     "lines of tools/": 2_190,
-    "lines of template/tests": 3_637,
-    "lines of template/tests and tests": 12_653,
+    "lines of template/tests": 3_624,
+    "lines of template/tests and tests": 13_482,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 184,

@@ -51,6 +51,12 @@ class Wrong(Ragged):
         }
         return wrong.get(self.wrong, (train, validation_sets))
 
+    def build_model(self, data_info: dict[str, Any]) -> Any:
+        model = super().build_model(data_info)
+        if self.wrong == "mask":
+            model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        return model
+
     def loss(self, model: Any, batch: Any, step: int) -> Any:
         total, weight = super().loss(model, batch, step)
         wrong = {
@@ -77,6 +83,7 @@ class Wrong(Ragged):
     ("method", "wrong", "sentence"),
     [
         ("build_datasets", "no index", "as held_out, which has no index"),
+        ("build_model", "mask", "has the buffer mask, whose values are not finite"),
         ("loss", "one value", "it must return (loss_sum, num_items)"),
         ("loss", "negative", ", -1); it must return (loss_sum, num_items)"),
         ("build_metrics", "vector", "a metric per_class whose result is no number"),

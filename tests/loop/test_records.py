@@ -150,7 +150,7 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
 
 # ---- a whole run ---------------------------------------------------------------------------------
 ALL = {"kind", "step", "epoch", "elapsed_seconds", "time"}
-SHARES = {"data", "forward", "backward", "optimizer", "evaluation", "saving", "communication"}
+SHARES = {"data", "forward", "backward", "optimizer", "evaluation", "saving"}
 PER_RANK = {f"{what}_{how}" for what in ("rank_seconds", "data_seconds")
             for how in ("min", "median", "max")}  # fmt: skip
 INTERVAL = {

@@ -89,9 +89,19 @@ def build_datasets(
 
 # ---- model and loss ------------------------------------------------------------------------------
 def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
-    """Call the recipe's build_model."""
+    """Call the recipe's build_model.
+
+    Raises:
+        ConfigError: a buffer is not finite, as a mask of -inf, which no checkpoint may hold.
+    """
     with one_line_errors(config.recipe):
-        return config.recipe.build_model(data_info)
+        model = config.recipe.build_model(data_info)
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in saved and not buffer.is_meta and not torch.isfinite(buffer).all():
+            problem = f"has the buffer {name}, whose values are not finite and would be saved"
+            _refuse(config.recipe, "build_model", f"{problem}: register it with persistent=False.")
+    return model
 
 
 def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:

@@ -231,4 +231,4 @@ def main(config: Config) -> int:
 
 
 if CONFIG:
-    cli.run_on_all_ranks(main, CONFIG, is_run=True)
+    cli.run_on_all_ranks(main, CONFIG)

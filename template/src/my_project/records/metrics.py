@@ -56,7 +56,6 @@ class MetricsWriter:
         self.config = run.config
         self.layout = layout
         self.state = state
-        self.model = model
         self.device = accelerator.device
         self.is_main = accelerator.is_main_process
         samples = run.lengths.get("the training set", 0)  # a stream has none
@@ -208,8 +207,6 @@ class MetricsWriter:
         whole = clock - self.interval_began
         without_pauses = whole - sum(seconds[name] for name in PAUSES)
         rates = self.throughput.add(steps, self.interval_items, without_pauses)
-        if exposed := performance.exposed_communication(self.model):
-            seconds["communication"] = min(steps * exposed, seconds["backward"])
         shares = {f"{name}_share": part / whole for name, part in seconds.items()}
         items = state.interval_num_items or math.nan
         rate = learning_rate(report.step, self.run.total_steps, self.config.optim)

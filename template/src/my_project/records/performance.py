@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed
 from accelerate import Accelerator
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import blocks
 from ..config import Config
@@ -58,20 +57,6 @@ class PhaseTimes:
         for (phase, mark), (_, following) in pairwise(ended):
             took = mark.elapsed_time(following) / 1000 if self.has_events else following - mark
             seconds[phase] += took
-
-
-def exposed_communication(model: Any) -> float | None:
-    """Return the seconds per step in which DDP's all-reduces did not overlap with the backward.
-
-    DDP measures it in the first ten steps and then in every hundredth, and averages over these.
-    None without DDP, and before the first such step.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return None
-    measured = model._get_ddp_logging_data()
-    total = measured.get("avg_backward_comm_time", 0)
-    hidden = measured.get("avg_backward_compute_comm_overlap_time", 0)
-    return max(0, total - hidden) / 1e9 if total else None
 
 
 # ---- speed ---------------------------------------------------------------------------------------

@@ -241,7 +241,7 @@ def ranks_of(run: History) -> dict[str, str]:
     rows = {}
     for name in PHASES:
         values = run.curves.get(f"{name}_share", np.zeros(0))
-        kept = np.flatnonzero(np.isfinite(values))  # communication is measured in some steps only
+        kept = np.flatnonzero(np.isfinite(values))
         share = np.average(values[kept], weights=seconds[kept]) if len(kept) else None
         rows[f"Rank 0: {name}"] = "" if share is None else f"{share:.1%}"
     for rank, count in run.slowest.most_common(1):
