@@ -1,0 +1,377 @@
+"""Inject 60 faults into runs, ask doctor, and compare its answer with the fault; Linux.
+
+    python tests/faults.py             run what build/faults/results.jsonl lacks, print the table
+    python tests/faults.py 3 17        run these two again
+    python tests/faults.py --table     print the table of what has been run
+
+The faults are drawn with a fixed seed. What is expected of doctor (the rank, words of the cause)
+and of the launcher (its exit code) follows from the fault, not from what either of them says.
+An answer is right if the first rank that it names is the expected one, or any where no single one
+is to blame, and the words are in it. Some need root: two hosts, a full disk, a control group.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from two_hosts import ADDRESSES, PATIENCE, TwoHosts
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build/faults/results.jsonl"
+CONTROL_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1
+SEED = 30
+CONFIG = """\
+run_name: run
+recipe: {{class_path: faulty.Faulty, init_args: {recipe}}}
+batches: {{global_batch_size: 8, micro_batch_size: 2, workers: {workers}}}
+steps: {steps}
+optim: {{lr: 0.01, max_skipped_steps: 3}}
+evaluation: {{every_steps: 6}}
+checkpoints: {{every_steps: 4}}
+telemetry: {{every_steps: 1, trackers: [], peak_tflops: 1.0}}
+distributed:
+  timeout_seconds: {timeout:g}
+  startup_timeout_seconds: {startup:g}
+  activation_checkpointing: {blocks}
+"""
+TIMEOUT_SECONDS, STARTUP_SECONDS = 4 * PATIENCE, 15 * PATIENCE
+FAILED, WRONG_SETTING, PREEMPTED = 1, 2, 75
+# When a kill or a hang comes: in start-up, in a step, in an evaluation, or at the end.
+INSTANTS = ("build_model", "loss", "loss", "loss", "update_metrics")
+METHODS = (
+    "prepare_data", "build_datasets", "build_model", "loss", "collate", "parameter_groups",
+    "model_blocks", "build_metrics", "update_metrics", "flops_per_item", "export",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault, and what is expected of doctor and of the exit code."""
+
+    kind: str
+    words: str  # a regular expression for the cause
+    exit_code: int = FAILED
+    rank: int | None = None  # to blame; None: no single one
+    recipe: dict[str, Any] = field(default_factory=dict)
+    processes: int = 2
+    workers: int = 0
+    steps: int = 12
+    needs_root: bool = False
+    is_busy: bool = False  # two other processes take all CPU time they get
+
+
+def drawn() -> list[Fault]:
+    """Draw the 60 faults."""
+    draw = random.Random(SEED)
+    found: list[Fault] = []
+
+    def add(kind: str, words: str, what: str, where: str = "loss", **more: Any) -> None:
+        """Add a fault on a rank that is drawn; `rank` is whom to blame, if it is another."""
+        processes = more.pop("processes", draw.choice((1, 2, 2)))
+        on_rank = more.pop("on_rank", draw.randrange(processes))
+        step = more.pop("step", draw.randrange(1, 10))
+        recipe = {"what": what, "where": where, "step": step, "on_rank": on_rank}
+        recipe |= more.pop("recipe", {})
+        more = {"rank": on_rank, "is_busy": draw.random() < 0.25} | more
+        found.append(Fault(kind=kind, words=words, recipe=recipe, processes=processes, **more))
+
+    killed = "SIGKILL|signal 9|was killed"
+    for instant in draw.sample(INSTANTS, 5):
+        add("SIGKILL", killed, "signal", instant, recipe={"detail": "SIGKILL"})
+    stalled = "stall|no progress|hang|hung"
+    for instant in ("loss", "loss", "build_datasets", "update_metrics"):
+        add("hang", stalled, "hang", instant)
+    add("hang", stalled, "hang", "export", on_rank=0)
+    add("hang", stalled, "receive", processes=2)
+    for _ in range(3):
+        # a stopped process writes nothing: on one process only the launcher can tell
+        add("SIGSTOP", f"no report|stopped|{stalled}", "signal", processes=2,
+            recipe={"detail": "SIGSTOP"})  # fmt: skip
+    for _ in range(3):
+        # either host may be the one that is gone; each sees the other
+        add("cut cable", r"(?s)(?=.*host[01])(?=.*(network|answer|connect|contact))", "cable",
+            rank=None, needs_root=True, processes=2, steps=5000,
+            recipe={"seconds": 0.05})  # fmt: skip
+    for instant in ("build_model", "loss", "loss"):
+        add("full disk", "disk|no space", "disk", instant, rank=0, needs_root=True)
+    for _ in range(3):
+        add("NaN loss", "not finite|NaN", "nan", step=draw.randrange(1, 7))
+    add("NaN weights", "not finite|NaN", "weights", rank=None, step=draw.randrange(1, 7))
+    for what in ("device memory", "host memory", "python memory"):
+        add("out of memory", "memory", what)
+    add("out of memory", "memory", "kernel", needs_root=True)
+    for _ in range(3):
+        slow = {"slow_rank": draw.randrange(2), "seconds": 0.3}
+        add("slow rank", "slow", "", processes=2, recipe=slow, rank=slow["slow_rank"], exit_code=0)
+    for detail in ("0", "1", "7"):
+        add("exit in a loader worker", "loader worker", "exit", "sample", workers=1,
+            recipe={"detail": detail})  # fmt: skip
+    add("SIGKILL of a loader worker", "loader worker", "signal", "sample", workers=1,
+        recipe={"detail": "SIGKILL"})  # fmt: skip
+    add("exception in a loader worker", "told to fail in sample", "raise", "sample", workers=1)
+    for _ in range(3):
+        add("mismatched collective", "collective", "collective", processes=2,
+            recipe={"detail": draw.choice(("1", "1000"))})  # fmt: skip
+    for package in ("the recipe", "the loop"):
+        add("other code on a host", "(?s)(?=.*host1)(?=.*(code|source))", package, rank=None, exit_code=WRONG_SETTING,
+            processes=2, needs_root=True)  # fmt: skip
+    for method in METHODS:
+        only = {"on_rank": 0} if method in ("flops_per_item", "export") else {}
+        add("exception in a method", f"told to fail in {method}", "raise", method, **only)
+    for _ in range(3):
+        add(
+            "os._exit(0)",
+            r"exit(ed)? (with )?(exit )?(code )?0|left|no report",
+            "exit",
+            recipe={"detail": "0"},
+        )
+    for what in ("at once", "later"):
+        add("two starts", "", what, rank=None, exit_code=WRONG_SETTING, steps=60,
+            recipe={"seconds": 0.05})  # fmt: skip
+    for what in ("signal", "signal", "signal launcher"):
+        add("preemption", "preempt|told to stop|SIGTERM", what, rank=None, exit_code=PREEMPTED,
+            steps=5000, recipe={"detail": "SIGTERM"})  # fmt: skip
+    return found
+
+
+FAULTS = drawn()
+
+
+def is_right(fault: Fault, answer: str) -> bool:
+    """Return whether an answer of doctor names the rank and the cause."""
+    found = re.search(r"\brank (\d+)", answer, re.IGNORECASE)
+    blamed = int(found[1]) if found else None
+    if fault.kind == "two starts":
+        return is_sound(answer)
+    return fault.rank in (None, blamed) and bool(re.search(fault.words, answer, re.IGNORECASE))
+
+
+def is_sound(answer: str) -> bool:
+    """Return whether doctor has found nothing wrong."""
+    return bool(re.search(r"nothing (is |was |looks )?wrong|no failure", answer, re.IGNORECASE))
+
+
+# ---- running -------------------------------------------------------------------------------------
+def environment(*first: Path) -> dict[str, str]:
+    """Return the variables of a run, with folders in which Python looks first."""
+    paths = [*first, ROOT / "template/src", ROOT / "template/tests", ROOT / "tests"]
+    binaries = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PATH": binaries}
+
+
+def command(processes: int, *flags: str) -> list[str]:
+    """Return the command that starts the run, without restarts in place."""
+    where = ROOT / f"accelerate_configs/{'cpu' if processes == 1 else 'cpu_2_processes'}.yaml"
+    launch = [sys.executable, "-m", "my_project.launch", "--config_file", str(where)]
+    train = ["-m", "my_project.train", "--config", "run.yaml"]
+    return [*launch, "--max_restarts", "0", *flags, *train]
+
+
+@contextmanager
+def busy(is_busy: bool) -> Iterator[None]:
+    """Let two processes compute, if asked to."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(2 * is_busy)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def wait_for(condition: Any, *launchers: subprocess.Popen) -> None:
+    """Wait until a condition holds, or a launcher has ended."""
+    while not condition() and all(launcher.poll() is None for launcher in launchers):
+        time.sleep(0.05)
+
+
+def steps(folder: Path) -> int:
+    """Return how many records of steps a run has."""
+    path = folder / "runs/run/metrics.jsonl"
+    return path.read_text().count('"interval"') if path.exists() else 0
+
+
+def ended(launcher: subprocess.Popen) -> int:
+    """Return the exit code of a launcher; end what is left of it."""
+    family = psutil.Process(launcher.pid)
+    try:
+        return launcher.wait(180 * PATIENCE)
+    except subprocess.TimeoutExpired:
+        with suppress(psutil.NoSuchProcess):
+            for process in [*family.children(recursive=True), family]:
+                process.kill()
+        return launcher.wait()
+
+
+def inject(fault: Fault, folder: Path) -> list[int]:
+    """Run with a fault; return the exit codes of the launchers.
+
+    Args:
+        fault: what to inject.
+        folder: an empty one.
+    """
+    recipe, what = dict(fault.recipe), fault.recipe["what"]
+    with ExitStack() as stack:
+        if what == "disk":
+            (disk := folder / "runs").mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "faults", disk], check=True)
+            stack.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
+            # doctor is asked later, where there is space again
+            stack.callback(shutil.copytree, disk, folder / "kept", dirs_exist_ok=True)
+            recipe["detail"] = str(disk)
+        if what == "kernel":
+            group = CONTROL_GROUPS / f"faults_{os.getpid()}"
+            group.mkdir()
+            stack.callback(group.rmdir)
+            (group / "memory.limit_in_bytes").write_text("100000000")
+            recipe["detail"] = str(group)
+        text = CONFIG.format(
+            recipe=json.dumps(recipe), workers=fault.workers, steps=fault.steps,
+            timeout=TIMEOUT_SECONDS, startup=STARTUP_SECONDS,
+            blocks=str(recipe["where"] == "model_blocks").lower(),
+        )  # fmt: skip
+        (folder / "run.yaml").write_text(text)
+        if fault.kind in ("cut cable", "other code on a host"):
+            return on_two_hosts(stack.enter_context(TwoHosts(folder)), fault, folder)
+        return on_this_host(fault, folder)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen:
+    """Start a command in a folder."""
+    with (folder / "output.txt").open("a") as output:
+        return subprocess.Popen(
+            arguments, cwd=folder, env=os.environ | environment(), stdout=output, stderr=output
+        )
+
+
+def on_this_host(fault: Fault, folder: Path) -> list[int]:
+    """Start a run, or two; return their exit codes."""
+    launchers = [start(folder, *command(fault.processes))]
+    if fault.kind == "two starts":
+        if fault.recipe["what"] == "later":
+            wait_for(lambda: steps(folder) > 2, *launchers)
+        launchers.append(start(folder, *command(fault.processes)))
+    return [ended(launcher) for launcher in launchers]
+
+
+def on_two_hosts(hosts: TwoHosts, fault: Fault, folder: Path) -> list[int]:
+    """Start a run on two hosts; return their exit codes."""
+    paths: list[list[Path]] = [[], []]
+    if fault.kind == "other code on a host":
+        other = folder / "other"
+        if fault.recipe["what"] == "the recipe":
+            other.mkdir()
+            source, old, new = ROOT / "tests/faulty.py", 'float("nan")', 'float("inf")'
+            (other / "faulty.py").write_text(source.read_text().replace(old, new))
+        else:
+            shutil.copytree(ROOT / "template/src", other, symlinks=False)
+            with (other / "my_project/step_sums.py").open("a") as file:
+                file.write("\nOTHER = 1\n")
+        paths[1] = [other]
+    for host in (0, 1):
+        flags = ("--num_machines", "2", "--num_processes", "2", "--machine_rank", str(host),
+                 "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500",
+                 "--join_timeout_seconds", "60")  # fmt: skip
+        hosts.start(host, *command(2, *flags), **environment(*paths[host]))
+    if fault.kind == "cut cable":
+        wait_for(lambda: steps(folder) > fault.recipe["step"], *hosts.commands)
+        hosts.cable("down")
+    return hosts.wait(180)
+
+
+def doctor(folder: Path) -> str:
+    """Ask doctor about the run in a folder."""
+    kept = folder / "kept/run"
+    run = kept if kept.exists() else folder / "runs/run"
+    asked = [sys.executable, "-m", "my_project", "doctor", str(run)]
+    done = subprocess.run(
+        asked, cwd=folder, env=os.environ | environment(), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def run(fault: Fault, folder: Path) -> dict[str, Any]:
+    """Inject a fault, and return what became of it."""
+    began = time.time()
+    with busy(fault.is_busy):
+        codes = inject(fault, folder)
+    answer = doctor(folder)
+    expected = (
+        [0, fault.exit_code] if fault.kind == "two starts" else [fault.exit_code] * len(codes)
+    )
+    return {
+        "kind": fault.kind,
+        "is_right": is_right(fault, answer),
+        "exits_right": sorted(codes) == expected,
+        "exit_codes": codes,
+        "seconds": round(time.time() - began, 1),
+        "date": datetime.now(UTC).date().isoformat(),
+        "answer": answer,
+    }
+
+
+# ---- the table -----------------------------------------------------------------------------------
+def results() -> dict[int, dict[str, Any]]:
+    """Return the newest result of each fault, by its number."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {line["number"]: line for line in map(json.loads, lines)}
+
+
+def table() -> str:
+    """Return the table by kind."""
+    found = results()
+    rows = ["| fault | tried | named right | exit code right |", "| --- | --- | --- | --- |"]
+    for kind in dict.fromkeys(fault.kind for fault in FAULTS):
+        these = [found[i] for i, fault in enumerate(FAULTS) if fault.kind == kind and i in found]
+        counts = [
+            len(these),
+            *(sum(one[name] for one in these) for name in ("is_right", "exits_right")),
+        ]
+        rows.append(f"| {kind} | {' | '.join(map(str, counts))} |")
+    every = found.values()
+    counts = [
+        len(every),
+        *(sum(one[name] for one in every) for name in ("is_right", "exits_right")),
+    ]
+    return "\n".join([*rows, f"| all | {' | '.join(map(str, counts))} |"])
+
+
+def main() -> None:
+    """Run faults, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("numbers", nargs="*", type=int)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    left = [i for i in range(len(FAULTS)) if i not in results()]
+    for number in [] if options.table else options.numbers or left:
+        fault = FAULTS[number]
+        if fault.needs_root and os.geteuid():
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            result = {"number": number} | run(fault, Path(folder))
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        right = "right" if result["is_right"] and result["exits_right"] else "WRONG"
+        print(number, right, fault, result["exit_codes"], result["seconds"], flush=True)
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
