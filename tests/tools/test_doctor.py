@@ -189,6 +189,50 @@ def test_steps_that_overflowed_on_all_ranks_and_steps_without_items_are_told_apa
         assert found["known"] == ["steps 398 to 410 were skipped"]
         assert found["cause"] == ("not finite" if items else "no items")
         assert ("overflowed" in str(found["likely"])) == bool(items)
+        assert ("--precision no" in str(found["remedy"])) == bool(items)
+        assert "--precision" not in str(diagnose_in("no", run)["remedy"])
+
+
+def diagnose_in(precision: str, run: Run) -> dict[str, Any]:
+    about = json.loads((run.folder / "run.json").read_text())
+    about["numerics"] = {"precision": precision}
+    (run.folder / "run.json").write_text(json.dumps(about))
+    return diagnose(run.folder)
+
+
+def interval(rank: int, lead: float, step: float = 0.4) -> dict[str, Any]:
+    seconds = {"rank_seconds_min": 0.01, "rank_seconds_max": 0.01 + lead, "step_seconds": step}
+    return seconds | {"kind": "interval", "slowest_rank": rank, "slowest_host": "gpu-a"}
+
+
+@pytest.mark.parametrize(
+    ("records", "is_slow"),
+    [
+        ([interval(1, 0.3)] * 5, True),
+        ([interval(1, 0.3)] * 4, False),  # too few to say so
+        ([interval(1, 0.3), interval(0, 0.3)] * 5, False),  # now one, now another
+        ([interval(1, 0.08)] * 9, False),  # of a step of 0.4 s
+        ([interval(1, 0.008, 0.01)] * 9, False),  # noise of a short step
+    ],
+)
+def test_a_rank_is_slow_if_others_wait_for_it_in_most_records(records, is_slow):
+    assert [line[:15] for line in doctor.slow_rank(records)] == ["rank 1 on gpu-a"] * is_slow
+
+
+@pytest.mark.parametrize(("other", "blamed"), [("ragged.py", 1), ("train.py", 0)])
+def test_a_rank_that_waits_in_the_recipe_is_blamed_before_one_that_waits_in_the_loop(
+    tmp_path, monkeypatch, other, blamed
+):
+    run = begin(tmp_path, monkeypatch, (HERE, HERE))
+    for rank, file in enumerate(("train.py", other)):
+        frames = [failures.frame(f"/src/{file}", 3, "main")]
+        waiting = failures.record(reason="no progress for 4 s", cause="waiting", frames=frames)
+        run.rank = rank
+        run.record_error(waiting)
+    run.write_status("failed", "")
+    found = diagnose(run.folder)
+    assert found["first"]["rank"] == blamed
+    assert found["cause"] == ("mismatched collectives" if blamed else "hang")
 
 
 # ---- under way, or ended without a word ----------------------------------------------------------

@@ -134,8 +134,7 @@ def frames_in(stack: traceback.StackSummary) -> list[dict[str, Any]]:
 
 def own_frame(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the innermost frame that is not in a library."""
-    own = [one for one in frames if not one["library"]]
-    return own[-1] if own else None
+    return next((one for one in reversed(frames) if not one["library"]), None)
 
 
 def short_path(file: str) -> str:
@@ -224,10 +223,11 @@ def record_of(error: BaseException) -> dict[str, Any]:
         reason = f"lost contact with another process ({str(error).split('. ')[0]})"
     elif cause == "loader worker":
         reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
+    origin = error.__cause__ if cause == "setting" else error  # what the recipe has raised
     found = record(
         reason=reason,
         cause=cause,
-        frames=[] if cause in ("setting", "not finite") else frames_of(error),
+        frames=frames_of(origin) if origin and cause != "not finite" else [],
         details="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1,
     )
@@ -320,7 +320,7 @@ def report(failure: dict[str, Any]) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         shown = text_of(failure)
         if failure["cause"] == "setting":
-            shown = f"error: {shown}"
+            shown = f"error: {failure['reason']}"  # a sentence is enough
         # torchrun shows py_callstack of the failure with the smallest timestamp, in whole seconds:
         # a minute later, so that what follows from the failure of another rank does not hide it
         when = int(failure["time"]) + 60 * (failure["cause"] in CONSEQUENCES)

@@ -70,6 +70,7 @@ DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "acc
 RESTARTS = 3  # in place, without a new step in between, unless --max_restarts says otherwise
 NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
+RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # space to say how a run ended on a full disk
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
 # Variables of a scheduler or an outer launcher that torch would read as its own.
 NOT_INHERITED = re.compile(
@@ -372,6 +373,7 @@ def run_module(
     if logs:
         with writing(launch.run_folder):
             logs.mkdir(parents=True, exist_ok=True)
+            (logs / RESERVE).write_bytes(bytes(RESERVE_BYTES))
         os.environ[LOGS] = str(logs.absolute())
     os.environ[START] = starts.id
     environments = launch.environments(starts.attempt)
@@ -455,8 +457,8 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     before = read_status(folder)
     logs = log_folder(launch, launch.module)
     if launch.module != TRAIN:
-        place = logs if launch.config else None
-        codes = run_module(launch, workers, launch.module, place, NO_RESTARTS)
+        kept = logs if launch.config else None
+        codes = run_module(launch, workers, launch.module, kept, NO_RESTARTS)
         one = next((code if code > 0 else 1 for code in failed(codes).values()), None)
         return print_setting_error(read_failures(errors)) or one or max(codes.values())
     made = [path for path in (logs, *logs.parents) if not path.exists()]
@@ -487,8 +489,9 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
-        has_failed = status.get("outcome") == "failed" or (lost and failed(codes))
-        if found and has_failed and not launch.node_rank:
+        # a process on a full disk, or on a node that is lost, has not written that it failed
+        of_failed = ("failed", "running") if failed(codes) else ("failed",)
+        if found and status.get("outcome") in of_failed and not launch.node_rank:
             status = correct_status(folder, status, found)
     ending = Ending(
         folder=folder,
@@ -504,7 +507,8 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         command=command,
         codes=codes,
     )
-    if ending.kind == "refused" and not ending.is_new:
+    # what the recipe has raised, and what other nodes may look at, stays for doctor
+    if ending.kind == "refused" and not ending.is_new and not (launch.nodes > 1 or found[0]["at"]):
         shutil.rmtree(logs, ignore_errors=True)
         with suppress(OSError):  # up to the first folder that is not empty
             for path in made[1:]:
@@ -521,8 +525,7 @@ def correct_status(
     hosts = read_json(folder / "run.json").get("hosts", [])
     reported = {one["rank"] for one in found}
     silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in reported]
-    status = status | failures.as_status(failures.first_failure(found), silent)
-    status["outcome"] = "failed"  # which nobody has written where a node was lost
+    status |= failures.as_status(failures.first_failure(found), silent) | {"outcome": "failed"}
     with suppress(OSError):  # a full disk
         write_atomically(folder / "status.json", json.dumps(status) + "\n")
     return status
@@ -556,10 +559,8 @@ def starts_again(
 
 def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any]:
     """Print and write the error file of a node that does not answer; return its content."""
-    rank, step = (
-        node.rank * launch.processes_per_node,
-        last_record(launch.run_folder).get("step", 0),
-    )
+    rank = node.rank * launch.processes_per_node
+    step = last_record(launch.run_folder).get("step", 0)
     reason = (
         f"node {node.rank} has not answered for half a minute: its host has crashed, hangs or is"
         " cut off from the network"
@@ -587,6 +588,7 @@ def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: in
         "time": time.time(),
     }
     with suppress(OSError):  # a full disk
+        (logs / RESERVE).unlink(missing_ok=True)
         write_atomically(logs / "launcher.json", json.dumps(ended) + "\n")
 
 

@@ -18,6 +18,7 @@ import json
 import shutil
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -43,6 +44,7 @@ from .reader import Run, parser_of, read_folder, read_run, time_of
 
 LONGEST = 500  # characters of a sentence
 COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a run folder
+LATEST = 100  # records that are looked at for a slow rank
 LITTLE_BYTES = 10e6  # of free space: less than a checkpoint of most models
 MOST_RANKS = 1_000_000
 TAIL_BYTES = 1 << 18  # of a log: what tells of the end stands there
@@ -73,7 +75,7 @@ CAUSES = {
     "not finite": (
         "",
         "check the data of these steps; a lower optim.lr (now {lr}), a longer optim.warmup_steps"
-        " (now {warmup}), --precision no",
+        " (now {warmup}){safer}",
     ),
     "no items": ("", "check the labels: all items of these steps are masked"),
     "stopped": ("by a second signal, or at the end of the scheduler's grace period", MORE_TIME),
@@ -105,8 +107,7 @@ CAUSES = {
 }
 LIKELY = ("hang", "network", "no report", "lost node", "interrupted")  # no file says these
 # Of these the kernel or the scheduler may know more.
-ENDED_FROM_OUTSIDE = ("out of host memory", "loader worker", "stopped", "killed", "no report")
-ENDED_FROM_OUTSIDE += ("lost node", "interrupted")
+ENDED_FROM_OUTSIDE = ("out of host memory", "loader worker", "stopped", "killed", *LIKELY[2:])
 
 
 # ---- the newest start ----------------------------------------------------------------------------
@@ -217,11 +218,8 @@ def _exits(ended: dict[str, Any], path: Path) -> dict[int, Exit]:
 
 def _tail(path: Path | None) -> str:
     """Return the end of a log; "" where there is none."""
-    if path is None or not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace")
+    found = path.read_bytes() if path and path.is_file() else b""
+    return found[-TAIL_BYTES:].decode(errors="replace")
 
 
 # ---- the cause -----------------------------------------------------------------------------------
@@ -346,11 +344,15 @@ def _gone(start: Start, noticed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_wait(start: Start, waiting: list[dict[str, Any]]) -> dict[str, Any]:
-    """Judge ranks that all wait for one another."""
+    """Judge ranks that all wait for one another: in the loop, or one in the recipe."""
     known = _waited(start, waiting)
     kind = "mismatched collectives" if len(known) > 1 else "hang"
-    what = "all ranks waited for one another"
-    return _of(waiting[0], kind, is_known=False, known=known, what=what, at=None)
+    modules = str(start.run.settings.get("recipe")).split(".")
+    own = [one for one in waiting if one["at"] and Path(one["at"]["file"]).stem in modules]
+    cause = _of((own or waiting)[0], kind, is_known=False, known=known)
+    if own and kind != "hang":
+        return cause | {"likely": ["this rank is at fault, since it waits in the recipe"]}
+    return cause | {"what": "all ranks waited for one another", "at": None}
 
 
 def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
@@ -399,6 +401,18 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def slow_rank(records: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence if one rank made the others wait in most of the last records."""
+    rows = [one for one in records[-LATEST:] if "rank_seconds_max" in one]
+    found = Counter(
+        f"rank {one['slowest_rank']} on {one['slowest_host']}"
+        for one in rows  # 10 ms: less is noise, however short a step is
+        if one["rank_seconds_max"] - one["rank_seconds_min"] > 0.01 + one["step_seconds"] / 4
+    )
+    slow = [rank for rank, count in found.items() if count > max(4, 0.8 * len(rows))]
+    return [f"{rank} is slow: others wait for it for a quarter of a step or more" for rank in slow]
+
+
 # ---- what is said of it --------------------------------------------------------------------------
 def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     """Return what --json prints.
@@ -424,6 +438,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     if kind in ENDED_FROM_OUTSIDE:
         look_at.append(f"dmesg -T | grep -iE 'killed process|out of memory', on {values['host']}")
         look_at.append(f"the log of the scheduler, where there is one{values['job']}")
+    known = [note] * bool(note) + cause.get("known", []) + slow_rank(run.records)
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
     first |= {"time": time_of(cause) or None, "at": place_of(cause.get("at"))}
@@ -437,7 +452,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         "first": first if cause else None,
         "cause": kind,
         "certainty": "unknown" if kind == "unknown" else certainty if cause else "",
-        "known": [note] * bool(note) + cause.get("known", []),
+        "known": known or ["no failure"] * (outcome in ("finished", "preempted")),
         "likely": cause.get("likely", likely if cause else []),
         "look_at": look_at,
         "remedy": remedy,
@@ -464,7 +479,8 @@ def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> st
     status, last = start.run.status, max([start.began, *map(time_of, start.run.records[-1:])])
     text = f"step {status.get('step', '?')} of {status.get('steps') or '?'}"
     if start.is_unopened:
-        return f"the newest start did not open the run; before it: {status.get('outcome')}, {text}"
+        before = f"; before it: {status.get('outcome')}, {text}" * bool(status)
+        return f"the newest start did not open the run{before}"
     if outcome != "running":
         reason = "" if outcome == "failed" else status.get("reason")  # that is told as the first
         return f"{text}: {reason}" if reason else text
@@ -490,6 +506,7 @@ def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
         "keep": setting("checkpoints.keep"),
         "lr": setting("optim.lr"),
         "warmup": setting("optim.warmup_steps"),
+        "safer": ", --precision no" * (_dict(about.get("numerics")).get("precision") != "no"),
         "timeout": setting("distributed.timeout_seconds"),
     }
 
@@ -506,6 +523,7 @@ def print_diagnosis(found: dict[str, Any]) -> None:
         clock = time.strftime(" at %H:%M:%S", time.localtime(first["time"])) * bool(first["time"])
         pairs.append(("first", f"{where}{clock}: {first['what']}".removeprefix(": ")))
         pairs += [("at", first["at"]), ("says", first["says"] or "")]
+        pairs.append(("cause", f"{found['cause']}: {found['certainty']}"))
     for name in ("known", "likely", "others", "damaged", "look_at", "remedy"):
         pairs += [(name.replace("_", " ") * (not i), text) for i, text in enumerate(found[name])]
     for name, text in pairs:

@@ -156,6 +156,5 @@ def print_table(title: str, rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"\n{title}")
     for row in rows:
-        print(
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())

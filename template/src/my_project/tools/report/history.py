@@ -40,7 +40,6 @@ class History:
     last: dict[str, Any] = field(default_factory=lambda: {"step": 0})  # the last record
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # of the intervals
     curves: dict[str, np.ndarray] = field(default_factory=dict)  # of the intervals; NaN: no value
-    slowest: Counter[str] = field(default_factory=Counter)  # rank and host: intervals
     starts: list[dict[str, Any]] = field(default_factory=list)  # with "last" step and "end"
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # with "results"
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
@@ -95,9 +94,6 @@ def read_history(folder: Path) -> History:
                     columns[name] = array("d", [math.nan]) * count
             for name, column in columns.items():
                 column.append(number(record.get(name)))
-            if type(record.get("slowest_rank")) is int:
-                host = text(record.get("slowest_host"))[:100]
-                history.slowest[f"rank {record['slowest_rank']} on {host}"] += 1
         else:
             note(history, record)
         if history.starts:
@@ -105,7 +101,6 @@ def read_history(folder: Path) -> History:
         history.last = record
     if max((start["world_size"] for start in history.starts), default=1) == 1:
         columns = {name: columns[name] for name in columns.keys() - {*OF_RANKS}}
-        history.slowest.clear()
     if columns["items_per_second"] == columns["samples_per_second"]:  # an item is a sample
         del columns["items_per_second"]
     curves = {name: np.frombuffer(column) for name, column in columns.items() if column}

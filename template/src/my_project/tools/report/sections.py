@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ...failures import first_failure, place_of
 from ...files import format_seconds
 from ...starts import PARTS, goodput
 from ..reader import NOT_COMPARED, PACKAGE, format_number, time_of
@@ -124,14 +123,8 @@ def remarks(run: History) -> str:
     lines = [REMARKS.get(state, ""), reason * (state == "preempted"), *run.run.problems]
     if state != "failed":
         return paragraphs(*lines)
-    place, launch = "", text(run.run.about.get("launch"))
-    if failure := first_failure(run.run.failures.get(launch, [])):
-        reason, step = failure["reason"], failure["step"]
-        place = f"Rank {failure['rank']} on {failure['host']}" + f", step {step}" * bool(step)
-        with suppress(KeyError, TypeError):  # damaged
-            place += f", in {place_of(failure['at'])}" * bool(failure["at"])
     command = shlex.join(["python", "-m", PACKAGE, "doctor", str(run.run.folder)])
-    lines = paragraphs(reason or "The reason is not known.", place, *lines)
+    lines = paragraphs(reason or "The reason is not known.", *lines)
     return f'<b class="failed">{lines}</b>More: <code>{escape(command, 1000)}</code>'
 
 
@@ -235,7 +228,7 @@ def goodput_of(run: History) -> dict[str, str]:
 
 
 def ranks_of(run: History) -> dict[str, str]:
-    """Return the share of each phase in the time of rank 0, and which rank was the slowest."""
+    """Return the share of each phase in the time of rank 0."""
     elapsed = run.curves.get("elapsed_seconds", np.zeros(len(run.steps)))
     seconds = np.nan_to_num(np.diff(elapsed, prepend=elapsed[:1])).clip(0) + 1e-9
     rows = {}
@@ -244,8 +237,6 @@ def ranks_of(run: History) -> dict[str, str]:
         kept = np.flatnonzero(np.isfinite(values))
         share = np.average(values[kept], weights=seconds[kept]) if len(kept) else None
         rows[f"Rank 0: {name}"] = "" if share is None else f"{share:.1%}"
-    for rank, count in run.slowest.most_common(1):
-        rows["Slowest"] = f"{rank}, in {count / run.slowest.total():.0%} of intervals"
     return rows
 
 
