@@ -4,6 +4,7 @@
     python benchmarks/kills.py --kills 16
     python benchmarks/kills.py --kills 100 --where cpu_fsdp2
     python benchmarks/kills.py --kills 100 --where cpu cpu_2_processes cpu_fsdp2 cpu_hsdp
+    python benchmarks/kills.py --kills 100 --processes 2 1 4 3 2
 
 Two CPU processes, or those of the accelerate configs that are named, train the recipe of the tests
 with a checkpoint at every second step. Of 8 kills in a run, 2 are meant for its start (imports
@@ -12,18 +13,24 @@ save and 1 a restart in place, with less than 0.5 s between. The victim is a ran
 three and before another start, the launcher, which alone is there in most of a start. Order,
 instants and victims are drawn with a fixed seed. A run that has ended is started again by the same
 command, of several accelerate configs with one that is drawn. Its weights, in float64, must be
-those of a run that nobody killed: to the bit, or of several configs within 1e-6. Printed is where
-each kill fell. Ctrl-C ends all that was started, and prints the table of the runs until then.
+those of a run that nobody killed: to the bit, or of several configs within 1e-6. With --processes
+it is one run, whose starts take turns at these numbers of processes, with a micro-batch that is
+drawn: each step that was kept must have seen the samples of its step in the run that nobody killed,
+and so each sample once in an epoch. Printed is where each kill fell. Ctrl-C ends all that was
+started, and prints the table of the runs until then.
 """
 
 import argparse
+import json
 import random
 import shutil
+import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import cycle, repeat
 from pathlib import Path
 
 import psutil
@@ -48,6 +55,33 @@ steps: 200
 checkpoints: {every_steps: 2}
 telemetry: {every_steps: 1, trackers: []}
 """
+
+RECORDED = """\
+recipe:
+  class_path: recorded.Recorded
+  init_args: {{samples: 4000, noise: 0.1, dtype: float64, file: {file}}}
+batches: {{global_batch_size: 12, micro_batch_size: {micro}, workers: 0}}
+optim: {{lr: 0.01, ema_decay: 0.9}}
+epochs: {epochs}
+checkpoints: {{every_steps: 5}}
+telemetry: {{every_steps: 1, trackers: []}}
+"""
+STEPS_IN_EPOCH, GLOBAL_BATCH = 333, 12
+Layouts = Iterator[tuple[Path, str]]  # accelerate configs, and configs
+
+
+class Changing(Run):
+    """A run of which each start takes the next layout; a restart in place keeps its own."""
+
+    def __init__(self, parent: Path, name: str, layouts: Layouts) -> None:
+        super().__init__(parent, name, "")
+        self.layouts = layouts
+
+    def start(self) -> subprocess.Popen:
+        """Start the launcher, or leave the one that runs."""
+        if not self.is_running:
+            self.where, self.config = next(self.layouts)
+        return super().start()
 
 
 def is_saving(run: Run) -> bool:
@@ -111,23 +145,24 @@ def kill(run: Run, victim: str, draw: random.Random) -> str:
     return ""
 
 
+def planned(draw: random.Random) -> list[tuple[str, str]]:
+    """Return the moments and victims of eight kills."""
+    return [("starting", ""), *sum(draw.sample(PARTS, len(PARTS)), ())]
+
+
 def kill_again_and_again(
-    run: Run, kills: int, start_seconds: float, draw: random.Random, configs: list[str]
+    run: Run, plan: list[tuple[str, str]], start_seconds: float, draw: random.Random
 ) -> tuple[Counter[str], float]:
-    """Kill a run at most so many times; return where the kills fell, and what a start took last.
+    """Kill a run until it ends; return where the kills fell, and what a start took last.
 
     Args:
         run: not started yet.
-        kills: how many.
+        plan: moments and victims.
         start_seconds: what a start takes.
-        draw: draws order, instants, victims and accelerate configs.
-        configs: the names of accelerate configs.
+        draw: draws instants and victims.
     """
     found: Counter[str] = Counter()
-    plan = [("starting", ""), *sum(draw.sample(PARTS, len(PARTS)), ())]
-    for moment, victim in plan[:kills]:
-        if not run.is_running and len(configs) > 1:
-            run.where = CONFIGS / f"{draw.choice(configs)}.yaml"
+    for moment, victim in plan:
         run.start()
         wait_for(moment, run, start_seconds, draw)
         if run.has_stepped and not run.before:  # other load changes it
@@ -145,34 +180,105 @@ def are_equal(ours: bytes, theirs: bytes, tolerance: float) -> bool:
     return one.keys() == other.keys() and all(found <= tolerance for found in differences)
 
 
+# ---- one run across layouts ----------------------------------------------------------------------
+def layouts_of(folder: Path, numbers: list[int], epochs: int, draw: random.Random) -> Layouts:
+    """Return the layouts of a run that records its samples: numbers of processes, micro-batches."""
+    for number in cycle(numbers):
+        where = folder / f"cpu_{number}.yaml"
+        text = (CONFIGS / f"cpu{'_2_processes' * (number > 1)}.yaml").read_text()
+        text = text.replace("num_processes: 2", f"num_processes: {number}")
+        where.write_text(text.replace('"-1,-1"', f'"{",".join(["-1"] * number)}"'))
+        sizes = [size for size in range(1, 13) if GLOBAL_BATCH % (size * number) == 0]
+        file = folder / "samples.jsonl"
+        yield where, RECORDED.format(file=file, epochs=epochs, micro=draw.choice(sizes))
+
+
+def samples(folder: Path) -> dict[int, list[int]]:
+    """Return the samples that each step has seen, in the last start that made it."""
+    found: dict[int, dict[str, list[int]]] = {}
+    for line in (folder / "samples.jsonl").read_text().splitlines():
+        start, step, indices = json.loads(line)
+        found.setdefault(step, {}).setdefault(start, []).extend(indices)
+    return {step: sorted(list(starts.values())[-1]) for step, starts in found.items()}
+
+
+def kill_across_layouts(folder: Path, numbers: list[int], kills: int, draw: random.Random) -> None:
+    """Kill one run so many times, while its number of processes changes.
+
+    Raises:
+        SystemExit: it has seen other samples than a run that nobody killed, or has other weights.
+    """
+    runs, found, start_seconds = [], Counter(), 0.0
+    epochs = 1 + kills // 25
+    for name in ("nobody_kills", "killed"):
+        (own := folder / name).mkdir()
+        with Changing(own, name, layouts_of(own, numbers, epochs, draw)) as run:
+            if name == "killed":
+                plan = [one for _ in range(kills) for one in planned(draw)][:kills]
+                found, _ = kill_again_and_again(run, plan, start_seconds, draw)
+            else:
+                run.start()
+                start_seconds = run.wait_for_first_step()
+            runs.append((run.weights(), samples(own)))
+    (wanted, theirs), (ours, seen) = runs
+    in_epochs = [
+        [index for step in range(first, first + STEPS_IN_EPOCH) for index in seen[step]]
+        for first in range(0, epochs * STEPS_IN_EPOCH, STEPS_IN_EPOCH)
+    ]
+    is_right = seen == theirs and all(len({*one}) == len(one) == 3996 for one in in_epochs)
+    if not is_right or not are_equal(ours, wanted, 1e-6) or found.total() < kills:
+        kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
+        raise SystemExit(f"wrong samples, weights or number of kills {found}: {kept}")
+    print(f"{found.total()} kills, {len(seen)} steps, the same samples and weights")
+    show(found)
+
+
+def kill_runs(folder: Path, configs: list[str], kills: int, draw: random.Random) -> None:
+    """Kill run after run.
+
+    Raises:
+        SystemExit: one has other weights than a run that nobody killed.
+    """
+    killed, runs = Counter(), 0
+    first = (CONFIGS / f"{configs[0]}.yaml", CONFIG)
+    with Changing(folder, "nobody_kills", repeat(first)) as run:
+        run.start()
+        start_seconds = run.wait_for_first_step()
+        wanted = run.weights()
+    drawn = iter(lambda: (CONFIGS / f"{draw.choice(configs)}.yaml", CONFIG), None)
+    with suppress(KeyboardInterrupt):
+        while killed.total() < kills:
+            with Changing(folder, f"run_{runs}", drawn) as run:
+                plan = planned(draw)[: kills - killed.total()]
+                here, start_seconds = kill_again_and_again(run, plan, start_seconds, draw)
+                if not are_equal(run.weights(), wanted, 1e-6 if len(configs) > 1 else 0.0):
+                    kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
+                    raise SystemExit(f"{run.name} has other weights: {kept}")
+            killed, runs = killed + here, runs + 1
+            print(f"{killed.total()} kills, {runs} runs, the same weights", flush=True)
+    show(killed)
+
+
+def show(killed: Counter[str]) -> None:
+    """Print where kills fell."""
+    for where, number in sorted(killed.items()):
+        print(f"{number:4d} {where}")
+
+
 def main() -> None:
     """Kill, and print what was killed and when."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--where", nargs="+", default=["cpu_2_processes"], metavar="CONFIG")
+    parser.add_argument("--processes", nargs="+", type=int, default=[], help="of one run, in turn")
     options = parser.parse_args()
-    draw, killed, runs = random.Random(options.seed), Counter(), 0
-    with tempfile.TemporaryDirectory() as name, suppress(KeyboardInterrupt):
-        folder = Path(name)
-        with Run(folder, "nobody_kills", CONFIG) as run:
-            run.where = CONFIGS / f"{options.where[0]}.yaml"
-            run.start()
-            start_seconds = run.wait_for_first_step()
-            wanted = run.weights()
-        while killed.total() < options.kills:
-            with Run(folder, f"run_{runs}", CONFIG) as run:
-                run.where = CONFIGS / f"{options.where[0]}.yaml"
-                here, start_seconds = kill_again_and_again(
-                    run, options.kills - killed.total(), start_seconds, draw, options.where
-                )
-                if not are_equal(run.weights(), wanted, 1e-6 if len(options.where) > 1 else 0.0):
-                    kept = shutil.copytree(folder, tempfile.mkdtemp(), dirs_exist_ok=True)
-                    raise SystemExit(f"{run.name} has other weights: {kept}, seed {options.seed}")
-            killed, runs = killed + here, runs + 1
-            print(f"{killed.total()} kills, {runs} runs, the same weights", flush=True)
-    for where, number in sorted(killed.items()):
-        print(f"{number:4d} {where}")
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        if options.processes:
+            kill_across_layouts(Path(name), options.processes, options.kills, draw)
+        else:
+            kill_runs(Path(name), options.where, options.kills, draw)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Run:
             self.begun, self.before = time.time(), []
             (self.parent / f"{self.name}.yaml").write_text(self.config)
             command = [sys.executable, "-m", "my_project", "train", f"{self.name}.yaml"]
-            paths = (ROOT / "template/src", ROOT / "template/tests")
+            paths = [ROOT / part for part in ("template/src", "template/tests", "benchmarks")]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
             with (self.parent / f"{self.name}.txt").open("a") as output:
                 self.launcher = subprocess.Popen(
