@@ -47,6 +47,11 @@ lint: .venv/installed ## Check formatting, lint, types and shell scripts
 bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1: and other libraries
 	$(BIN)/python benchmarks/loop.py $(if $(PEERS),--peers)
 
+faults: .venv/installed ## Inject 60 faults and ask doctor; 100 sound runs; 100 kills: 40 minutes, some faults need root
+	$(BIN)/python tests/faults.py
+	$(BIN)/python tests/faults.py --sound 100
+	$(BIN)/python benchmarks/kills.py --kills 100 --processes 2 1 4 3 2
+
 clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build
 
@@ -69,4 +74,4 @@ $(GENERATED): | .venv/bin/cookiecutter
 	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(GENERATED)
 	touch $@
 
-.PHONY: help train test test-all test-loop test-cpus test-gpu lint bench clean
+.PHONY: help train test test-all test-loop test-cpus test-gpu lint bench faults clean

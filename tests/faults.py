@@ -3,6 +3,7 @@
     python tests/faults.py             run what build/faults/results.jsonl lacks, print the table
     python tests/faults.py 3 17        run these two again
     python tests/faults.py --table     print the table of what has been run
+    python tests/faults.py --sound 100 train 100 sound runs, in which doctor must find nothing
 
 The faults are drawn with a fixed seed. What is expected of doctor (the rank, words of the cause)
 and of the launcher (its exit code) follows from the fault, not from what either of them says.
@@ -11,6 +12,7 @@ is to blame, and the words are in it. Some need root: two hosts, a full disk, a 
 """
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -25,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 from two_hosts import ADDRESSES, PATIENCE, TwoHosts
@@ -127,10 +129,13 @@ def drawn() -> list[Fault]:
         add("mismatched collective", "collective", "collective", processes=2,
             recipe={"detail": draw.choice(("1", "1000"))})  # fmt: skip
     for package in ("the recipe", "the loop"):
-        add("other code on a host", "(?s)(?=.*host1)(?=.*(code|source))", package, rank=None, exit_code=WRONG_SETTING,
-            processes=2, needs_root=True)  # fmt: skip
+        # found before anything is trained
+        add("other code on a host", "(?s)(?=.*host1)(?=.*(code|source))", package, rank=None,
+            exit_code=WRONG_SETTING, processes=2, needs_root=True)  # fmt: skip
     for method in METHODS:
-        only = {"on_rank": 0} if method in ("flops_per_item", "export") else {}
+        only: dict[str, Any] = {"on_rank": 0} if method in ("flops_per_item", "export") else {}
+        if method in ("prepare_data", "build_datasets", "build_model"):
+            only["exit_code"] = WRONG_SETTING  # a ValueError there is an error of the user's
         add("exception in a method", f"told to fail in {method}", "raise", method, **only)
     for _ in range(3):
         add(
@@ -140,8 +145,8 @@ def drawn() -> list[Fault]:
             recipe={"detail": "0"},
         )
     for what in ("at once", "later"):
-        add("two starts", "", what, rank=None, exit_code=WRONG_SETTING, steps=60,
-            recipe={"seconds": 0.05})  # fmt: skip
+        # one of them finishes; the other may be tried again, so it does not exit with 2
+        add("two starts", "", what, rank=None, steps=60, recipe={"seconds": 0.05})
     for what in ("signal", "signal", "signal launcher"):
         add("preemption", "preempt|told to stop|SIGTERM", what, rank=None, exit_code=PREEMPTED,
             steps=5000, recipe={"detail": "SIGTERM"})  # fmt: skip
@@ -152,7 +157,8 @@ FAULTS = drawn()
 
 
 def is_right(fault: Fault, answer: str) -> bool:
-    """Return whether an answer of doctor names the rank and the cause."""
+    """Return whether an answer of doctor names the rank and the cause, above its remedy."""
+    answer = " ".join(re.split(r"\n  (look at|remedy) ", answer)[0].split())
     found = re.search(r"\brank (\d+)", answer, re.IGNORECASE)
     blamed = int(found[1]) if found else None
     if fault.kind == "two starts":
@@ -161,8 +167,14 @@ def is_right(fault: Fault, answer: str) -> bool:
 
 
 def is_sound(answer: str) -> bool:
-    """Return whether doctor has found nothing wrong."""
-    return bool(re.search(r"nothing (is |was |looks )?wrong|no failure", answer, re.IGNORECASE))
+    """Return whether doctor has found nothing wrong: it says so, and nothing else."""
+    rows = {
+        line[2:10].strip(): line[11:].strip()
+        for line in answer.splitlines()[1:]
+        if line[2:3] != " "
+    }
+    said = bool(re.search(r"nothing (is |was |looks )?wrong|no failure", answer, re.IGNORECASE))
+    return said and rows.keys() <= {"", "what", "known", "remedy"}
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -326,6 +338,67 @@ def run(fault: Fault, folder: Path) -> dict[str, Any]:
     }
 
 
+# ---- sound runs ----------------------------------------------------------------------------------
+def sound_run(number: int, folder: Path) -> list[str]:
+    """Train a run that is drawn by its number, in two starts if it is preempted.
+
+    Returns:
+        What doctor says after each start.
+    """
+    draw = random.Random(f"{SEED} {number}")
+    processes = draw.choice((1, 2))
+    recipe = {"dropout": draw.choice((0.0, 0.2)), "samples": draw.choice((24, 70))}
+    text = CONFIG.format(
+        recipe=json.dumps(recipe), workers=draw.choice((0, 0, 1)), steps=draw.randrange(5, 30),
+        timeout=600, startup=1800, blocks="false",
+    )  # fmt: skip
+    text += f"precision: '{draw.choice(('no', 'bf16'))}'\n"
+    text = text.replace("lr: 0.01", draw.choice(("lr: 0.01", "lr: 0.01, ema_decay: 0.9")))
+    (folder / "run.yaml").write_text(text)
+    starts = [["--stop_after", "0s"], []] if draw.random() < 0.3 else [[]]
+    answers = []
+    for more in starts:
+        if not (child := os.fork()):
+            launched(folder, [*command(processes)[3:], *more])
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answers.append(doctor(folder))
+        if code != (PREEMPTED if more else 0):
+            answers[-1] += f"exit code {code}: {(folder / 'output.txt').read_text()}"
+    return answers
+
+
+def launched(folder: Path, arguments: list[str]) -> NoReturn:
+    """Launch in this process, which has imported all, and exit."""
+    from my_project import launch
+
+    os.chdir(folder)
+    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os._exit(launch.main(arguments))
+
+
+def sound_runs(count: int) -> list[int]:
+    """Train sound runs that have not been tried; return the numbers in which doctor found fault."""
+    sys.path[:0] = environment()["PYTHONPATH"].split(os.pathsep)
+    from my_project import launch
+
+    launch.prepare_environment()
+    for name in (launch.TRAIN, *launch.DEFERRED, "faulty", "torchmetrics.classification"):
+        importlib.import_module(name)
+    file = RESULTS.with_name("sound.jsonl")
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = {one["number"]: one for one in map(json.loads, lines)}
+    for number in range(count):
+        if number not in found:
+            with tempfile.TemporaryDirectory() as folder:
+                found[number] = {"number": number, "answers": sound_run(number, Path(folder))}
+            with file.open("a") as results_file:
+                results_file.write(json.dumps(found[number]) + "\n")
+    numbers = range(count)
+    return [n for n in numbers if not all(map(is_sound, found[n]["answers"]))]
+
+
 # ---- the table -----------------------------------------------------------------------------------
 def results() -> dict[int, dict[str, Any]]:
     """Return the newest result of each fault, by its number."""
@@ -357,8 +430,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("numbers", nargs="*", type=int)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--sound", type=int, default=0)
     options = parser.parse_args()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    if options.sound:
+        print(f"{options.sound} sound runs, doctor finds fault in {sound_runs(options.sound)}")
+        return
     left = [i for i in range(len(FAULTS)) if i not in results()]
     for number in [] if options.table else options.numbers or left:
         fault = FAULTS[number]
