@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 7_312,
     "lines of tools/": 2_190,
     "lines of template/tests": 3_624,
-    "lines of template/tests and tests": 13_482,
+    "lines of template/tests and tests": 13_992,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 184,
