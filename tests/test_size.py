@@ -19,10 +19,10 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 5_411,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_312,
+    "lines of the package without tools/": 7_314,
     "lines of tools/": 2_190,
     "lines of template/tests": 3_624,
-    "lines of template/tests and tests": 13_992,
+    "lines of template/tests and tests": 13_998,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 184,

@@ -141,6 +141,14 @@ def evaluate_sharded(folder: Path) -> str:
     return printed.getvalue()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Apart(Deep):
+    """Names a single layer beside the blocks, as an embedding would be."""
+
+    def model_blocks(self, model: Any) -> list[nn.Module]:
+        return [model.frozen, *model.blocks]
+
+
 @pytest.mark.slow
 def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
     ddp = deep(tmp_path, run_name="ddp")
@@ -153,6 +161,8 @@ def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
         ("back", 1, 2, (4, train_sharded)),
     ):
         ours = change(ddp, run_name=name, steps=5)
+        if name == "fsdp":
+            ours = change(ours, recipe=Apart(dtype="float64", draws=True))
         run_world(first, train_sharded, ours, replicas)
         assert shards_of(ours, 5) == first // replicas
         saved = read_manifest(ours.folder / "checkpoints/step_00000005")["state"]

@@ -508,7 +508,9 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         codes=codes,
     )
     # what the recipe has raised, and what other nodes may look at, stays for doctor
-    if ending.kind == "refused" and not ending.is_new and not (launch.nodes > 1 or found[0]["at"]):
+    at = found[0]["at"] if found else None
+    stays = launch.nodes > 1 or (at and Path(at["file"]).parent != Path(__file__).parent)
+    if ending.kind == "refused" and not ending.is_new and not stays:
         shutil.rmtree(logs, ignore_errors=True)
         with suppress(OSError):  # up to the first folder that is not empty
             for path in made[1:]:
