@@ -126,7 +126,7 @@ def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None 
                 runs_folder=str(runs),
                 run_name=run.name,
             )
-    raise ConfigError(f"{folder} and {run} have no config.yaml; give an export or a checkpoint.")
+    raise ConfigError(f"{folder} has no config.yaml; give a run folder, an export or a checkpoint.")
 
 
 def temporary_folder() -> Path:
