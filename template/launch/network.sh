@@ -17,7 +17,7 @@
 # its InfiniBand machines), and rails (several networks beside each other: NCCL_CROSS_NIC, and
 # adapters by the cluster's plan). There take what the provider's documentation or image sets.
 #
-# Not run by us: InfiniBand, RoCE, EFA, and NCCL over TCP; no GPU has run this yet. We ran gloo over
+# Not run by us: InfiniBand, RoCE, EFA, and NCCL over TCP: no two GPUs have run this. We ran gloo over
 # TCP. The number in brackets says where a value comes from; read in November 2026:
 # [1] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 # [2] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html, its pages
