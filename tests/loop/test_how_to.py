@@ -302,7 +302,7 @@ CHECKS = {
 }
 
 
-SLOW = {"huggingface-stream", "lion", "muon", "two-optimizers"}  # several worlds of processes
+SLOW = {"huggingface-stream", "lion", "muon", "onnx", "two-optimizers"}  # several processes
 
 
 @pytest.mark.parametrize(

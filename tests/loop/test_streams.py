@@ -120,7 +120,7 @@ def states_of(config: Config, step: int) -> list[dict[str, int]]:
     return states
 
 
-@pytest.mark.parametrize("state", ["", "saved"])
+@pytest.mark.parametrize("state", [pytest.param("", marks=pytest.mark.slow), "saved"])
 def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path, state):
     whole = config_of(tmp_path, "whole")
     assert train(whole) == 0
@@ -211,7 +211,7 @@ def test_an_error_in_a_lane_names_it(tmp_path, workers):
     assert "no such shard" in shown
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_lane_that_ends_is_refused(tmp_path, workers):
     config = change(config_of(tmp_path, "one", ends=1), batches__workers=workers)
     with pytest.raises(

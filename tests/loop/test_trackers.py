@@ -163,6 +163,7 @@ def events_in(folder: Path) -> Any:
     return events
 
 
+@pytest.mark.slow
 @needs("PIL")
 def test_tensorboard_shows_a_resumed_run_once_by_its_name(tmp_path):
     config = shown_config(tmp_path, "tensorboard")

@@ -60,7 +60,7 @@ def test_an_exception_is_told_with_rank_host_line_and_file(raised, capsys):
     ("fault", "settings", "cause", "said"),
     [
         ("nan", {"optim__max_skipped_steps": 1}, "not finite", "the loss on this rank is nan"),
-        ("hang", {}, "stalled", "in strike: time.sleep(1)"),
+        pytest.param(*("hang", {}, "stalled", "in strike: time.sleep(1)"), marks=pytest.mark.slow),
         ("leave", {}, "no report", ""),
         ("out_of_memory", {}, "out of memory", "a smaller --batches.micro_batch_size (now 4)"),
     ],
