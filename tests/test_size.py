@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 7_314,
     "lines of tools/": 2_190,
     "lines of template/tests": 3_624,
-    "lines of template/tests and tests": 13_999,
+    "lines of template/tests and tests": 13_997,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 184,

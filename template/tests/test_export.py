@@ -197,7 +197,7 @@ def test_a_run_means_its_best_weights_or_else_its_export(shown, tmp_path, capsys
     shutil.rmtree(run / "export")
     with pytest.raises(ConfigError, match=r"has no data_info\.json; give an export"):
         run_here(run, "0.5")
-    with pytest.raises(ConfigError, match=r"nowhere .*have no config\.yaml; give an export"):
+    with pytest.raises(ConfigError, match=r"nowhere .*has no config\.yaml; give a run folder"):
         run_here(tmp_path / "nowhere")
 
 

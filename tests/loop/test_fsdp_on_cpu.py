@@ -412,10 +412,8 @@ def assert_equal_tensors(ours: dict[str, Any], theirs: Any) -> None:
         assert torch.equal(torch.as_tensor(value), expected[name].detach()), name
 
 
-@pytest.mark.parametrize(
-    ("replicas", "is_resumed"),
-    [(1, False), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, False), (1, True)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "is_resumed"), [(1, False), (2, False), (1, True)])
 def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
     tmp_path, replicas, is_resumed
 ):
