@@ -278,7 +278,9 @@ def check_two_optimizers() -> None:
     gan = f"--distributed.ddp.find_unused_parameters true {CONSTANT}"
     whole = train_in(2, "Gan", gan)
     slots = load_file(whole / "checkpoints/step_00000060/optimizer.safetensors")
-    assert {slots[f"{part}.0.weight/step"].item() for part in ("generator", "judge")} == {60}
+    assert {slots[f"{part}.0.weight/step"].item() for part in ("generator", "discriminator")} == {
+        60
+    }
     assert_resumes(whole, 2, "Gan", gan)
     # SGD sees a wrong gradient scale, to which AdamW is blind
     sgd = f"{gan} --optim.class_path torch.optim.SGD --optim.lr 0.1 --optim.clip_norm null"

@@ -208,7 +208,7 @@ def interval(rank: int, lead: float, step: float = 0.4) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("records", "is_slow"),
     [
-        ([interval(1, 0.3)] * 5, True),
+        ([{"rank_seconds_max": "1"}, *[interval(1, 0.3)] * 5], True),  # one is damaged
         ([interval(1, 0.3)] * 4, False),  # too few to say so
         ([interval(1, 0.3), interval(0, 0.3)] * 5, False),  # now one, now another
         ([interval(1, 0.08)] * 9, False),  # of a step of 0.4 s

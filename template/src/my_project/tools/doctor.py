@@ -107,7 +107,8 @@ CAUSES = {
 }
 LIKELY = ("hang", "network", "no report", "lost node", "interrupted")  # no file says these
 # Of these the kernel or the scheduler may know more.
-ENDED_FROM_OUTSIDE = ("out of host memory", "loader worker", "stopped", "killed", *LIKELY[2:])
+ENDED_FROM_OUTSIDE = ("out of host memory", "loader worker", "stopped", "killed", "no report")
+ENDED_FROM_OUTSIDE += ("lost node", "interrupted")
 
 
 # ---- the newest start ----------------------------------------------------------------------------
@@ -218,8 +219,11 @@ def _exits(ended: dict[str, Any], path: Path) -> dict[int, Exit]:
 
 def _tail(path: Path | None) -> str:
     """Return the end of a log; "" where there is none."""
-    found = path.read_bytes() if path and path.is_file() else b""
-    return found[-TAIL_BYTES:].decode(errors="replace")
+    if path is None or not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
 
 
 # ---- the cause -----------------------------------------------------------------------------------
@@ -403,9 +407,14 @@ def _dict(value: Any) -> dict[str, Any]:
 
 def slow_rank(records: list[dict[str, Any]]) -> list[str]:
     """Return a sentence if one rank made the others wait in most of the last records."""
-    rows = [one for one in records[-LATEST:] if "rank_seconds_max" in one]
+    fields = ("rank_seconds_max", "rank_seconds_min", "step_seconds")
+    rows = [  # of damaged ones none
+        one
+        for one in records[-LATEST:]
+        if all(isinstance(one.get(name), (int, float)) for name in fields)
+    ]
     found = Counter(
-        f"rank {one['slowest_rank']} on {one['slowest_host']}"
+        f"rank {one.get('slowest_rank')} on {one.get('slowest_host')}"
         for one in rows  # 10 ms: less is noise, however short a step is
         if one["rank_seconds_max"] - one["rank_seconds_min"] > 0.01 + one["step_seconds"] / 4
     )
