@@ -187,7 +187,7 @@ def normalize_and_clip_(
     if clip_norm is not None:
         clip = clip_norm / (norm + 1e-6)
         scale = scale * (clip.clamp(max=1.0) if isinstance(clip, Tensor) else min(clip, 1.0))
-    factor = scale if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+    factor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float64)
     if gradients[0].dtype == torch.float32:  # a factor of another type costs a kernel per gradient
         factor = factor.float()
     torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]

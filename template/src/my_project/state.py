@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import contract
 from .config import Config, ConfigError
@@ -42,8 +42,7 @@ class NotFiniteError(RuntimeError):
         self.facts = facts
 
 
-@dataclass(frozen=True)
-class StepReport:
+class StepReport(NamedTuple):
     """The numbers of a finished step; sums over its micro-batches and all ranks."""
 
     step: int

@@ -11,6 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
@@ -130,7 +131,7 @@ def read_rows(data: Any, indices: Sequence[int]) -> list[Tensor]:
     while type(data) is Subset:
         indices = [data.indices[index] for index in indices]
         data = data.dataset
-    rows = torch.tensor(indices)
+    rows = torch.from_numpy(np.array(indices))  # a fifth of the time of torch.tensor
     return [tensor[rows] for tensor in data.tensors]
 
 
