@@ -291,20 +291,25 @@ def test_a_parameter_that_the_last_step_does_not_use_is_noticed(tmp_path, micro_
         run_world(2, train, config)
 
 
-def count_all_reduces(config: Config) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        train(config)
-    return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")
+def count_all_reduces(configs: list[Config]) -> list[int]:
+    counts = []
+    for config in configs:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            train(config)
+        events = [e for e in profile.key_averages() if e.key == "c10d::allreduce_"]
+        counts.append(sum(event.count for event in events))
+    return counts
 
 
 def test_micro_batches_but_the_last_communicate_nothing(tmp_path):
-    counts = []
-    for micro_batch_size in (8, 2):  # accumulation 1 and 4
-        config = make_config(
+    configs = [
+        make_config(
             tmp_path, Ragged(validation_samples=0), run_name=f"micro{micro_batch_size}",
             batches__micro_batch_size=micro_batch_size, steps=6,
-        )  # fmt: skip
-        counts.append(run_world(2, count_all_reduces, config)[0])
+        )
+        for micro_batch_size in (8, 2)  # accumulation 1 and 4
+    ]  # fmt: skip
+    counts = run_world(2, count_all_reduces, configs)[0]
     assert counts[0] == counts[1]
     assert counts[0] >= 12, "one for the gradient and one for the loss, per step"
 

@@ -122,23 +122,23 @@ def states_of(config: Config, step: int) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("state", [pytest.param("", marks=pytest.mark.slow), "saved"])
 def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path, state):
-    whole = config_of(tmp_path, "whole")
+    whole = config_of(tmp_path, "whole", state=state)
+    whole = change(whole, checkpoints__every_steps=1, checkpoints__keep=STEPS)
     assert train(whole) == 0
     theirs = weights(whole.folder / "export")
     for stop in range(1, STEPS):
-        config = change(config_of(tmp_path, f"stop_{stop}", state=state), steps=stop)
+        saved = saved_state(whole, stop)
+        assert saved["lane_states"] == (states_of(whole, stop) if state else [])
+        resume = str(whole.folder / f"checkpoints/step_{stop:08d}")
+        config = change(config_of(tmp_path, f"from_{stop}", state=state), resume=resume)
         assert train(config) == 0
-        saved = saved_state(config, stop)
-        assert saved["lane_states"] == (states_of(config, stop) if state else [])
-        longer = elsewhere(change(config, steps=STEPS), tmp_path / f"more_{stop}")
-        assert train(longer) == 0
         wanted = {k: samples for k, samples in seen(whole, 1).items() if k >= stop}
-        assert seen(longer, 1) == wanted, f"stopped after {stop} steps"
-        ours = weights(longer.folder / "export")
+        assert seen(config, 1) == wanted, f"stopped after {stop} steps"
+        ours = weights(config.folder / "export")
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        first = first_read(longer, 0)
+        first = first_read(config, 0)
         assert first == dict.fromkeys(range(8), 2 * stop if state else 0), "no sample is read again"
-        starts = {start for _, start in noted(longer, 0, "opened")}
+        starts = {start for _, start in noted(config, 0, "opened")}
         assert starts == {0 if state else 2 * stop}
 
 
