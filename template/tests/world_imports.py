@@ -30,4 +30,3 @@ with no_garbage_collection():
 
 gc.freeze()  # else the first collection of each forked process looks at all that was imported
 atexit.register(gc.unfreeze)  # C++ modules report what is left at the end as leaked
-gc.unfreeze = lambda: None  # a run ends with it: the next would look at the imports again

@@ -43,7 +43,7 @@ CLASSES = [
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 ]
 OPTIMIZERS = sorted({*CLASSES, *ARGUMENTS} - {"Optimizer"})
-WEIGHTS = ("contiguous", "channels_last", "every second", "expanded", "tied", "0-dim", "sparse")
+WEIGHTS = ("matrices", "channels_last", "expanded", "0-dim", "sparse")
 PROCESSES = {"one": 1, "DDP": 2, "FSDP2": 2}
 
 Cell = tuple[str, str, str]  # optimizer, kind of weight, one of PROCESSES
@@ -51,30 +51,31 @@ Outcome = tuple[str, str]  # a word, and why
 
 
 class Layers(nn.Module):
-    """Two layers, the first with such a weight; without biases, since Muon takes matrices only."""
+    """Layers with weights of such a kind; without biases, since Muon takes matrices only."""
 
     def __init__(self, features: int, kind: str) -> None:
         super().__init__()
-        self.kind = kind
         drawn = 0.5 * torch.randn(features, 8, dtype=torch.float64)
-        weight = {
-            "channels_last": drawn.view(-1, 2, 2, 2).to(memory_format=torch.channels_last),
-            "every second": drawn.repeat_interleave(2, 1)[:, ::2],
-            "expanded": drawn[:1].expand(features, 8),
-            "tied": drawn[:, :features].contiguous(),
-        }.get(kind, drawn)
-        self.first = nn.Parameter(weight)
-        self.last = nn.Parameter(drawn[0, : weight[0].numel(), None].clone())
-        if kind == "tied":
-            self.second = self.first
-        if kind == "0-dim":
-            self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        weights = {
+            "channels_last": [drawn.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)],
+            "matrices": [
+                drawn,
+                drawn.repeat_interleave(2, 1)[:, ::2],  # every second
+                drawn[:, :features].contiguous(),  # tied to another
+            ],
+            "expanded": [drawn[:1].expand(features, 8)],
+        }.get(kind, [drawn])
+        self.first = nn.ParameterList(weights)
+        self.last = nn.Parameter(drawn[0, :, None].clone())
+        self.scale = nn.Parameter(drawn[0, 0].clone()) if kind == "0-dim" else 1
+        if kind == "matrices":
+            self.second = self.first[2]
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(x @ self.first.flatten(1))
-        if self.kind == "tied":
-            hidden = torch.tanh(hidden @ self.second)
-        return hidden @ self.last * (self.scale if self.kind == "0-dim" else 1)
+        hidden = [torch.tanh(x @ weight.flatten(1)) for weight in self.first]
+        if len(hidden) > 1:
+            hidden[2] = nn.functional.pad(torch.tanh(hidden[2] @ self.second), (0, 2))
+        return sum(hidden) @ self.last * self.scale
 
 
 class Sparse(nn.Embedding):
