@@ -341,7 +341,7 @@ threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 @pytest.mark.slow
 def test_where_an_import_starts_a_thread_the_processes_are_spawned(project):
     (project / "threaded.py").write_text(THREAD)
-    with start(project, "cpu_2_processes", "--recipe", "threaded.Ragged") as run:
+    with start(project, "cpu", "--recipe", "threaded.Ragged") as run:
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     assert "each process imports torch itself: an import has started threads" in shown

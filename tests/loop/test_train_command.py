@@ -55,9 +55,11 @@ def test_where_follows_from_the_gpus_and_the_global_batch(
     assert (path.stem, processes) == chosen
 
 
-def test_a_where_for_several_nodes_is_refused():
+def test_a_where_for_several_nodes_or_of_another_name_is_refused():
     with pytest.raises(ConfigError, match=r"multi_node.* is for 2 nodes, but this command starts"):
         choose(read_options(["--where", "multi_node"])[0], 16)
+    with pytest.raises(ConfigError, match=r"cpuu.*did you mean cpu\?"):
+        choose(read_options(["--where", "cpuu"])[0], 16)
 
 
 def test_config_files_come_first_and_options_in_any_order():
@@ -76,7 +78,6 @@ def typed(words: str, folder: Path, **environment: str) -> Terminal:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--where cpuu", "did you mean cpu?"),
         (
             "--where cpu_2_processes --num_processes 3",
             "16 does not split over 3 processes: 16 / 3 = 5.33333",
@@ -126,7 +127,7 @@ def test_a_failure_ends_in_one_block(project):
 
 
 @pytest.mark.slow
-def test_stopped_continued_finished_shown_again_and_refused(project):
+def test_stopped_continued_finished_and_shown_again(project):
     """One run, as its owner would type it: Ctrl-C three times, then the same command."""
     words = "configs/tiny.yaml --steps 100000 --telemetry.every_steps 1"
     terminal = typed(words, project)
@@ -161,10 +162,6 @@ def test_stopped_continued_finished_shown_again_and_refused(project):
     lines, code = typed(words, project).end()
     assert code == 0
     assert [line for line in lines if line.startswith("already finished, so nothing is trained")]
-
-    lines, code = typed("configs/tiny.yaml --seed 1 --run_name tiny", project).end()
-    assert code == 2
-    assert "error: runs/tiny was trained with other settings: seed (0 there, 1 here)" in lines[-1]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from documents import PROJECT, blocks, commands, run_as_typed, text_of
+from documents import PROJECT, blocks, commands, text_of, train_as_typed
 from my_project.tools.runs import list_runs
 from terminal import Terminal
 from world import free_port
@@ -71,7 +71,7 @@ def test_notebook_launcher_trains_on_two_processes(project):
 
 
 @pytest.mark.slow
-def test_a_breakpoint_in_a_recipe_has_the_terminal_and_the_watchdog_waits(project):
+def test_a_breakpoint_in_a_recipe_has_the_terminal_and_the_watchdog_waits(project, monkeypatch):
     overfit, debug = commands(text_of(PAGE, "## Debugging"))
     recipe = project / "src/my_project/recipes" / f"{NAME}.py"
     text = recipe.read_text()
@@ -92,8 +92,6 @@ def test_a_breakpoint_in_a_recipe_has_the_terminal_and_the_watchdog_waits(projec
     _, code = terminal.end()
     assert code == 0
 
-    recipe.write_text(text)
-    short = f"{overfit} --steps 2 --batches.workers 0"
-    done = run_as_typed(short, project, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(project)
+    train_as_typed(overfit, "--steps 2 --batches.workers 0")
     assert (project / "runs" / f"{NAME}-overfit_batches=1/export").is_dir()

@@ -14,6 +14,7 @@ from world import run_world
 
 from my_project import export
 from my_project.config import Config
+from my_project.recipes import embedding
 from my_project.recipes.embedding import (
     Embedding,
     RecallAtK,
@@ -166,8 +167,9 @@ def test_ngrams_are_the_same_on_every_machine():
 
 
 @pytest.mark.slow
-def test_the_default_config_trains_on_the_standard_library(tmp_path):
+def test_the_default_config_trains_on_the_standard_library(tmp_path, monkeypatch):
     pairs = standard_library()
+    monkeypatch.setattr(embedding, "standard_library", lambda: pairs)  # it takes seconds
     assert len(pairs) > 1000
     assert not any('"""' in document[:50] for _, document in pairs[:200])
     losses = train_config_of("embedding", tmp_path, steps=8)
