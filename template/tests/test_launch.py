@@ -16,7 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 from documents import PROJECT
+from runs import assert_same_weights, change, train
+from world import run_world
 
+from my_project.command_line import parse
 from my_project.files import wait_until
 
 CONFIG = """
@@ -148,70 +151,66 @@ def workers(launcher: int) -> dict[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "to", "launcher"),
-    [
-        ("SIGUSR1", "launcher", "accelerate.commands.launch"),
-        ("SIGTERM", "worker", "accelerate.commands.launch"),
-        ("SIGINT", "all", "accelerate.commands.launch"),  # as a terminal does at Ctrl-C
-        ("SIGUSR1", "launcher", "my_project.launch"),
-    ],
-)
-def test_a_signal_saves_and_leaves_and_the_same_command_continues(
-    tmp_path, monkeypatch, name, to, launcher
-):
+@pytest.mark.timeout(900)  # five starts
+def test_a_signal_saves_and_leaves_and_the_same_command_continues(tmp_path, monkeypatch):
     # without it SIGUSR1 kills the launcher and leaves its workers behind
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1")
-    with launch(tmp_path, *LONG, launcher=launcher) as run:
-        wait_for_steps(tmp_path, 3)
+    saved: list[str] = []
+    for name, to, launcher in (
+        ("SIGUSR1", "launcher", "accelerate.commands.launch"),
+        ("SIGINT", "all", "accelerate.commands.launch"),  # as a terminal does at Ctrl-C
+        ("SIGUSR1", "launcher", "my_project.launch"),
+        ("SIGTERM", "worker", "my_project.launch"),
+    ):
+        with launch(tmp_path, *LONG, launcher=launcher) as run:
+            wait_for_steps(tmp_path, steps_done(tmp_path) + 3)
+            if to == "all":
+                os.killpg(run.pid, getattr(signal, name))
+            else:
+                os.kill(run.pid if to == "launcher" else workers(run.pid)[1], getattr(signal, name))
+            shown, _ = run.communicate(timeout=600)
+        left = outcome(tmp_path)
+        assert left["outcome"] == "preempted", shown
         if to == "all":
-            os.killpg(run.pid, getattr(signal, name))
+            assert "my_project" not in shown.partition("Traceback")[2], "no traceback of ours"
+        if launcher == "my_project.launch":
+            assert run.returncode == 75
         else:
-            os.kill(run.pid if to == "launcher" else workers(run.pid)[1], getattr(signal, name))
-        shown, _ = run.communicate(timeout=600)
-    left = outcome(tmp_path)
-    assert left["outcome"] == "preempted", shown
-    if to == "all":
-        assert "my_project" not in shown.partition("Traceback")[2], "no traceback of ours"
-    if launcher == "my_project.launch":
-        assert run.returncode == 75
-    else:
-        assert f"{name}: will save and exit after this step" in shown
-    saved = [path.name for path in (tmp_path / "runs/tiny/checkpoints").iterdir()]
-    assert saved == [f"step_{left['step']:08d}"]
-    with launch(tmp_path, "--steps", str(left["step"] + 2)) as run:
+            assert f"{name}: will save and exit after this step" in shown
+        assert not saved or f"resumed from runs/tiny/checkpoints/{saved[-1]}" in shown
+        saved.append(f"step_{left['step']:08d}")
+        kept = sorted(path.name for path in (tmp_path / "runs/tiny/checkpoints").iterdir())
+        assert kept == saved[-2:], "one save for each signal"
+    steps = ("--steps", str(left["step"] + 2))
+    with launch(tmp_path, *steps, launcher="my_project.launch") as run:
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
-    assert f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}" in shown
+    assert f"resumed from runs/tiny/checkpoints/{saved[-1]}" in shown
 
 
 @pytest.mark.slow
-def test_killed_five_times_the_same_command_ends_with_the_same_weights(tmp_path):
+def test_killed_twice_the_same_command_ends_with_the_same_weights(tmp_path):
     """Launcher and workers at once, as when a node loses its power."""
     arguments = (
         "--steps", "300", "--checkpoints.every_steps", "3", "--telemetry.every_steps", "1",
         "--recipe.init_args.dropout", "0.2", "--recipe.init_args.seconds", "0.01",
     )  # fmt: skip
-    draw, killed = random.Random(0), tmp_path / "killed"
-    for folder in (killed, tmp_path / "whole"):
-        folder.mkdir()
-    for _ in range(5):
-        done = steps_done(killed)
-        with launch(killed, *arguments, launcher="my_project.launch") as run:
-            wait_for_steps(killed, done + 10)
+    draw = random.Random(0)
+    for _ in range(2):
+        done = steps_done(tmp_path)
+        with launch(tmp_path, *arguments, launcher="my_project.launch") as run:
+            wait_for_steps(tmp_path, done + 10)
             time.sleep(draw.uniform(0, 0.3))
             for pid in processes_with(run.mark):
                 os.kill(pid, signal.SIGKILL)
-        assert outcome(killed)["outcome"] == "running"
-    for folder in (killed, tmp_path / "whole"):
-        with launch(folder, *arguments, launcher="my_project.launch") as run:
-            shown, _ = run.communicate(timeout=600)
-        assert run.returncode == 0, shown
-    ours, theirs = (
-        (folder / "runs/tiny/export/model.safetensors").read_bytes()
-        for folder in (killed, tmp_path / "whole")
-    )
-    assert ours == theirs
+        assert outcome(tmp_path)["outcome"] == "running"
+    with launch(tmp_path, *arguments, launcher="my_project.launch") as run:
+        shown, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, shown
+    killed = parse(["--config", str(tmp_path / "tiny.yaml"), *arguments])
+    whole = change(killed, runs_folder=str(tmp_path / "whole"))
+    assert run_world(2, train, whole) == [0, 0]
+    assert_same_weights(change(killed, runs_folder=str(tmp_path / "runs")), whole)
 
 
 def steps_done(folder: Path) -> int:

@@ -204,7 +204,6 @@ def cache(tmp_path_factory) -> str:
         ("AOT_EAGER", 1, False, "no", False),
         ("AOT_EAGER", 2, False, "bf16", True),
         pytest.param("INDUCTOR", 1, True, "bf16", True, marks=needs_compiler),
-        pytest.param("INDUCTOR", 2, True, "no", True, marks=needs_compiler),
     ],
 )
 def test_compiled_runs_give_the_same_curve_and_compile_in_the_first_steps_only(

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from documents import (
     commands,
     run_as_typed,
     text_of,
+    train_as_typed,
 )
+from world import run_world
 
 SOURCE = PROJECT / "src/my_project"
 
@@ -60,10 +63,18 @@ def project(tmp_path):
     return tmp_path
 
 
-def run_short(command: str, project: Path, **how) -> subprocess.CompletedProcess:
-    short = f"{command} --epochs null --steps 2 --evaluation.every_steps null"
-    environment = {"PYTHONPATH": str(project / "src"), "WANDB_MODE": "offline", "WANDB_DIR": "runs"}
-    return run_as_typed(short, project, **environment, **how)
+SHORT = "--epochs null --steps 2 --evaluation.every_steps null"
+
+
+def run_short(command: str, project: Path) -> subprocess.CompletedProcess:
+    return run_as_typed(f"{command} {SHORT}", project, PYTHONPATH=str(project / "src"))
+
+
+def train_there(command: str, project: Path) -> None:
+    """Train in this process of a world, which has imported torch already."""
+    os.chdir(project)
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": "runs"}
+    train_as_typed(command, SHORT)
 
 
 COMMANDS = {
@@ -75,11 +86,15 @@ COMMANDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_the_commands_of_troubleshooting_run_as_they_stand(project, name):
-    # the C++ compiler takes minutes for a model of any size
-    result = run_short(COMMANDS[name].replace("inductor", "aot_eager"), project)
-    if name == "with_wandb" and find_spec("wandb") is None:
-        assert "telemetry.trackers names wandb" in result.stderr
+    command = COMMANDS[name]
+    if command.startswith("python -m my_project train "):
+        is_refused = name == "with_wandb" and find_spec("wandb") is None
+        sentence = "telemetry.trackers names wandb"
+        with pytest.raises(RuntimeError, match=sentence) if is_refused else nullcontext():
+            run_world(1, train_there, command, project)
         return
+    # the C++ compiler takes minutes for a model of any size
+    result = run_short(command.replace("inductor", "aot_eager"), project)
     assert result.returncode == 0, result.stdout + result.stderr
     assert ("2 processes on CPU" in result.stdout) == (name == "by_torchrun")
 

@@ -235,28 +235,36 @@ def test_bf16_follows_the_curve_of_ddp_and_rounds_no_sum(tmp_path):
     assert [r["loss"] for r in records(exact)] == [3.0, 3.0]
 
 
-# ---- the accelerate configs, through accelerate launch -------------------------------------------
+# ---- the accelerate configs, through both launchers ----------------------------------------------
 SETTINGS = """--recipe.class_path ragged.Deep --recipe.init_args.dtype float64 --steps 6
 --batches.micro_batch_size 2 --optim.lr 0.05 --optim.ema_decay 0.9 --optim.clip_norm 8.0
 --evaluation.every_steps 3 --evaluation.best_metric validation/auroc --telemetry.every_steps 1"""
-ON_CPU = "--num_processes 4 --mixed_precision no --gpu_ids=-1,-1,-1,-1"
 HSDP = "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_config_with_fsdp_for_one_machine_trains_like_ddp_through_accelerate_launch(tmp_path):
-    """Those for several machines are tried on two hosts; of a shipped file, the counts change."""
+def test_every_config_with_fsdp_for_one_machine_trains_like_ddp_through_a_launcher(tmp_path):
+    """Those for several machines are tried on two hosts; of a shipped file, the counts change.
+
+    Both launchers set the same variables, see test_launch_node.py; ours imports torch once.
+    """
     for where in ("cpu_2_processes", "fsdp2", "cpu_fsdp2", "cpu_hsdp"):
-        flags = f"{ON_CPU} {HSDP if 'hsdp' in where else ''}".split()
+        is_theirs = where == "cpu_fsdp2"
+        launcher = "accelerate.commands.launch" if is_theirs else "my_project.launch"
+        processes = 2 if is_theirs else 4
+        hides = ",".join(["-1"] * processes)
+        flags = f"--num_processes {processes} --mixed_precision no --gpu_ids={hides}".split()
+        flags += HSDP.split() if "hsdp" in where else []
         words = [*SETTINGS.split(), "--run_name", where]
-        with launch(tmp_path, *words, flags=tuple(flags), where=where) as run:
+        with launch(tmp_path, *words, flags=tuple(flags), launcher=launcher, where=where) as run:
             shown, _ = run.communicate(timeout=600)
         assert run.returncode == 0, shown
         ours, ddp = (make_config(tmp_path / "runs", run_name=n) for n in (where, "cpu_2_processes"))
         if "2_processes" not in where:
-            assert "Warning" not in shown, "of Python, which nobody could act on"
-            assert shards_of(ours, 6) == (2 if "hsdp" in where else 4)
+            said = shown + "".join(p.read_text() for p in ours.folder.glob("logs/*/*/*.log"))
+            assert "Warning" not in said, "of Python, which nobody could act on"
+            assert shards_of(ours, 6) == (2 if "hsdp" in where else processes)
         assert_same_run(ours, ddp)
 
 

@@ -378,7 +378,6 @@ FAULTS = {
     "exit": lambda: os._exit(7),
     "leave": lambda: os._exit(0),
     "crash": lambda: ctypes.string_at(0),
-    "kill": lambda: signal_me(signal.SIGKILL),
     "stop": lambda: signal_me(signal.SIGSTOP),
     "preempt": lambda: signal_me(signal.SIGTERM, signal.SIGKILL),
     "call alone": lambda: dist.all_reduce(torch.ones(3)),
@@ -398,7 +397,6 @@ class Faulty(Ragged):
     [
         ("exit", "cpu", 0, ("exited", "known", "ended with exit code 7")),
         ("crash", "cpu_2_processes", 1, ("crashed", "known", "ended by signal 11 (SIGSEGV)")),
-        ("kill", "cpu_2_processes", 1, ("killed", "known", "ended by signal 9 (SIGKILL)")),
         ("stop", "cpu_2_processes", 1, ("no report", "likely", "no report from rank 1 on ")),
         ("leave", "cpu", None, ("exited", "known", "ended with exit code 0")),
         ("leave", "cpu_2_processes", 1, ("exited", "known", "ended with exit code 0")),
