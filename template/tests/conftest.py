@@ -1,11 +1,11 @@
 """The environment of every process that a test starts, through the launcher or by forking."""
 
+import atexit
 import gc
 import os
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-unfreeze = gc.unfreeze
 
 
 def pytest_configure(config):
@@ -20,10 +20,6 @@ def pytest_configure(config):
 def pytest_collection_finish():
     """Look no more at what imports made: each run here begins with a full collection."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # C++ modules report what is left at the end as leaked
     gc.unfreeze = lambda: None  # a run ends with it: the next would look at the imports again
     gc.enable()
-
-
-def pytest_unconfigure():
-    """Undo it: C++ modules report what is left at the end as leaked."""
-    unfreeze()

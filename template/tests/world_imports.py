@@ -1,6 +1,5 @@
 """What the fork server imports once, for 15 s: nothing that starts a thread or a computation."""
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -29,4 +28,3 @@ with no_garbage_collection():
             importlib.import_module(name)
 
 gc.freeze()  # else the first collection of each forked process looks at all that was imported
-atexit.register(gc.unfreeze)  # C++ modules report what is left at the end as leaked
