@@ -388,18 +388,6 @@ def test_a_run_saves_by_time_on_all_ranks_and_not_at_skipped_steps(tmp_path, tra
     assert 7 in saved
 
 
-def test_what_a_killed_save_has_left_is_removed(tmp_path):
-    """Else the next save of the step takes a rank's old report for that of its new file."""
-    names = (".best_00000004.partial", "checkpoints/.step_00000004.partial")
-    left = [tmp_path / name for name in (*names, "checkpoints/.step_00000002.removed")]
-    others = [tmp_path / "checkpoints/step_00000002", tmp_path / ".notes"]
-    for folder in left + others:
-        folder.mkdir(parents=True)
-        (folder / "written.rank_00001").touch()
-    resuming.clean_up(tmp_path)
-    assert [folder for folder in left + others if folder.exists()] == others
-
-
 def test_rotation_leaves_what_is_not_its_own(copied):
     (folder_of(copied, 4) / "notes.txt").write_text("mine")
     resuming.remove(folder_of(copied, 4))
