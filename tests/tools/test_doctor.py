@@ -398,7 +398,7 @@ class Faulty(Ragged):
         ("exit", "cpu", 0, ("exited", "known", "ended with exit code 7")),
         ("crash", "cpu_2_processes", 1, ("crashed", "known", "ended by signal 11 (SIGSEGV)")),
         ("stop", "cpu_2_processes", 1, ("no report", "likely", "no report from rank 1 on ")),
-        ("leave", "cpu", None, ("exited", "known", "ended with exit code 0")),
+        ("leave", "cpu", 0, ("exited", "known", "ended with exit code 0")),
         ("leave", "cpu_2_processes", 1, ("exited", "known", "ended with exit code 0")),
         ("call alone", "cpu_2_processes", 0, ("mismatched collectives", "known", "(SIGABRT)")),
         ("preempt", "cpu", 0, ("killed", "known", "ended by signal 9 (SIGKILL)")),
@@ -408,14 +408,14 @@ def test_processes_that_leave_no_report_are_told(tmp_path, monkeypatch, fault, w
     (tmp_path / "own.py").write_text(RECIPE)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
     monkeypatch.setenv("FAULT", fault)
-    monkeypatch.setenv("FAULT_ON", str(rank or 0))
-    flags = ("--max_restarts", "0")
+    monkeypatch.setenv("FAULT_ON", str(rank))
+    options = {"launcher": "my_project.launch", "where": where, "flags": ("--max_restarts", "0")}
     path = ("--recipe.class_path", "own.Faulty", "--distributed.timeout_seconds", "4")
-    launcher = "my_project.launch"
-    with test_launch.launch(tmp_path, *path, launcher=launcher, where=where, flags=flags) as run:
+    with test_launch.launch(tmp_path, *path, **options) as run:
         run.communicate(timeout=240)
     assert run.returncode not in (0, 75)
     found = diagnose(tmp_path / "runs/tiny")
+    assert found["outcome"] == "failed", "and not interrupted: its launcher was still there"
     assert (found["cause"], found["certainty"]) == wanted[:2], found
     assert wanted[2] in found["first"]["what"]
     assert found["first"]["rank"] == rank

@@ -129,7 +129,7 @@ class Ending:
         title = "failed" + (f" after step {step} of {self.status.get('steps')}" if step else "")
         if failure:
             title += f", rank {failure['rank']} on {failure['host']}"
-        reason = failure.get("reason") or self._unexplained()
+        reason = failure.get("reason") or unexplained(self.codes)
         if self.is_new and (follows or not failure):
             reason = self.status.get("reason") or reason
         others = len({one["rank"] for one in self.failures}) - 1
@@ -147,13 +147,15 @@ class Ending:
         lines = [*traceback, *rows(pairs), *self._next("fix it; then the same command")]
         print_block(title, lines, to=sys.stderr)
 
-    def _unexplained(self) -> str:
-        """Return what is known of processes that left no error file."""
-        ended = [f"rank {rank} {how_it_ended(code)}" for rank, code in self.codes.items() if code]
-        return (
-            "a process ended without an error file: killed, out of host memory, or crashed in C"
-            f" code ({', '.join(ended[:4])})."
-        )
+
+def unexplained(codes: dict[int, int]) -> str:
+    """Return what is known of processes that left no error file, by their exit codes."""
+    codes = {rank: code for rank, code in codes.items() if code} or codes
+    ended = [f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items()]
+    return (
+        "a process ended without an error file: killed, out of host memory, crashed in C code, or"
+        f" by os._exit ({', '.join(ended[:4])})."
+    )
 
 
 def how_it_ended(code: int) -> str:

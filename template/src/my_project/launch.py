@@ -48,7 +48,7 @@ from . import cli, failures, starts
 from .command_line import as_restarted
 from .command_line import parse as parse_settings
 from .config import Config, ConfigError
-from .end_block import Ending, how_it_ended
+from .end_block import Ending, how_it_ended, unexplained
 from .files import (
     is_locked,
     lock_of,
@@ -491,8 +491,11 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
         # a process on a full disk, or on a node that is lost, has not written that it failed
         of_failed = ("failed", "running") if failed(codes) else ("failed",)
-        if found and status.get("outcome") in of_failed and not launch.node_rank:
+        outcome = "" if launch.node_rank else status.get("outcome")
+        if found and outcome in of_failed:
             status = correct_status(folder, status, found)
+        elif outcome == "running" and not workers.stop_signal:  # also by os._exit(0)
+            status = write_failed(folder, status, {"reason": unexplained(codes)})
     ending = Ending(
         folder=folder,
         logs=logs,
@@ -527,7 +530,12 @@ def correct_status(
     hosts = read_json(folder / "run.json").get("hosts", [])
     reported = {one["rank"] for one in found}
     silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in reported]
-    status |= failures.as_status(failures.first_failure(found), silent) | {"outcome": "failed"}
+    return write_failed(folder, status, failures.as_status(failures.first_failure(found), silent))
+
+
+def write_failed(folder: Path, status: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Write into status.json that the run has failed, with facts about it; return all of it."""
+    status |= facts | {"outcome": "failed"}
     with suppress(OSError):  # a full disk
         write_atomically(folder / "status.json", json.dumps(status) + "\n")
     return status

@@ -165,7 +165,8 @@ def newest_start(run: Run, locked: bool | None) -> Start:
     is_later = min((folder.name[:15] for folder in start.ended), default="") > stamp
     later = [one for one in run.failures.get("", []) if time_of(one) > last_sign]
     later += start.failures * is_later
-    if later or (is_later and (start.exits or locked or not last_sign)):
+    has_failed = any(one.code for one in start.exits.values())
+    if later or (is_later and (has_failed or locked or not last_sign)):
         start.is_unopened, start.began = True, last_sign
         reports = later
     else:
@@ -207,10 +208,10 @@ def _read_logs(start: Start, opened: float) -> Start:
 
 
 def _exits(ended: dict[str, Any], path: Path) -> dict[int, Exit]:
-    """Return by rank how processes ended of which one failed, as their launcher wrote, in order."""
+    """Return by rank how processes ended, as their launcher wrote, in order."""
     found, killed = {}, ended.get("killed")
     codes = _dict(ended.get("exit_codes"))
-    for text, code in codes.items() if {*codes.values()} - {0, PREEMPTED} else ():
+    for text, code in codes.items():
         if text.isdecimal() and isinstance(code, int) and code != PREEMPTED:
             by_launcher = isinstance(killed, list) and int(text) in killed
             found[int(text)] = Exit(code, by_launcher, f"{path}: rank {text}: {code}")
@@ -395,9 +396,6 @@ def _without_report(start: Start) -> dict[str, Any]:
     if start.told:
         known = f"it was told to stop ({start.told}), and had not saved"
         return cause | {"cause": "stopped", "known": [known]}
-    if 0 in chain(*(_dict(one.get("exit_codes")).values() for one in start.ended.values())):
-        what = "its processes ended with exit code 0 before the run was done"
-        return cause | {"cause": "exited", "what": what}
     return cause | ({"cause": "unknown"} if status.get("outcome") == "failed" else {})
 
 
