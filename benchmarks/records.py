@@ -77,10 +77,10 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
                         next(batches)
                         metrics.backward_begins()
                     metrics.backward_ended()
-                    metrics.step_ended(step)
+                    metrics.step_ended(step, 0.1)
                     if step:
                         report = StepReport(step - 1, 1.0, 1.0, 1.0 + step % 7, 1.0, 0, 0, {})
-                        state.observe(report, config, layout)
+                        state.observe(report, layout)
                         metrics.observe(report)
                     step += 1
                 found.append((time.perf_counter() - start) / STEPS)

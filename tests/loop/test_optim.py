@@ -103,7 +103,7 @@ def test_weight_decay_spares_biases_and_norms_and_groups_keep_their_lr_scale():
             return [{"params": list(model.parameters()), "lr_scale": 0.1}]
 
     optimizer = build_optimizer(OptimConfig(), Scaled(), model)
-    set_learning_rate(optimizer, 2.0)
+    set_learning_rate(optimizer, 0, 10, OptimConfig(lr=2.0))
     assert optimizer.param_groups[0]["lr"] == 0.2
 
 
@@ -235,10 +235,12 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
 )
 def test_too_many_steps_that_teach_nothing_end_the_run(tmp_path, reason, sentence):
     recipe = Ragged(**{reason: tuple(range(2, 10))})
-    config = make_config(tmp_path, recipe, optim__max_skipped_steps=3)
+    config = make_config(tmp_path, recipe, optim__max_skipped_steps=3, telemetry__every_steps=4)
     with pytest.raises(RuntimeError, match=sentence):
         run_world(2, train, config)
     assert status(config)["outcome"] == "failed"
+    seen = [(r["step"], r["skipped"], r["loss"] is None) for r in records(config)]
+    assert seen == [(4, 2, False), (5, 1, True)], "also of the interval that it ended in"
 
 
 def test_an_unused_parameter_ends_the_run_with_the_key_that_allows_it(tmp_path):

@@ -78,7 +78,7 @@ def take_steps(log: metrics.MetricsWriter, clock: Clock, seconds: list[float]) -
         clock.now += whole - 0.5
         log.backward_ended()
         clock.now += 0.125
-        log.step_ended(step)
+        log.step_ended(step, 0.1)
         unread.append(StepReport(step, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, {}))
         if len(unread) > 1:  # the numbers of a step come after the next one
             log.observe(unread.pop(0))

@@ -124,10 +124,14 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * remaining)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every group, times the group's own lr_scale."""
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, step: int, total_steps: int, config: OptimConfig
+) -> float:
+    """Set the learning rate of a step in every group, times its own lr_scale; return the rate."""
+    rate = learning_rate(step, total_steps, config)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
+    return rate
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -97,18 +97,19 @@ class TrainState:
             self.evaluations_since_best = 0
         self._knows_num_items = self.step > 0
 
-    def observe(self, report: StepReport, config: Config, layout: BatchLayout) -> None:
-        """Count a finished step.
-
-        Raises:
-            NotFiniteError: too many steps in a row were skipped.
-        """
+    def observe(self, report: StepReport, layout: BatchLayout) -> None:
+        """Count a finished step."""
         if not self._knows_num_items and report.num_items > 0:
             self.items_per_micro_batch = report.num_items / layout.micro_batches_per_step
             self._knows_num_items = True
         self.interval_steps += 1
         if report.is_skipped:
-            self._count_skipped(report, config.optim.max_skipped_steps)
+            self.skipped_steps += 1
+            self.interval_skipped_steps += 1
+            self.consecutive_skipped_steps += 1
+            if self.consecutive_skipped_steps == 1 and not math.isfinite(report.own_loss_sum):
+                text = "step %d is skipped: the loss on this rank is %s"
+                logger.warning(text, report.step + 1, report.own_loss_sum)
             return
         self.consecutive_skipped_steps = 0
         if math.isfinite(report.loss_sum):
@@ -120,13 +121,13 @@ class TrainState:
             text = "step %d: the loss is %s, its gradient is finite; the records leave it out"
             logger.warning(text, report.step + 1, report.loss_sum)
 
-    def _count_skipped(self, report: StepReport, most: int) -> None:
-        self.skipped_steps += 1
-        self.interval_skipped_steps += 1
-        self.consecutive_skipped_steps += 1
+    def check_skipped(self, report: StepReport, most: int) -> None:
+        """Check that fewer steps than `most` were skipped in a row, up to the last one.
+
+        Raises:
+            NotFiniteError: on all ranks.
+        """
         step, loss, in_a_row = report.step + 1, report.own_loss_sum, self.consecutive_skipped_steps
-        if not math.isfinite(loss) and in_a_row == 1:
-            logger.warning("step %d is skipped: the loss on this rank is %s", step, loss)
         if in_a_row < most:
             return
         has_items = report.num_items != 0

@@ -103,8 +103,9 @@ def main(config: Config) -> int:
             if report:  # none at the first step of a start, nor after a flush
                 stop_agreed |= report.stop_votes > 0
                 save_agreed |= report.save_votes > 0
-                state.observe(report, config, layout)
+                state.observe(report, layout)
                 metrics.observe(report)
+                state.check_skipped(report, config.optim.max_skipped_steps)
 
         def save(*, by_time: bool = False) -> None:
             state.lane_states = batches.lane_states()
@@ -137,8 +138,7 @@ def main(config: Config) -> int:
             while not (end_reason or stop_agreed):
                 # ---- forward and backward, micro-batch by micro-batch ----------------------------
                 step = state.step
-                rate = optim.learning_rate(step, run.total_steps, config.optim)
-                optim.set_learning_rate(optimizer, rate)
+                rate = optim.set_learning_rate(optimizer, step, run.total_steps, config.optim)
                 # gradients as small as those of a mean, for fp16; a power of two rounds no digit,
                 # and is divided out where they are normalized
                 backward_factor = 1 / optim.power_of_two(state.items_per_micro_batch)
@@ -184,7 +184,7 @@ def main(config: Config) -> int:
                 if ema:  # also after a skipped step
                     ema.update()
                 state.step = run.step = step + 1  # steps done; a skipped one counts
-                metrics.step_ended(step)
+                metrics.step_ended(step, rate)
                 observe(read_back.push(step, sums))  # the step before: the device has done it
                 watchdog.step_done()
 

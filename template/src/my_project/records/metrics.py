@@ -19,10 +19,9 @@ from accelerate import Accelerator
 from ..blocks import compilations, is_compiled
 from ..files import each_record, finite, kind_of, unused_name, write_atomically, writing
 from ..loading.layout import BatchLayout
-from ..optim import learning_rate
 from ..process import collect_garbage
 from ..run_folder import Run
-from ..state import StepReport, TrainState
+from ..state import NotFiniteError, StepReport, TrainState
 from . import performance
 from .profiling import Profiler
 from .screen import Screen
@@ -69,9 +68,10 @@ class MetricsWriter:
         self.profiler: Profiler | None = None
         self.last_pause = 0.0  # seconds
         # of steps that have ended and are not observed yet, since their numbers come one step
-        # later: the clock, and their phases (see PhaseTimes.add)
-        self.ended: dict[int, tuple[float, Any]] = {}
+        # later: the clock, their phases (see PhaseTimes.add), and their learning rate
+        self.ended: dict[int, tuple[float, Any, float]] = {}
         self.last: Any = None  # the report of the last step that was observed
+        self.last_rate = 0.0  # the learning rate of that
         self._begin_interval(time.perf_counter())
         # a record that is not yet written, and the reports of all ranks for it
         self.gathering: tuple[dict[str, Any], performance.RankReports] | None = None
@@ -100,6 +100,8 @@ class MetricsWriter:
             self.throughput.end_counting()
             if self.profiler:
                 self.profiler.stop()
+            if kind is NotFiniteError and self.interval_steps:  # the steps that ended the run
+                self._end_interval(self.last, time.perf_counter())
             self._write_gathered(wait=kind is None)  # another rank may be gone
         finally:
             self.screen.stop()
@@ -151,9 +153,14 @@ class MetricsWriter:
         self.phase_times.enter("optimizer")
         self.throughput.end_counting()
 
-    def step_ended(self, step: int) -> None:
-        """Note when a step ended, since its numbers come after the next one or before a save."""
-        self.ended[step] = time.perf_counter(), self.phase_times.step_ended()
+    def step_ended(self, step: int, rate: float) -> None:
+        """Note when a step ended, since its numbers come after the next one or before a save.
+
+        Args:
+            step: counted from 0.
+            rate: its learning rate.
+        """
+        self.ended[step] = time.perf_counter(), self.phase_times.step_ended(), rate
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
         self.screen.step_ended(step + 1)
@@ -178,7 +185,7 @@ class MetricsWriter:
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
         self._write_gathered()
-        clock, phases = self.ended.pop(report.step)
+        clock, phases, self.last_rate = self.ended.pop(report.step)
         self.last = report
         self.interval_steps += 1
         self.interval_items += report.num_items
@@ -209,7 +216,6 @@ class MetricsWriter:
         rates = self.throughput.add(steps, self.interval_items, without_pauses)
         shares = {f"{name}_share": part / whole for name, part in seconds.items()}
         items = state.interval_num_items or math.nan
-        rate = learning_rate(report.step, self.run.total_steps, self.config.optim)
         record = {
             "kind": "interval",
             "step": report.step + 1,
@@ -218,7 +224,7 @@ class MetricsWriter:
             "skipped_steps": state.skipped_steps,
             "loss": state.interval_loss_sum / items,
             **{f"train/{name}": value / items for name, value in state.interval_scalars.items()},
-            "learning_rate": rate,
+            "learning_rate": self.last_rate,
             "gradient_norm": report.grad_norm,
             **rounded(rates | shares),
         }
