@@ -78,7 +78,7 @@ class StopRequest:
             self.reason = self.reason or name
             self._first = time.monotonic()
             failures.note_signal(name)
-            note = f"{name}: will save and exit after this step; again in 5 s to exit at once\n"
+            note = f"{name}: saves and exits within two more steps; again in 5 s to exit at once\n"
             os.write(2, note.encode())  # print may be what was interrupted
         elif time.monotonic() - self._first > SECOND_SIGNAL_AFTER_SECONDS:
             raise KeyboardInterrupt(f"second signal, {name}")

@@ -29,7 +29,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run if it comes this long after the first: launchers and
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
-STOPPING = "stopping; a run saves after its step; again in 5 s to end it at once"
+STOPPING = "stopping; a run saves within two more steps; again in 5 s to end it at once"
 POLL_SECONDS = 0.1
 WATCHING_INPUT: set[int] = set()  # the process of stop_at_end_of_input
 
