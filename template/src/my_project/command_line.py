@@ -71,7 +71,8 @@ def read_config(file: Path) -> dict[str, Any]:
         paths = [*file.parent.glob("*.yaml"), *Path("configs").glob("*.yaml")]
         known = {path.stem: path for path in paths}
         similar = get_close_matches(file.stem, known, n=1)
-        hint = f"did you mean {known[similar[0]]}?" if similar else "configs/ has some."
+        others = f"{paths[-1].parent}/ has some." if paths else "configs/ has none here."
+        hint = f"did you mean {known[similar[0]]}?" if similar else others
         raise ConfigError(f"there is no config file {file}; {hint}")
     return read_yaml(file)
 
@@ -196,6 +197,10 @@ def _explained(message: str, parser: Any) -> str:
     if kind and "does not implement protocol" in message:
         found = "; ".join(problems_of(kind[1])) or message
         return f"recipe {kind[1]}: {found} (recipe.py describes all methods)."
+    if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'$", message):
+        module = sys.modules[missing[1]]
+        files = Path(str(module.__file__)).parent.glob("*")  # of a package, its modules
+        message += did_you_mean(missing[2], [*vars(module), *(file.stem for file in files)])
     if "arguments are required: recipe" in message:
         return f"{message}; give a config file, --config configs/<name>.yaml."
     return re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message)
