@@ -370,19 +370,20 @@ def run_module(
         starts: those of this launch.
     """
     os.environ.pop(LOGS, None)
-    if logs:
-        with writing(launch.run_folder):
-            logs.mkdir(parents=True, exist_ok=True)
-            (logs / RESERVE).write_bytes(bytes(RESERVE_BYTES))
-        os.environ[LOGS] = str(logs.absolute())
-    os.environ[START] = starts.id
-    environments = launch.environments(starts.attempt)
     if module == TRAIN and launch.config:
         import_all(launch.config)
         is_forked = start_method()[0] == "fork"  # else it would have to be pickled
         function = partial(train, launch.config if is_forked else None, launch.arguments)
     else:
         function = partial(_run_as_main, module, launch.arguments)
+    if logs:  # made after the imports, in which Ctrl-C may come
+        with writing(launch.run_folder):
+            logs.mkdir(parents=True, exist_ok=True)
+            if module == TRAIN:  # else record_end does not remove it
+                (logs / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+        os.environ[LOGS] = str(logs.absolute())
+    os.environ[START] = starts.id
+    environments = launch.environments(starts.attempt)
     starts.begin()
     return workers.run(function, environments, starts.may_kill)
 
