@@ -6,8 +6,8 @@
 Goodput is the share of the time since the first launch that trained steps which were kept; it is
 not known of a run under way, nor of starts by accelerate launch or torchrun.
 
-Each run is compared with the first, by name, of those with the same recipe. A run under way is read
-without disturbing it.
+The settings of each run are compared with those of the first, by name, of the runs with the same
+recipe. A run under way is read without disturbing it.
 """
 
 import sys
@@ -117,7 +117,7 @@ def print_runs(runs: list[Summary]) -> None:
     width = None if is_terminal else 10_000
     console = Console(soft_wrap=not is_terminal, width=width, markup=False, emoji=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "step", "best", "goodput", "age", "differs"):
+    for name in ("run", "state", "step", "best", "goodput", "age", "differs from the first"):
         table.add_column(name, overflow="fold", no_wrap=name in ("state", "step", "age"))
     for one, differing in zip(runs, differences(runs), strict=True):
         run, best = one.run, one.best
