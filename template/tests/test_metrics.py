@@ -18,7 +18,7 @@ from world import run_world
 
 from my_project import devices, sharding
 from my_project.config import Config, ConfigError
-from my_project.evaluate import evaluate, micro_batch_size
+from my_project.evaluate import evaluate, gather_on_main, micro_batch_size
 from my_project.state import TrainState
 
 
@@ -40,6 +40,7 @@ def _evaluate(accelerator: Accelerator, config: Config) -> dict[str, float]:
     told: list[None] = []
     watchdog: Any = SimpleNamespace(allow_long_limit=lambda: told.append(None))
     results = evaluate(accelerator, config, call, data_sets, config.steps or 0, watchdog)
+    assert bool(gather_on_main(accelerator, "lists")) == accelerator.is_main_process
     size = micro_batch_size(config) * accelerator.num_processes
     rounds = (math.ceil(len(data) / size) for data in data_sets.values())
     assert len(told) == sum(rounds), "of each micro-batch: many may take longer than its limit"
