@@ -1,12 +1,18 @@
 """The template as users get it: what git tracks, never the working folder."""
 
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
+
+
+def pytest_configure():
+    """Handle SIGTERM as Ctrl-C: tests end the processes that they have started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

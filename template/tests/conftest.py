@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -14,6 +15,8 @@ def pytest_configure(config):
     os.environ["OMP_NUM_THREADS"] = "1"
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    # as at Ctrl-C: tests end the processes that they have started
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     gc.disable()  # until all is imported
 
 
