@@ -276,13 +276,15 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path, mode, best):
     assert state.best == best
 
 
-def test_another_mode_of_the_best_metric_has_no_best_yet(tmp_path):
-    """Compared with the highest value, the lowest would never have been reached."""
+def test_another_metric_or_mode_has_no_best_yet(tmp_path):
+    """Compared with the best of another, the best of its own would never have been reached."""
     highest = make_config(tmp_path, evaluation__best_metric="validation/loss")
-    state, resumed = (TrainState(items_per_micro_batch=1.0) for _ in range(2))
+    state = TrainState(items_per_micro_batch=1.0)
     better = [state.record_evaluation(highest, {"validation/loss": value}) for value in (5, 4)]
     assert better == [True, False]
-    lowest = change(highest, evaluation__best_mode="min")
-    resumed.restore(state.to_dict(), lowest)
-    assert resumed.evaluations_since_best == 0
-    assert resumed.record_evaluation(lowest, {"validation/loss": 7})
+    for other in ({"best_mode": "min"}, {"best_metric": "validation/error"}):
+        config = change(highest, **{f"evaluation__{name}": value for name, value in other.items()})
+        resumed = TrainState(items_per_micro_batch=1.0)
+        resumed.restore(state.to_dict(), config)
+        assert resumed.evaluations_since_best == 0
+        assert resumed.record_evaluation(config, {"validation/loss": 7, "validation/error": 3})

@@ -16,7 +16,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from my_project import contract
+from my_project import contract, run_folder
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
@@ -231,6 +231,16 @@ def test_hosts_with_other_code_are_named(tmp_path):
     sentence = r"the code of the project and the recipe on rank\(s\) \[1\] .* differs"
     with pytest.raises(RuntimeError, match=sentence):
         run_world(2, train_with_own_code, make_config(tmp_path), tmp_path)
+
+
+def test_the_code_that_hosts_compare_is_that_of_every_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "run_folder.py"))
+    (tmp_path / "loading").mkdir()
+    digests = set()
+    for text in ("", "x = 1"):
+        (tmp_path / "loading/sampler.py").write_text(text)
+        digests.add(run_folder.code_digest(make_config(tmp_path)))
+    assert len(digests) == 2
 
 
 def train_with_own(config: Config, what: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from documents import PROJECT
+from my_project.config import ConfigError
 from my_project.tools import planner
 from my_project.tools.simulate import Collective, Simulation, Simulator
 from test_simulate import OLD_TORCH, arguments
@@ -157,3 +158,10 @@ def test_the_interval_between_saves_is_the_one_with_the_highest_goodput():
             clock += wait
         clock += restart
     assert kept / clock == pytest.approx(best, abs=0.01)
+
+
+def test_more_gpus_than_samples_in_the_global_batch_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(PROJECT)
+    words = arguments(tmp_path, "--batches.global_batch_size", "8", "--nodes", "2")
+    with pytest.raises(ConfigError, match="8 does not split over 16 processes"):
+        plan(capsys, words)
