@@ -119,7 +119,7 @@ def train_compiled(config: Config) -> int:
 
 
 @pytest.mark.slow
-def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
+def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, caplog):
     config = make_config(tmp_path, Ragged(validation_samples=0), steps=2)
     plain = {
         "precision": "no", "tf32": True, "deterministic": False, "sharding": "none",
@@ -145,6 +145,7 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path):
     train(change(config, steps=6))
     (told,) = records(config, "changed")
     assert told["changed"] == {"scheduled_steps": [2, 6]}, "of its cosine"
+    assert "trained with scheduled_steps 2 (now 6): the curve may differ" in caplog.text
     assert [r["step"] for r in records(config)] == [*range(1, 7)]
 
 

@@ -137,6 +137,8 @@ def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
     append(tmp_path / "metrics.jsonl", {"kind": "interval", "step": 9, "time": until})
     second = Starts(folder=tmp_path, limit=3, is_written=True)
     (tmp_path / "metrics.jsonl").unlink()
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write('{"event": "sta')  # killed while it wrote
     begin(second, 5)
     found = lines(tmp_path)
     assert [one["event"] for one in found] == ["start", "end", "start"]

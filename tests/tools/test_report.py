@@ -111,7 +111,9 @@ def test_curves_show_the_values_of_the_records_on_one_axis_of_steps(tmp_path):
 
 
 def test_steps_without_a_finite_loss_leave_a_gap_that_is_marked(tmp_path):
-    found: list[dict[str, Any]] = [{"step": 10 * i, "loss": 1.0 + i} for i in range(10)]
+    found: list[dict[str, Any]] = [
+        {"step": 10 * i, "loss": 1.0 + i, "rank_seconds_max": 0.1} for i in range(10)
+    ]
     found[4]["loss"] = found[5]["loss"] = None
     found[7] |= {"skipped": 3, "skipped_steps": 23}
     page = report(write_history(tmp_path / "run", records=found))
@@ -121,6 +123,7 @@ def test_steps_without_a_finite_loss_leave_a_gap_that_is_marked(tmp_path):
     (drawn,) = re.findall(r'data-name="training" d="(.*?)"', page.figure("Loss"))
     assert drawn.count("M") == 2, "a gap"
     assert page.marks("Loss", "skipped") == pytest.approx([40, 50, 70], abs=0.1)
+    assert "slowest rank" not in page.text, "there is one process"
 
 
 # ---- what happened -------------------------------------------------------------------------------
@@ -153,6 +156,7 @@ def test_runs_are_compared_by_the_settings_that_differ_and_in_the_same_charts(tm
     text = re.sub(r"\s+", " ", page.text)
     assert re.search(r"optim.lr 0.01 0.02 0.03 ", text)
     assert "weight_decay" not in text.split("Curves")[0]
+    assert "python -m accelerate.commands.launch --config_file" in text.split("Curves")[0], "typed"
 
 
 # ---- the file ------------------------------------------------------------------------------------
