@@ -134,6 +134,8 @@ def test_stopped_continued_finished_and_shown_again(project):
     log = next((project / "runs/tiny/logs/node_0").glob("*/rank_00000.log")).read_text()
     assert "\x1b" not in log, "of the bar"
     assert f"step {step} of 100000: loss" in log
+    assert "1 process on CPU, float32\nglobal batch 16 = micro-batch" in log
+    assert shown.count("global batch") == 1
 
     words = f"configs/tiny.yaml --steps {int(step) + 2} --evaluation.best_metric validation/auroc"
     terminal = typed(words, project)
