@@ -82,47 +82,12 @@ def test_predict_answers_without_accelerate_data_or_network(export):
     assert float(answer.stdout) == pytest.approx(model(torch.full((1, 1, 6), 0.5)).item(), abs=1e-6)
 
 
-# ---- several files -------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def several(tmp_path_factory):
-    """The folders of one run with weights in one file, and in several."""
-    folders = []
-    with pytest.MonkeyPatch.context() as patch:
-        for limit in (exporting.MAX_FILE_BYTES, 200):
-            patch.setattr(exporting, "MAX_FILE_BYTES", limit)
-            settings = {"evaluation__best_metric": "validation/auroc", "run_name": str(limit)}
-            config = make_config(tmp_path_factory.mktemp("several"), steps=2, **settings)
-            assert train(config) == 0
-            folders.append(config.folder)
-    return folders
-
-
-def test_a_tensor_above_the_limit_has_a_file_of_its_own(monkeypatch):
-    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 40)
-    tensors = {name: torch.empty(n) for name, n in [("a", 3), ("b", 99), ("c", 9), ("d", 1)]}
-    files = exporting.split_into_files(tensors)
-    assert [[*names] for names in files.values()] == [["a"], ["b"], ["c", "d"]]
-    assert [*exporting.split_into_files({})] == ["model.safetensors"]
-
-
-def test_predict_evaluate_and_merging_read_one_file_and_several(several, tmp_path, capsys):
-    found = []
-    for i, run in enumerate(several):
-        answers = []
-        for folder in (run / "best", run / "export"):
-            run_here(folder, "0.5")
-            answers.append(capsys.readouterr().out)
-        words = {"trust": ["ragged.Ragged"], "json": True}
-        commands.print_evaluation(argparse.Namespace(folder=str(run), **words))
-        results = json.loads(capsys.readouterr().out)
-        assert results.pop("weights") == f"{run}/export"
-        path = tmp_path / f"{i}.safetensors"
-        words = {"folder": str(run / "export"), "file": str(path), "ema": False}
-        commands.write_one_file(argparse.Namespace(**words))
-        torch.testing.assert_close(load_file(path), weights(several[0] / "export"), rtol=0, atol=0)
-        assert "4 tensors" in capsys.readouterr().out
-        found.append((answers, results, path.read_bytes()))
-    assert found[0] == found[1]
+# ---- one file ------------------------------------------------------------------------------------
+def test_the_command_export_writes_the_weights_of_an_export(export, tmp_path, capsys):
+    path = tmp_path / "one.safetensors"
+    commands.write_one_file(argparse.Namespace(folder=str(export), file=str(path), ema=False))
+    torch.testing.assert_close(load_file(path), weights(export), rtol=0, atol=0)
+    assert "4 tensors" in capsys.readouterr().out
 
 
 # ---- validation samples --------------------------------------------------------------------------

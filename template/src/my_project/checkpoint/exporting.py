@@ -1,8 +1,7 @@
 """Write the exports of a run, export/ and best/: weights for use, which load without accelerate.
 
     export/
-      model.safetensors        with the keys of the plain module, without wrappers; above 5 GB
-                               several files, and the index model.safetensors.index.json
+      model.safetensors        with the keys of the plain module, without wrappers
       config.yaml              of the run
       data_info.json           what the recipe's prepare_data has returned
 
@@ -21,8 +20,6 @@ from ..recipe import optional
 from ..run_folder import Run
 from .saving import Checkpoints, Read
 from .shards import check_finite, in_file_order, is_sharded, model_tensors, save_tensors
-
-MAX_FILE_BYTES = 5 * 10**9  # of the tensors in one file; transformers' default is 50 GB
 
 
 def export(
@@ -76,8 +73,9 @@ def export(
             return read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
         if not needs_whole:
-            once = {key: tensor for key, tensor in weights.items() if key not in aliases}
-            _save_files(split_into_files(once, stem), value, folder, aliases)
+            once = in_file_order({key: weights[key] for key in weights if key not in aliases})
+            metadata = {"format": "pt"} | aliases
+            save_tensors(once, folder / f"{stem}.safetensors", map(value, once), metadata)
             return
         plain = recipe.build_model(data_info)
         whole = plain.state_dict()
@@ -98,40 +96,3 @@ def _aliases(saved_names: dict[str, str | None], first_names: dict[str, str]) ->
     keys = {name: key for key, name in saved_names.items() if name}
     found = {key: keys.get(first_names.get(name, name), key) for name, key in keys.items()}
     return {key: first for key, first in found.items() if key != first}
-
-
-def split_into_files(
-    tensors: dict[str, Tensor], stem: str = "model"
-) -> dict[str, dict[str, Tensor]]:
-    """Group the tensors by file, in their order; only a tensor above the limit exceeds it."""
-    groups: list[dict[str, Tensor]] = [{}]
-    free = MAX_FILE_BYTES
-    for name, tensor in tensors.items():
-        if groups[-1] and tensor.nbytes > free:
-            groups.append({})
-            free = MAX_FILE_BYTES
-        groups[-1][name] = tensor
-        free -= tensor.nbytes
-    if len(groups) == 1:
-        return {f"{stem}.safetensors": in_file_order(groups[0])}
-    return {
-        f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": in_file_order(group)
-        for number, group in enumerate(groups, start=1)
-    }
-
-
-def _save_files(
-    files: dict[str, dict[str, Tensor]], read: Read, folder: Path, aliases: dict[str, str]
-) -> None:
-    """Write the tensors and, of several files, the index that transformers reads."""
-    for name, tensors in files.items():
-        save_tensors(tensors, folder / name, map(read, tensors), {"format": "pt"} | aliases)
-    if len(files) == 1:
-        return
-    index = {
-        "metadata": {"total_size": sum(t.nbytes for part in files.values() for t in part.values())},
-        "weight_map": {name: file for file, tensors in files.items() for name in tensors},
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    stem = next(iter(files)).rpartition("-00001-of-")[0]
-    (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")

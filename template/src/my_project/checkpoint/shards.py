@@ -149,7 +149,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 class TensorReader:
-    """Read the tensors of one kind from a checkpoint or an export, in one file or several."""
+    """Read the tensors of one kind from a checkpoint, sharded or not, or from an export."""
 
     def __init__(self, folder: Path, kind: str, listed: Iterable[str] | None = None) -> None:
         """Open the files; their tensors are read later.
@@ -171,13 +171,11 @@ class TensorReader:
         if listed is None:
             is_checkpoint = (folder / "manifest.json").is_file()
             listed = [*read_manifest(folder)["files"]] if is_checkpoint else os.listdir(folder)
-        is_ours = re.compile(rf"{kind}(\.rank_\d+|-\d+-of-(\d+))?\.safetensors").fullmatch
-        matches = [match for name in sorted(listed) if (match := is_ours(name))]
-        number = int(matches[0][2] or 1) if matches else 1
-        if (lacking := number - len(matches)) > 0:
-            raise ConfigError(f"{folder} lacks {lacking} of {number} files of {kind}.safetensors.")
-        for match in matches:
-            self._open(folder / match[0])
+        is_ours = re.compile(rf"{kind}(\.rank_\d+)?\.safetensors").fullmatch
+        if not (names := sorted(filter(is_ours, listed))):
+            raise ConfigError(f"{folder} has no {kind}.safetensors.")
+        for name in names:
+            self._open(folder / name)
         self.aliases = {alias: name for alias, name in self.aliases.items() if name in self.shards}
         for alias, name in self.aliases.items():
             self.shards[alias], self.shapes[alias] = self.shards[name], self.shapes[name]
