@@ -317,17 +317,6 @@ class Pretrained(Counted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Valued(Counted):
-    """Computes with the values of weights."""
-
-    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        model = super().build_model(data_info)
-        with torch.no_grad():
-            model.get_parameter("input.weight").div_(model.get_parameter("input.bias").sum().item())
-        return model
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recurrent(Counted):
     """Has a layer that holds weak references to its weights."""
 
@@ -349,20 +338,19 @@ class Unsendable(Counted):
         return model
 
 
-def start_each(configs: list[Config], is_resumed: bool, replicas: int) -> list[dict[str, Any]]:
+def start_each(configs: list[Config], replicas: int) -> list[dict[str, Any]]:
     """Build, shard and fill the model of each config; return what there is then, by config."""
     ask_for_fsdp(replicas)
     with devices.start(configs[0]) as accelerator:
-        return [start_one(accelerator, config, is_resumed) for config in configs]
+        return [start_one(accelerator, config) for config in configs]
 
 
-def start_one(accelerator: Any, config: Config, is_resumed: bool) -> dict[str, Any]:
+def start_one(accelerator: Any, config: Config) -> dict[str, Any]:
     CALLS.clear()
     devices.set_numerics(config)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
-    resume_from = Path("checkpoint") if is_resumed else None
     with Bytes() as counted:
-        model, of_rank_0 = sharding.build_model(accelerator, config, INFO, resume_from)
+        model, of_rank_0 = sharding.build_model(accelerator, config, INFO)
         optimizer = optim.build_optimizer(config.optim, config.recipe, model)
         fused = optimizer.defaults["fused"]
         call, _ = sharding.prepare(accelerator, config, model, optimizer, of_rank_0)
@@ -382,7 +370,7 @@ def start_one(accelerator: Any, config: Config, is_resumed: bool) -> dict[str, A
         },
         "buffers": {name: b.clone().numpy() for name, b in model.named_buffers()},
     }
-    if not is_resumed and isinstance(config.recipe, Pretrained):
+    if isinstance(config.recipe, Pretrained):
         tokens = torch.arange(6)[None]
         loss = call(lambda model: model(input_ids=tokens, labels=tokens).loss)
         loss.backward()
@@ -394,8 +382,6 @@ INFO = {"features": 6}
 WIDE = 64
 START: dict[str, Any] = {
     "deep": Counted(width=WIDE, blocks=8),
-    "valued": Valued(width=WIDE, blocks=8),
-    "draws": Counted(width=WIDE, blocks=8, draws=True),
     "recurrent": Recurrent(width=WIDE, blocks=8),
     "unsendable": Unsendable(width=WIDE, blocks=8),
 }
@@ -421,14 +407,11 @@ def assert_equal_tensors(ours: dict[str, Any], theirs: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "is_resumed"), [(1, False), (2, False), (1, True)])
-def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
-    tmp_path, replicas, is_resumed
-):
-    """Resumed, recipes that need whole weights build them, on rank 0; the others never do."""
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(tmp_path, replicas):
     recipes = START | bert(tmp_path / "bert")
     configs = [make_config(tmp_path, recipe, run_name=name) for name, recipe in recipes.items()]
-    by_rank = run_world(4, start_each, configs, is_resumed, replicas)
+    by_rank = run_world(4, start_each, configs, replicas)
     for i, config in enumerate(configs):
         name = config.run_name
         devices.set_numerics(config)
@@ -443,17 +426,12 @@ def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(
             assert found["fused"]
             assert found["left"] == 0, "rank 0 keeps no weights"
             assert_equal_tensors(found["buffers"], plain.named_buffers())
-            if not is_resumed:
-                named = plain.named_parameters(remove_duplicate=False)
-                assert_equal_tensors(found["weights"], named)
-                assert found["calls"] == (rank == 0 or name == "unsendable")
-                is_whole = rank == 0 or name in ("pretrained", "unsendable")
-                assert is_whole or found["peak"] <= most
-            elif rank == 0:
-                assert found["calls"] == 1 + (name in ("valued", "draws"))
-            if is_resumed and name == "deep":
-                assert found["peak"] <= most
-        if isinstance(config.recipe, Pretrained) and not is_resumed:
+            named = plain.named_parameters(remove_duplicate=False)
+            assert_equal_tensors(found["weights"], named)
+            assert found["calls"] == (rank == 0 or name == "unsendable")
+            is_whole = rank == 0 or name in ("pretrained", "unsendable")
+            assert is_whole or found["peak"] <= most
+        if isinstance(config.recipe, Pretrained):
             tokens = torch.arange(6)[None]
             loss = plain.eval()(input_ids=tokens, labels=tokens).loss.item()
             assert by_rank[0][i]["loss"] == pytest.approx(loss, rel=1e-5)

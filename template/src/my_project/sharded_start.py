@@ -4,13 +4,12 @@ No device holds more than its shards and one weight.
 
 Rank 0 builds the model in host memory and sends the others its modules and buffers, with parameters
 on the meta device, which take no memory. FSDP2 shards those, and rank 0 then scatters the weights,
-one at a time. A run that resumes builds no weights at all: each rank reads its shards.
+one at a time. In a run that resumes each rank reads its shards, and rank 0's weights are dropped.
 """
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .collectives import on_main_then_broadcast
-from .config import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 def build(
-    accelerator: Accelerator, build_whole: Callable[[], nn.Module], *, is_resumed: bool
+    accelerator: Accelerator, build_whole: Callable[[], nn.Module]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Build a model whose parameters are on the meta device. Called by every rank.
 
@@ -34,16 +32,14 @@ def build(
     Args:
         accelerator: of this process.
         build_whole: builds the model on the CPU.
-        is_resumed: the weights come from a checkpoint, so rank 0 does not build them either.
 
     Returns:
-        The model, and its weights by name on the CPU: all of them on rank 0, none on others and in
-        a run that is resumed.
+        The model, and its weights by name on the CPU: all of them on rank 0, none on others.
     """
     built: list[tuple[nn.Module, dict[str, Tensor]]] = []
 
     def build_on_main() -> tuple[bytes, dict[str, Tensor]]:
-        model = _without_weights(build_whole) if is_resumed else build_whole()
+        model = build_whole()
         built.append((model, take_weights(model)))
         try:
             return pickle.dumps(model), {}
@@ -63,56 +59,6 @@ def build(
     for name, buffer in buffers.items():
         model.get_buffer(name).data.copy_(buffer)
     return model, {}
-
-
-def _without_weights(build_whole: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model with parameters on the meta device, or whole where it computes with weights.
-
-    Whole, too, where buffers that checkpoints lack may be random: the weights before them have to
-    draw their numbers.
-    """
-    random_state = torch.get_rng_state()
-    try:
-        with _parameters_on_meta():
-            model = build_whole()
-        if any(buffer.is_meta for buffer in model.buffers()):
-            raise RuntimeError("a buffer was computed from weights")
-        has_drawn = not torch.equal(random_state, torch.get_rng_state())
-        if has_drawn and any(module._non_persistent_buffers_set for module in model.modules()):
-            raise RuntimeError("it draws random numbers and has buffers that are not saved")
-        return model
-    except ConfigError:
-        raise
-    except Exception as error:
-        logger.warning(
-            "build_model cannot run without weights (%s), so rank 0 builds the whole model in host"
-            " memory first.",
-            error,
-        )
-        torch.set_rng_state(random_state)
-        return build_whole()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device when a module gets it; buffers are built.
-
-    In place, so that tied weights stay tied; accelerate's init_empty_weights unties them.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None:
-            on_meta = nn.Parameter(param.data.to("meta"), param.requires_grad)
-            vars(on_meta).update(vars(param))
-            torch.utils.swap_tensors(param, on_meta)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def take_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ def build_model(
     """
     build = partial(contract.build_model, config, data_info)
     if accelerator.distributed_type == DistributedType.FSDP:
-        model, weights = sharded_start.build(accelerator, build, is_resumed=resume_from is not None)
+        model, weights = sharded_start.build(accelerator, build)
     else:
         model, weights = build().to(accelerator.device), None
         # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps
