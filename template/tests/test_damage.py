@@ -17,9 +17,10 @@ from my_project import files
 from my_project.checkpoint import resuming
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError
-from my_project.failures import read_errors, record_of
+from my_project.failures import record_of
 from my_project.files import read_yaml
 from my_project.run_folder import Run
+from my_project.starts import read_errors
 
 DEEP = b"[" * 100_000
 KINDS = {

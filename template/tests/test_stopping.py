@@ -19,8 +19,9 @@ from world import TESTS, World, run_world
 
 from my_project import launch, stopping
 from my_project.config import Config, ConfigError, seconds_of
-from my_project.failures import first_failure, read_errors
+from my_project.failures import first_failure
 from my_project.files import wait_until
+from my_project.starts import read_errors
 
 HERE = socket.gethostname()
 

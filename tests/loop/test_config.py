@@ -90,7 +90,7 @@ def test_a_gpu_config_without_a_gpu_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ConfigError, match="asks for a GPU, but torch finds none"):
+    with pytest.raises(ConfigError, match=r"asks for 1 GPU\(s\), but torch finds 0"):
         check_launch(make_config(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     check_launch(make_config(tmp_path))

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from my_project import failures
+from my_project import failures, starts
 from my_project.config import ConfigError
 from my_project.launch import correct_status
 from my_project.run_folder import Run
@@ -67,7 +67,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     monkeypatch.setattr(failures.LAUNCHER, "stop_signal", "SIGTERM")
     with pytest.raises((Exception, KeyboardInterrupt)), failures_recorded(run):
         KINDS[kind]()
-    (found,) = failures.read_errors(run.folder, run.token)
+    (found,) = starts.read_errors(run.folder, run.token)
     facts = {"rank": 0, "step": 7, "launch": run.token, "progress_time": 123.5, "cause": cause}
     assert facts | {"signal": "SIGTERM"} == {name: found[name] for name in (*facts, "signal")}
     if cause in ("setting", "not finite", "loader worker"):
@@ -81,7 +81,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     noted = run.status()
     assert (noted["outcome"], noted["step"]) == ("failed", 7)
     assert noted["failure"] == failures.as_status(found)["failure"]
-    assert failures.checked(noted["failure"]), "it can be read as an error file is"
+    assert starts.checked(noted["failure"]), "it can be read as an error file is"
 
 
 def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
@@ -94,7 +94,7 @@ def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
     told = json.loads((tmp_path / "logs/signal_rank_00003.json").read_text())
     assert (told["rank"], told["signal"]) == (3, "SIGUSR1")
     failures.report_once(KeyError("labels"))
-    found = failures.checked(json.loads((tmp_path / "logs/rank_00003.json").read_text()))
+    found = starts.checked(json.loads((tmp_path / "logs/rank_00003.json").read_text()))
     assert (found["rank"], found["cause"], found["signal"]) == (3, "exception", "SIGUSR1")
     failures.LAUNCHER.stop_signal = ""
 

@@ -196,7 +196,7 @@ def test_a_preflight_that_fails_starts_no_training(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Workers", Fails)
     assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"]) == 1
-    assert os.listdir(next(tmp_path.glob("runs/tiny/logs/preflight_0/*"))) == []
+    assert not list(tmp_path.glob("runs/tiny/logs/*"))
 
 
 def test_the_launcher_tells_other_nodes_no_secret(tmp_path, monkeypatch):

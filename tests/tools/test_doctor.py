@@ -328,7 +328,7 @@ def train_with_logs(config: Config, folder: Path) -> None:
 
     folder.mkdir(parents=True)
     os.environ["LAUNCH_LOGS"] = str(folder)
-    cli.run_on_all_ranks(train, config, is_run=True)
+    cli.run_on_all_ranks(train, config)
 
 
 def test_a_start_that_fails_before_the_run_is_open_is_told_from_its_log(tmp_path):

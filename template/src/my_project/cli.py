@@ -1,73 +1,29 @@
-"""How a command runs: its parser, its exit code, what it logs."""
+"""How a process that trains or evaluates runs: its exit code, and what it logs."""
 
-import argparse
 import gc
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from inspect import cleandoc
-from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, library_of, record_of, report_once, text_of
+from .failures import exit_with_error, library_of, record_of, report_once
 from .process import PREEMPTED, process_name, world, write_logs
 from .safety.redaction import MaskedFormatter
 
 logger = logging.getLogger(__name__)
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with the error."""
-        exit_with_error(ConfigError(f"{message}; --help lists all options."))
-
-
-def make_parser(description: str | None, command: str = "") -> Parser:
-    """Return an argument parser for a command; its name is by default that of its module."""
-    return Parser(
-        prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
-        description=cleandoc(description or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def refuse_module(command: str) -> NoReturn:
-    """End `python -m` of a module that was a command in earlier versions, and name the new one."""
-    use = f"use python -m {__package__} {command}, also behind accelerate launch"
-    exit_with_error(ConfigError(f"{__package__}.{command} is no command any more; {use}."))
-
-
-def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
-    """Run a single-process command and exit with its code, or with a ConfigError and its code."""
-    try:
-        raise SystemExit(main(*arguments) or 0)
-    except ConfigError as error:
-        exit_with_error(error)
-    except Exception as error:
-        report_once(error)
-        print(text_of(record_of(error)), file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def run_on_all_ranks(
-    main: Callable[[Any], int], argument: Any, *, is_run: bool = False
-) -> NoReturn:
+def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
     """Run main on this rank and exit with its code.
 
     A ConfigError, which the user can fix, exits with a message and its own code; any other
     exception exits with 1, after an error file is written (failures.py) and the traceback logged.
     """
     gc.enable()  # parse_command_line has turned it off for the imports
-    write_logs(is_run=is_run)
+    write_logs()
     set_up_logging()
     code = 1
     try:
@@ -79,7 +35,8 @@ def run_on_all_ranks(
         code = 130
     except (Exception, SystemExit) as error:  # a recipe's sys.exit(0) is no success
         report_once(error)
-        logging.getLogger(OUTPUT).error("%s failed\n%s", process_name(), text_of(record_of(error)))
+        text = record_of(error)["details"]
+        logging.getLogger(OUTPUT).error("%s failed\n%s", process_name(), text)
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # on another code torchrun would restart the preempted run at once
     sys.stdout.flush()
@@ -99,7 +56,7 @@ def _is_of_project(record: logging.LogRecord) -> bool:
 
 
 class _Screen(logging.StreamHandler):
-    """Log to sys.stdout as it is at the time: above the bar, while there is one."""
+    """Log to sys.stdout as it is at the time: `evaluate --json` keeps it for the JSON."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

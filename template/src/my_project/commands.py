@@ -1,4 +1,4 @@
-"""The commands on the weights of a run: evaluate, predict, export.
+"""The commands on the weights of a run: evaluate, predict, export; the parser of any command.
 
 Code in an untrusted folder of weights is never run (safety/trust.py). What needs torch is imported
 when it is used, so that --help and a wrong path answer at once.
@@ -9,16 +9,52 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
+from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import cli
 from .config import Config, ConfigError
+from .failures import exit_with_error, record_of, report_once
 from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .safety.search_path import run_folder
 
 NUM_SAMPLES = 16
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the error."""
+        exit_with_error(ConfigError(f"{message}; --help lists all options."))
+
+
+def make_parser(description: str | None, command: str = "") -> Parser:
+    """Return an argument parser for a command; its name is by default that of its module."""
+    return Parser(
+        prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
+        description=cleandoc(description or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
+    """Run a single-process command and exit with its code, or with a ConfigError and its code."""
+    try:
+        raise SystemExit(main(*arguments) or 0)
+    except ConfigError as error:
+        exit_with_error(error)
+    except Exception as error:
+        report_once(error)
+        print(record_of(error)["details"], file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 # ---- evaluate ------------------------------------------------------------------------------------
@@ -34,7 +70,7 @@ def evaluate(words: list[str]) -> None:
     The last command evaluates on several processes. A run folder means its export or, if there is
     none yet, its newest checkpoint.
     """
-    parser = cli.make_parser(evaluate.__doc__, "evaluate")
+    parser = make_parser(evaluate.__doc__, "evaluate")
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
     _add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -111,12 +147,12 @@ def predict(words: list[str]) -> None:
     recipes: from a text) and reads no validation data. Both need no accelerate.
     A run folder means its best/, or its export/ if there is no best/.
     """
-    cli.run(print_prediction, parse_predict(words))
+    run(print_prediction, parse_predict(words))
 
 
 def parse_predict(words: list[str]) -> argparse.Namespace:
     """Parse the words of the command line."""
-    parser = cli.make_parser(predict.__doc__, "predict")
+    parser = make_parser(predict.__doc__, "predict")
     parser.add_argument("folder", help="a run folder, or runs/<name>/best or runs/<name>/export")
     parser.add_argument(
         "argument", nargs="?", help="the input, such as an image file; default: validation samples"
@@ -217,11 +253,11 @@ def export(words: list[str]) -> None:
 
     python -m my_project export runs/my_run/checkpoints/step_00000100 weights.safetensors
     """
-    parser = cli.make_parser(export.__doc__, "export")
+    parser = make_parser(export.__doc__, "export")
     parser.add_argument("folder", help="a checkpoint or an export")
     parser.add_argument("file", help="the safetensors file to write")
     parser.add_argument("--ema", action="store_true", help="the EMA weights (ema_decay)")
-    cli.run(write_one_file, parser.parse_args(words))
+    run(write_one_file, parser.parse_args(words))
 
 
 def write_one_file(arguments: argparse.Namespace) -> int:

@@ -191,8 +191,8 @@ class ProfileConfig:
     """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
     1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: none. In a YAML file in quotes:
     YAML reads 20:25 as a number in base 60."""
-    ranks: list[int] | int | str = field(default=0, metadata={"changes_curve": False})
-    """The ranks to profile, such as 0,1."""
+    ranks: list[int] = field(default_factory=lambda: [0], metadata={"changes_curve": False})
+    """The ranks to profile, such as [0,1]."""
     with_stack: bool = may_change(False)
     """Also record the line of code that called each operator; slower, and larger files."""
 
@@ -209,14 +209,6 @@ class ProfileConfig:
                 " 20:25; steps are numbered from 1."
             )
         return first, last
-
-    @property
-    def chosen_ranks(self) -> list[int]:
-        """Return the ranks, each once."""
-        texts = str(self.ranks).strip("[]").replace(" ", "").split(",")
-        if not all(text.isdecimal() for text in texts):
-            raise ConfigError(f"profile.ranks is {self.ranks!r}, but must be ranks such as 0,1.")
-        return sorted({int(text) for text in texts})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +270,7 @@ class Config:
             raise ConfigError("optim.decay_steps is 0, but must be at least 1 for wsd.")
         if self.stop_after is not None:
             seconds_of(self.stop_after)
-        _ = self.profile.window, self.profile.chosen_ranks  # refuse what is neither
+        _ = self.profile.window  # refuse what is none
         patience = self.evaluation.patience
         if patience and not self.evaluation.best_metric:
             raise ConfigError(

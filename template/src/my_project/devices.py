@@ -32,7 +32,7 @@ from .loading.seeding import derive_seed
 from .optim import optimizer_class
 from .process import collect_all_garbage, no_garbage_collection, world
 from .run_folder import Run, code_digest, not_shared
-from .stopping import turn_on_flight_recorder
+from .stopping import name_nccl_traces
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
 TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
@@ -99,13 +99,10 @@ def check_gpus(needed: int, found: int) -> None:
     """Refuse an accelerate config for more GPUs than were found."""
     if found < needed:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        numbers = (
-            f"{needed} GPUs, but torch finds {found}" if found else "a GPU, but torch finds none"
-        )
         raise ConfigError(
-            f"the accelerate config asks for {numbers} (CUDA_VISIBLE_DEVICES={visible}); fix the"
-            " driver, set --num_processes, or use accelerate_configs/cpu.yaml or"
-            " cpu_2_processes.yaml."
+            f"the accelerate config asks for {needed} GPU(s), but torch finds {found}"
+            f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set --num_processes, or use"
+            " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )
 
 
@@ -144,7 +141,7 @@ def keep_gloo_on_this_machine() -> None:
 def start(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
     keep_gloo_on_this_machine()
-    turn_on_flight_recorder(config)
+    name_nccl_traces(config)
     AcceleratorState._reset_state(True)  # another run in this process, or a recipe, has made one
     GradientState._reset_state()
     limits = config.distributed

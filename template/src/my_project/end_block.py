@@ -5,10 +5,11 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .failures import CONSEQUENCES, first_failure, folded, place_of
+from .failures import CONSEQUENCES, first_failure, short_path
 from .files import checkpoints, format_metric, format_seconds, read_manifest, read_yaml, step_of
 from .process import PREEMPTED
 from .starts import in_words
@@ -221,3 +222,25 @@ def has_tool(name: str) -> bool:
 def command_line(name: str, folder: Path) -> str:
     """Return what one types for a command on a run."""
     return f"python -m {__package__} {name} {shlex.quote(str(folder))}"
+
+
+def place_of(at: dict[str, Any] | None) -> str:
+    """Return a frame in words: "a.py, line 3, in loss: x = 1"; "" for None."""
+    if not at:
+        return ""
+    place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
+    return f"{place}: {at['code']}" if at["code"] else place
+
+
+def folded(frames: list[dict[str, Any]]) -> list[str]:
+    """Return a traceback as lines, in which the frames of a library are folded into one."""
+    lines = []
+    for library, group in groupby(frames, key=lambda one: one["library"]):
+        some = list(group)
+        if library:
+            lines.append(f"  ... {len(some)} frame{'s' * (len(some) > 1)} in {library}")
+            continue
+        for one in some:
+            lines.append(f"  {short_path(one['file'])}, line {one['line']}, in {one['function']}")
+            lines.append(f"    {one['code']}")
+    return lines

@@ -1,10 +1,5 @@
 """Evaluate a model: every sample of each validation set counts once, on any number of processes."""
 
-from . import cli
-
-if __name__ == "__main__":
-    cli.refuse_module("evaluate")
-
 import logging
 import math
 import warnings

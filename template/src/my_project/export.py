@@ -1,10 +1,5 @@
 """Read the exports of runs, without accelerate; checkpoint/exporting.py writes them."""
 
-from . import cli
-
-if __name__ == "__main__":
-    cli.refuse_module("export")
-
 import dataclasses
 import json
 import os

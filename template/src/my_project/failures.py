@@ -15,17 +15,15 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .files import ConfigError, read_json, write_atomically
+from .files import ConfigError, write_atomically
 from .process import LAUNCHER, LOGS, world
 from .safety.redaction import mask
 
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which launch.py looks for error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
-WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
 LATE_SECONDS = 2.0  # a watchdog looks once a second
 # As printed in the message of an exception that a loader worker passed on.
 FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
@@ -142,33 +140,6 @@ def short_path(file: str) -> str:
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
-def place_of(at: dict[str, Any] | None) -> str:
-    """Return a frame in words: "a.py, line 3, in loss: x = 1"; "" for None."""
-    if not at:
-        return ""
-    place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
-    return f"{place}: {at['code']}" if at["code"] else place
-
-
-def folded(frames: list[dict[str, Any]]) -> list[str]:
-    """Return a traceback as lines, in which the frames of a library are folded into one."""
-    lines = []
-    for library, group in groupby(frames, key=lambda one: one["library"]):
-        some = list(group)
-        if library:
-            lines.append(f"  ... {len(some)} frame{'s' * (len(some) > 1)} in {library}")
-            continue
-        for one in some:
-            lines.append(f"  {short_path(one['file'])}, line {one['line']}, in {one['function']}")
-            lines.append(f"    {one['code']}")
-    return lines
-
-
-def text_of(failure: dict[str, Any]) -> str:
-    """Return a failure as it is printed: the folded traceback, and the reason."""
-    return "\n".join([*folded(failure["frames"]), failure["reason"]])
-
-
 def reason_of(error: BaseException) -> str:
     """Return an exception and its notes in one line; of a loader worker the exception in it."""
     message = str(error)
@@ -282,20 +253,6 @@ def as_status(failure: dict[str, Any], silent: list[str] | None = None) -> dict[
     return {"step": failure["step"] or 0, "reason": reason, "failure": short}
 
 
-def checked(failure: Any) -> dict[str, Any]:
-    """Return what an error file or status.json holds of a failure; {} where it is damaged."""
-    found = {"step": None, "progress_time": None, "at": None, "frames": []} | (failure or {})
-    needed = {"rank", "host", "reason", "cause", "time", "exit_code", "launch"}
-    return found if needed <= found.keys() else {}
-
-
-def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
-    """Read the error files of a launch (its token) from a run folder, the first failure first."""
-    paths = (folder / "errors").glob("*_rank_*_step_*.json")
-    found = [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
-    return sorted(found, key=lambda failure: failure["time"])
-
-
 def write_error(folder: Path, failure: dict[str, Any]) -> None:
     """Write an error file into errors/ of a run folder; the names sort by time."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
@@ -318,7 +275,7 @@ def report(failure: dict[str, Any]) -> None:
             path = Path(folder, f"{failure['time']:017.6f}_{os.getpid()}.json")
             write_atomically(path, json.dumps(failure))
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        shown = text_of(failure)
+        shown = f"{failure['details']}\n{failure['reason']}"
         if failure["cause"] == "setting":
             shown = f"error: {failure['reason']}"  # a sentence is enough
         # torchrun shows py_callstack of the failure with the smallest timestamp, in whole seconds:

@@ -4,7 +4,6 @@ A folder is written under a temporary name, flushed to disk, given a manifest wi
 of each file, and renamed: a folder under its final name is complete, and damage is detected.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -12,8 +11,6 @@ import math
 import os
 import re
 import shutil
-import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,25 +139,6 @@ def read_status(folder: Path) -> dict[str, Any]:
 def lock_of(folder: Path) -> Path:
     """Return the file that a launch locks: in the run folder, which may have several paths."""
     return folder / ".lock"
-
-
-def is_locked(folder: Path) -> bool | None:
-    """Return whether a launch holds the lock on a run folder; None where that cannot be found out.
-
-    The kernel is asked (F_GETLK), so no lock is taken. Not for the process that holds the lock:
-    closing the file would release it.
-    """
-    if sys.platform != "linux":
-        return None
-    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        with lock_of(folder).open("rb") as file:
-            flock = fcntl.fcntl(file, fcntl.F_GETLK, flock)
-    except FileNotFoundError:
-        return False
-    except OSError:  # no permission, or a file system without locks
-        return None
-    return struct.unpack("hhqqi0q", flock)[0] != fcntl.F_UNLCK
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------
@@ -318,7 +296,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not intact:
         raise ValueError("manifest.json is damaged")
     if content.get("format") != FORMAT:
-        raise FormatError(f"its format is {content.get('format')}, this code reads {FORMAT}")
+        raise FormatError(
+            f"{folder} was saved by another version of this project (format"
+            f" {content.get('format')}, this code reads {FORMAT}): go on with that version, whose"
+            " commit is in run.json, or start again with --resume never or another --run_name."
+        )
     if step_of(folder) not in (-1, content["step"]):
         raise ValueError(f"its manifest.json has step {content['step']}")
     return content

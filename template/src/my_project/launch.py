@@ -47,10 +47,11 @@ from typing import Any, NoReturn
 from . import cli, failures, starts
 from .command_line import as_restarted
 from .command_line import parse as parse_settings
+from .commands import make_parser
+from .commands import run as run_command
 from .config import Config, ConfigError
 from .end_block import Ending, how_it_ended, unexplained
 from .files import (
-    is_locked,
     lock_of,
     read_json,
     read_status,
@@ -60,7 +61,7 @@ from .files import (
 )
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
-from .starts import Starts, failed, last_record
+from .starts import Starts, failed, is_locked, last_record, read_errors
 from .workers import Workers, in_a_child, start_method, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
@@ -238,7 +239,7 @@ def fit_mesh(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.make_parser(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     parser.add_argument("--join_timeout_seconds", type=float, default=600, help="for other nodes")
     parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
@@ -320,11 +321,10 @@ def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[st
     return read_status(folder)
 
 
-def log_folder(launch: Launch, module: str) -> Path:
+def log_folder(launch: Launch) -> Path:
     """Return the folder for the output of this node's processes of this start."""
     start = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    kind = "preflight" if module == PREFLIGHT else "node"
-    return launch.run_folder / "logs" / f"{kind}_{launch.node_rank}" / f"{start}_{os.getpid()}"
+    return launch.run_folder / "logs" / f"node_{launch.node_rank}" / f"{start}_{os.getpid()}"
 
 
 def import_all(config: Config) -> None:
@@ -354,7 +354,7 @@ def train(config: Config | None, arguments: tuple[str, ...]) -> None:
     LAUNCHER.watch()
     config = as_restarted(config or parse_settings(list(arguments)))
     module = importlib.import_module(TRAIN)
-    cli.run_on_all_ranks(module.main, config, is_run=True)
+    cli.run_on_all_ranks(module.main, config)
 
 
 def run_module(
@@ -379,8 +379,7 @@ def run_module(
     if logs:  # made after the imports, in which Ctrl-C may come
         with writing(launch.run_folder):
             logs.mkdir(parents=True, exist_ok=True)
-            if module == TRAIN:  # else record_end does not remove it
-                (logs / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+            (logs / RESERVE).write_bytes(bytes(RESERVE_BYTES))
         os.environ[LOGS] = str(logs.absolute())
     os.environ[START] = starts.id
     environments = launch.environments(starts.attempt)
@@ -433,8 +432,7 @@ def start(launch: Launch, command: str = "") -> Ending | int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
         if launch.own.preflight:
-            logs = log_folder(launch, PREFLIGHT)
-            codes = run_module(launch, workers, PREFLIGHT, logs, NO_RESTARTS)
+            codes = run_module(launch, workers, PREFLIGHT, None, NO_RESTARTS)
             if workers.stop_signal:
                 return PREEMPTED
             if any(codes.values()):
@@ -456,12 +454,11 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     """Run the module, and again after failures that need not repeat."""
     folder = launch.run_folder
     before = read_status(folder)
-    logs = log_folder(launch, launch.module)
     if launch.module != TRAIN:
-        kept = logs if launch.config else None
-        codes = run_module(launch, workers, launch.module, kept, NO_RESTARTS)
+        codes = run_module(launch, workers, launch.module, None, NO_RESTARTS)
         one = next((code if code > 0 else 1 for code in failed(codes).values()), None)
         return print_setting_error(read_failures(errors)) or one or max(codes.values())
+    logs = log_folder(launch)
     made = [path for path in (logs, *logs.parents) if not path.exists()]
     starts = Starts(
         folder=folder,
@@ -489,7 +486,7 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
     status = wait_for_status(folder, before, 1 if lost else launch.nodes)
     token = read_json(folder / "run.json").get("launch", "") if status != before else ""
     if token:
-        found = sorted([*found, *failures.read_errors(folder, token)], key=lambda one: one["time"])
+        found = sorted([*found, *read_errors(folder, token)], key=lambda one: one["time"])
         # a process on a full disk, or on a node that is lost, has not written that it failed
         of_failed = ("failed", "running") if failed(codes) else ("failed",)
         outcome = "" if launch.node_rank else status.get("outcome")
@@ -622,4 +619,4 @@ def print_setting_error(found: list[dict[str, Any]]) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, sys.argv[1:])
+    run_command(main, sys.argv[1:])

@@ -60,12 +60,9 @@ def garbage_collected_at_records() -> Iterator[None]:
     collection would take a tenth of a second), collect_garbage runs after the same step on all
     ranks, and between these calls a collection starts by itself only when the objects that were
     made, less those freed, exceed GARBAGE_OBJECTS: reference cycles made in every step stay
-    bounded where records are rare. Nothing changes where the caller has turned collection off.
+    bounded where records are rare.
     """
     limits = gc.get_threshold()
-    if not gc.isenabled() or limits[0] == 0:
-        yield
-        return
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(limits[0], GARBAGE_OBJECTS), *limits[1:])
@@ -88,8 +85,7 @@ def collect_garbage(record: int) -> None:
     Args:
         record: its number, the same on all ranks.
     """
-    if gc.isenabled() and gc.get_threshold()[0]:
-        gc.collect(1 if record % RECORDS_PER_FULL_COLLECTION else 2)
+    gc.collect(1 if record % RECORDS_PER_FULL_COLLECTION else 2)
 
 
 START = "LAUNCH_START"  # the variable with the name of this start in starts.jsonl
@@ -104,8 +100,9 @@ class CopiedStream:
         self.file = file
 
     def write(self, text: str) -> int:
-        """Write to both; a terminal may have been closed."""
-        self.write_to_file(text)
+        """Write to both: a full disk, or a terminal that was closed, must not end the run."""
+        with suppress(OSError):
+            self.file.write(text.encode(errors="replace"))
         with suppress(OSError):
             self.stream.write(text)
         return len(text)
@@ -115,34 +112,24 @@ class CopiedStream:
         with suppress(OSError):
             self.stream.flush()
 
-    def write_to_file(self, text: str) -> None:
-        """Write to the file only."""
-        with suppress(OSError):  # a full disk must not end the run
-            self.file.write(text.encode(errors="replace"))
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
-def write_logs(*, is_run: bool) -> None:
-    """Under launch.py, write the output of this process to a file of its own.
+def write_logs() -> None:
+    """Under launch.py, write the output of this process of a run to a file of its own.
 
-    Args:
-        is_run: the terminal gets only what rank 0 prints; what it writes to stderr, such as the
-            warnings of libraries, and what other ranks write goes to their files. Otherwise the
-            terminal gets all of it too. What C code of rank 0 writes to stdout (NCCL_DEBUG) is on
-            the terminal only.
+    The terminal gets only what rank 0 prints; what it writes to stderr, such as the warnings of
+    libraries, and what other ranks write goes to their files. What C code of rank 0 writes to
+    stdout (NCCL_DEBUG) is on the terminal only.
     """
     folder = os.environ.get(LOGS)
-    if not folder or isinstance(sys.stdout, CopiedStream):
+    if not folder:
         return
     rank = world()[1]
     try:
         file = open(os.path.join(folder, f"rank_{rank:05d}.log"), "ab", buffering=0)  # noqa: SIM115
     except OSError:  # a full disk: the start of the run says so
-        return
-    if not is_run:
-        sys.stdout, sys.stderr = CopiedStream(sys.stdout, file), CopiedStream(sys.stderr, file)
         return
     sys.stderr.flush()
     os.dup2(file.fileno(), 2)

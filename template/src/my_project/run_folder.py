@@ -122,11 +122,6 @@ class Run:
         if self.rank == 0 and self.status().get("outcome") == "running":
             self.write_status("running")
 
-    @property
-    def process_label(self) -> str:
-        """Return rank, host and step of this process."""
-        return f"rank {self.rank} on {socket.gethostname()}, step {self.step}"
-
     def fail(self, failure: dict[str, Any]) -> None:
         """Write a failure into the status, unless that of another rank came first.
 
@@ -284,27 +279,21 @@ def refuse_other_format(folder: Path) -> None:
     for newest in checkpoints(folder)[-1:]:
         try:
             read_manifest(newest)
-        except FormatError as error:
-            raise ConfigError(
-                f"{newest} was saved by another version of this project ({error}): go on with that"
-                " version, whose commit is in run.json, or start again with --resume never or"
-                " another --run_name. Its export/ and best/ can be used as before."
-            ) from error
+        except FormatError:
+            raise
         except (ValueError, OSError):  # resuming.choose passes over what is damaged
             continue
 
 
 def source_hash(file: str | Path | None) -> str | None:
-    """Return the SHA-256 of a source file; None where it cannot be read."""
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
-    except OSError:  # such as a broken link by which an editor locks a file
-        return None
+    """Return the SHA-256 of a source file; None for None."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
 
 def code_digest(config: Config) -> str:
     """Return a hash of the project's modules and the recipe's."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
+    # no broken links, by which an editor locks a file
+    files = sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
     recipe = inspect.getsourcefile(type(config.recipe))
     hashes = [source_hash(path) for path in (*files, recipe)]
     return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]

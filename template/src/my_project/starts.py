@@ -6,9 +6,12 @@ launcher of node 0 appends a line to starts.jsonl once a start has begun the run
 has ended (docs/run-folder.md). Imports no torch; the loop does not import it.
 """
 
+import fcntl
 import json
 import math
 import os
+import struct
+import sys
 import time
 import uuid
 from bisect import bisect_right
@@ -19,13 +22,14 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from .failures import first_failure, read_errors
+from .failures import first_failure
 from .files import (
     checkpoints,
     each_record,
     format_seconds,
     is_number,
     kind_of,
+    lock_of,
     parse_record,
     read_json,
     read_status,
@@ -196,6 +200,40 @@ class Starts:
             is_cut = file.read() not in (b"", b"\n")
             file.write(b"\n" * is_cut + text.encode())
             self._lines, self._unended = [], []
+
+
+# ---- what a launch leaves in the run folder ------------------------------------------------------
+def checked(failure: Any) -> dict[str, Any]:
+    """Return what an error file or status.json holds of a failure; {} where it is damaged."""
+    found = {"step": None, "progress_time": None, "at": None, "frames": []} | (failure or {})
+    needed = {"rank", "host", "reason", "cause", "time", "exit_code", "launch"}
+    return found if needed <= found.keys() else {}
+
+
+def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
+    """Read the error files of a launch (its token) from a run folder, the first failure first."""
+    paths = (folder / "errors").glob("*_rank_*_step_*.json")
+    found = [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
+    return sorted(found, key=lambda failure: failure["time"])
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a launch holds the lock on a run folder; None where that cannot be found out.
+
+    The kernel is asked (F_GETLK), so no lock is taken. Not for the process that holds the lock:
+    closing the file would release it.
+    """
+    if sys.platform != "linux":
+        return None
+    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with lock_of(folder).open("rb") as file:
+            flock = fcntl.fcntl(file, fcntl.F_GETLK, flock)
+    except FileNotFoundError:
+        return False
+    except OSError:  # no permission, or a file system without locks
+        return None
+    return struct.unpack("hhqqi0q", flock)[0] != fcntl.F_UNLCK
 
 
 def newest_checkpoint(folder: Path) -> int | None:

@@ -21,7 +21,7 @@ import torch
 
 from . import failures
 from .config import Config, seconds_of
-from .process import LAUNCHER, STOP_SIGNALS
+from .process import LAUNCHER, STOP_SIGNALS, process_name
 from .run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Watchdog:
             details=stacks(),
         )
         print(
-            f"{self.run.process_label}: {failure['reason']}\n{failure['details']}",
+            f"{process_name()}: {failure['reason']}\n{failure['details']}",
             file=sys.__stderr__,
             flush=True,
         )
@@ -202,10 +202,8 @@ def stacks() -> str:
     )
 
 
-def turn_on_flight_recorder(config: Config) -> None:
-    """Let NCCL keep its last collectives in memory, and write them when one takes too long."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+def name_nccl_traces(config: Config) -> None:
+    """Name the files into which NCCL writes its last collectives when one fails."""
     trace = config.folder.absolute() / "errors" / "nccl_trace_rank_"
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trace))
 
@@ -221,7 +219,7 @@ def save_nccl_trace(run: Run) -> None:
         path = run.folder / "errors" / f"nccl_trace_rank_{run.rank:05d}.json"
         path.write_bytes(trace if isinstance(trace, bytes) else str(trace).encode())
     except (OSError, RuntimeError, TypeError) as error:
-        print(f"{run.process_label}: no NCCL trace: {error}", file=sys.__stderr__, flush=True)
+        print(f"{process_name()}: no NCCL trace: {error}", file=sys.__stderr__, flush=True)
 
 
 # ---- failures ------------------------------------------------------------------------------------

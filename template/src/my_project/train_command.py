@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import cli, launch
+from . import commands, launch
 from .command_line import did_you_mean, parse
 from .config import Config, ConfigError
 from .end_block import print_block, rows
@@ -42,7 +42,7 @@ DRY_RUN_STEPS = 2
 
 def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this command's options, and the words for the train module."""
-    parser = cli.Parser(add_help=False, allow_abbrev=False)
+    parser = commands.Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--where", default="")
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--preflight", action="store_true")
@@ -166,4 +166,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, sys.argv[1:])
+    commands.run(main, sys.argv[1:])

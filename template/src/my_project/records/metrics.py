@@ -133,7 +133,7 @@ class MetricsWriter:
     def timed(self, batches: Any) -> Iterator[Any]:
         """Pass the micro-batches on; from each on, the time is that of a forward pass."""
         profile, rank = self.config.profile, self.run.rank
-        if profile.window and rank in profile.chosen_ranks:
+        if profile.window and rank in profile.ranks:
             self.profiler = Profiler(self.run, rank, self.device, self.state.step)
         self.phase_times.enter("data")
         for batch in batches:

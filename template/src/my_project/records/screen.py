@@ -1,8 +1,9 @@
-"""What a run shows: one line per record, or on a terminal a bar below all that is printed.
+"""What a run shows: one line per record, or on a terminal a bar below the lines of the log.
 
     step 196/330 [###########         ] 59%  loss 0.4312  52 s left  lr 9.1e-03  3,021 samples/s
 
-The bar is drawn by the steps themselves, so a debugger that stops one has the terminal.
+The bar is drawn by the steps themselves, so a debugger that stops one has the terminal. What a
+recipe prints begins behind the bar.
 """
 
 import logging
@@ -20,7 +21,7 @@ from torch import nn
 
 from ..files import format_metric, format_seconds, kind_of, printable, processes
 from ..loading.layout import BatchLayout
-from ..process import LOGS, CopiedStream
+from ..process import LOGS
 from ..run_folder import FINISHED_BEFORE, Run
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,11 @@ SAMPLE_CHARACTERS = 500  # of the text of the recipe, in a log
 
 
 class Screen:
-    """The bar, which is sys.stdout while it is shown: what is printed erases it first."""
+    """The bar on the last line of a terminal, which a line of the log erases first."""
 
     def __init__(self, run: Run) -> None:
         self.total_steps = run.total_steps
-        self.stream: Any = sys.stdout
-        self.log = self.stream if isinstance(self.stream, CopiedStream) else None
-        self.terminal: Any = self.log.stream if self.log else self.stream
         self.is_terminal = False
-        self.is_at_start_of_line = True
         self.step = 0  # steps done
         self.drawn = 0.0  # time.monotonic()
         self.numbers: list[str] = []  # of the last interval
@@ -47,10 +44,16 @@ class Screen:
         """Begin after so many steps; draw the bar if this is a terminal."""
         self.step = step
         is_dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
-        self.is_terminal = self.stream.isatty() and not is_dumb
+        self.is_terminal = sys.stdout.isatty() and not is_dumb
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(self.erase)
+        self._draw()
+
+    def erase(self, _: logging.LogRecord) -> bool:
+        """Erase the bar, which the next step draws again; pass all lines of the log on."""
         if self.is_terminal:
-            sys.stdout = self
-            self._draw()
+            self._put("\r\x1b[K")
+        return True
 
     def step_ended(self, step: int) -> None:
         """Note the number of steps done."""
@@ -70,31 +73,19 @@ class Screen:
         line = line_of(record, self.total_steps)
         if line and (not self.is_terminal or kind_of(record) == "evaluation"):
             logger.info(line)
-        elif line and self.log:
-            self.log.write_to_file(f"{line}\n")
+        elif line and LOGS in os.environ:
+            with suppress(OSError):  # a full disk
+                print(line, file=sys.stderr)  # the log file
 
     def stop(self) -> None:
         """Leave the bar on the screen as it is."""
         if self.is_terminal:
             self._draw()
             self._put("\n")
-            sys.stdout = self.stream
             self.is_terminal = False
 
-    def write(self, text: str) -> int:
-        """Print in place of the bar, which the next step draws again below."""
-        if self.is_at_start_of_line:
-            self._put("\r\x1b[K")
-        self.is_at_start_of_line = text.endswith("\n")
-        with suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
     def _draw(self) -> None:
-        if not self.is_terminal or not self.is_at_start_of_line:
+        if not self.is_terminal:
             return
         self.drawn = time.monotonic()
         share = self.step / max(1, self.total_steps)
@@ -104,9 +95,11 @@ class Screen:
         self._put(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
 
     def _put(self, text: str) -> None:
+        """Write to the terminal alone: what is printed to sys.stdout has a copy in the log file."""
+        terminal: Any = sys.__stdout__
         with suppress(OSError):  # a terminal that was closed: the run goes on, to save
-            self.terminal.write(text)
-            self.terminal.flush()
+            terminal.write(text)
+            terminal.flush()
 
 
 # ---- lines ---------------------------------------------------------------------------------------

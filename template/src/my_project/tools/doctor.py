@@ -26,19 +26,18 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any, NamedTuple
 
+from ..end_block import place_of
 from ..failures import (
     CONSEQUENCES,
     FULL_DISK,
     SENTENCES,
-    WATCHED,
-    checked,
     exit_with_error,
     first_failure,
     late,
-    place_of,
 )
-from ..files import ConfigError, format_seconds, is_locked, printable, read_json, step_of
+from ..files import ConfigError, format_seconds, printable, read_json, step_of
 from ..process import PREEMPTED
+from ..starts import checked, is_locked
 from . import flight_recorder
 from .reader import Run, parser_of, read_folder, read_run, time_of
 
@@ -47,6 +46,7 @@ COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a r
 LATEST = 100  # records that are looked at for a slow rank
 LITTLE_BYTES = 10e6  # of free space: less than a checkpoint of most models
 MOST_RANKS = 1_000_000
+WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
 TAIL_BYTES = 1 << 18  # of a log: what tells of the end stands there
 ABORTED = -6  # SIGABRT: also by NCCL's own watchdog, after ours has reported a hang
 BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM: a launcher ends the other ranks with them

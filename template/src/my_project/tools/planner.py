@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..cli import make_parser, run
+from ..commands import make_parser, run
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,17 +14,8 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from ..failures import checked
-from ..files import (
-    RUN_FORMAT,
-    ConfigError,
-    each_record,
-    flat,
-    is_locked,
-    read_json,
-    read_status,
-    read_yaml,
-)
+from ..files import RUN_FORMAT, ConfigError, each_record, flat, read_json, read_status, read_yaml
+from ..starts import checked, is_locked
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
 PACKAGE = (__package__ or "").removesuffix(".tools")  # a copy of the loop has another name
