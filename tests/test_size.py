@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_421,
+    "lines of train.py and all that it imports": 5_242,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_331,
-    "lines of tools/": 2_197,
-    "lines of template/tests": 3_627,
-    "lines of template/tests and tests": 14_029,
+    "lines of the package without tools/": 7_212,
+    "lines of tools/": 2_188,
+    "lines of template/tests": 3_598,
+    "lines of template/tests and tests": 13_974,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 184,
