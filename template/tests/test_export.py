@@ -160,9 +160,9 @@ def test_a_run_means_its_best_weights_or_else_its_export(shown, tmp_path, capsys
         assert float(out)
         shutil.rmtree(run / "best", ignore_errors=True)
     shutil.rmtree(run / "export")
-    with pytest.raises(ConfigError, match=r"has no data_info\.json; give an export"):
+    with pytest.raises(ConfigError, match=r"step_\d+ has no config\.yaml; give an export"):
         run_here(run, "0.5")
-    with pytest.raises(ConfigError, match=r"nowhere .*has no config\.yaml; give a run folder"):
+    with pytest.raises(ConfigError, match="nowhere holds neither .*; give a run folder"):
         run_here(tmp_path / "nowhere")
 
 

@@ -67,8 +67,8 @@ def evaluate(words: list[str]) -> None:
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml \
         -m my_project evaluate runs/image_classification
 
-    The last command evaluates on several processes. A run folder means its export or, if there is
-    none yet, its newest checkpoint.
+    The last command evaluates on several processes. A run folder means its best/, without one its
+    export/, and before there is that its newest checkpoint.
     """
     parser = make_parser(evaluate.__doc__, "evaluate")
     parser.add_argument("folder", help="a run folder, an export or a checkpoint")
@@ -166,10 +166,10 @@ def print_prediction(arguments: argparse.Namespace) -> None:
     import torch
 
     from .contract import one_line_errors
-    from .export import load
+    from .export import load, weights_folder
 
     given = Path(arguments.folder)
-    weights = weights_of(given)
+    weights = weights_folder(given)
     if weights != given:
         print(f"weights: {weights}", file=sys.stderr)  # standard output is for the answer alone
     if arguments.argument is None:
@@ -179,14 +179,6 @@ def print_prediction(arguments: argparse.Namespace) -> None:
     predict = needed(config.recipe, "predict")
     with torch.no_grad(), one_line_errors(config.recipe):
         print(predict(model, data_info, arguments.argument))
-
-
-def weights_of(folder: Path) -> Path:
-    """Return the export that a path means: of a run folder best/ or, without one, export/."""
-    from .export import is_export
-
-    found = [one for one in (folder, folder / "best", folder / "export") if is_export(one)]
-    return found[0] if found else folder  # load says what is missing there
 
 
 # ---- validation samples --------------------------------------------------------------------------

@@ -84,8 +84,8 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def weights_folder(folder: Path) -> Path:
-    """Return the export or checkpoint that a path means; for a run, its export comes first."""
-    for candidate in (folder, folder / "export"):
+    """Return the weights that a path means: of a run best/, else export/, else the newest save."""
+    for candidate in (folder, folder / "best", folder / "export"):
         if is_export(candidate) or (candidate / "manifest.json").is_file():
             return candidate
     if found := checkpoints(folder):
