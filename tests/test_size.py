@@ -19,7 +19,7 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 5_242,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_212,
+    "lines of the package without tools/": 7_208,
     "lines of tools/": 2_188,
     "lines of template/tests": 3_598,
     "lines of template/tests and tests": 13_974,
