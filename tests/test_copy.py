@@ -14,8 +14,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 LOOP = REPOSITORY / "template/src/my_project"
 SHORT = " --epochs null --steps 3 --evaluation.every_steps null"
-LAYOUTS = {"flat": "your_package", "src": "src/your_package", "nested": "your_package/vision"}
-DOTTED = {"flat": "your_package", "src": "your_package", "nested": "your_package.vision"}
+LAYOUTS = {"flat": "your_package", "nested": "src/your_package/vision"}
+DOTTED = {"flat": "your_package", "nested": "your_package.vision"}
 DATA = """
 import torch
 
@@ -59,7 +59,7 @@ def make_repository(folder: Path, layout: str) -> tuple[Path, Path, dict[str, st
         "FOLDER": str(package),
         "PACKAGE": DOTTED[layout],
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(repository / "src" if layout == "src" else repository),
+        "PYTHONPATH": str(repository / "src" if layout == "nested" else repository),
     }
     return repository, package, environment
 
@@ -78,24 +78,20 @@ def outcome(repository: Path, run: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["flat", "nested"])
-def test_copied_by_hand_the_loop_and_a_recipe_run(tmp_path: Path, layout: str):
-    repository, package, environment = make_repository(tmp_path, layout)
+def test_copied_by_hand_the_loop_and_a_recipe_run(tmp_path: Path):
+    repository, package, environment = make_repository(tmp_path, "flat")
     _, copying, launching = blocks()
-    dotted = DOTTED[layout]
-    launching = launching.replace("-m your_package.", f"-m {dotted}.")
     succeed(copying, REPOSITORY, environment)
     succeed(launching.strip() + SHORT, repository, environment)
     run = repository / "runs/image_classification"
     assert outcome(repository, "image_classification")["outcome"] == "finished"
-    assert f"{dotted}.image_classification" in (run / "config.yaml").read_text()
+    assert "your_package.image_classification" in (run / "config.yaml").read_text()
     succeed(copying, REPOSITORY, environment)
     assert "0 file(s) written" in copied("image_classification", package)
-    if layout == "flat":
-        own_model_and_data(repository, package, environment)
+    own_model_and_data(repository, package, environment)
 
 
-@pytest.mark.parametrize(("layout", "tools"), [("flat", False), ("src", False), ("nested", True)])
+@pytest.mark.parametrize(("layout", "tools"), [("flat", False), ("nested", True)])
 def test_by_hand_and_by_command_copy_the_same(tmp_path: Path, layout: str, tools: bool):
     _, copying, _ = blocks()
     trees = []
@@ -217,7 +213,7 @@ def test_the_package_is_named_as_it_is_imported(tmp_path, folder, files, dotted,
 
 @pytest.mark.slow
 def test_the_line_that_is_printed_trains(tmp_path: Path):
-    repository, package, environment = make_repository(tmp_path, "src")
+    repository, package, environment = make_repository(tmp_path, "nested")
     done = by_command("causal_lm", package)
     line = done.stdout.strip().splitlines()[-1]
     del environment["PYTHONPATH"]
@@ -231,7 +227,7 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
     assert "finished, all steps done: weights in runs/causal_lm/export" in shown
     assert outcome(repository, "causal_lm")["outcome"] == "finished"
     copied("causal_lm", package, "--tools")
-    doctor = f"PYTHONPATH=src python -m {DOTTED['src']}.training doctor runs/causal_lm"
+    doctor = f"PYTHONPATH=src python -m {DOTTED['nested']}.training doctor runs/causal_lm"
     assert "finished" in succeed(doctor, repository, environment)
 
 
