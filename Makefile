@@ -18,12 +18,18 @@ test: .venv/installed ## Run the quick tests: 3 minutes, no root
 	$(IN_PROJECT) template $(WORKERS) -m "not slow and not gpu"
 	$(BIN)/pytest -q $(WORKERS) -m "not slow and not root"
 
-# runs on two hosts, of four processes each, come one after the other
+# The tests on two hosts come one after the other, and mostly wait: the others run beside them, so
+# limits are twice as long.
 test-all: .venv/installed ## Run all tests, with the slow ones and those that need root
+	TEST_PATIENCE=$${TEST_PATIENCE:-2} $(MAKE) --no-print-directory --jobs 2 --output-sync=line test-two-hosts test-one-host
+
+test-two-hosts: .venv/installed
+	$(BIN)/pytest -q -m root
+
+test-one-host: .venv/installed
 	$(IN_PROJECT) template $(WORKERS)
 	$(MAKE) --no-print-directory test-cpus
 	$(BIN)/pytest -q $(WORKERS) -m "not root"
-	$(BIN)/pytest -q -m root
 
 test-loop: .venv/installed ## Run the tests of the loop against a project: PROJECT=path ARGS="-k resume"
 	$(IN_PROJECT) $(or $(PROJECT),template) $(WORKERS) -m "not slow and not gpu" $(ARGS)
@@ -74,4 +80,4 @@ $(GENERATED): | .venv/bin/cookiecutter
 	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv --group dev --requirements template/pyproject.toml --all-extras --editable $(GENERATED)
 	touch $@
 
-.PHONY: help train test test-all test-loop test-cpus test-gpu lint bench faults clean
+.PHONY: help train test test-all test-two-hosts test-one-host test-loop test-cpus test-gpu lint bench faults clean

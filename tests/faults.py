@@ -146,7 +146,7 @@ def drawn() -> list[Fault]:
         )
     for what in ("at once", "later"):
         # one of them finishes; the other may be tried again, so it does not exit with 2
-        add("two starts", "", what, rank=None, steps=60, recipe={"seconds": 0.05})
+        add("two starts", "", what, rank=None, steps=300, recipe={"seconds": 0.05})
     for what in ("signal", "signal", "signal launcher"):
         add("preemption", "preempt|told to stop|SIGTERM", what, rank=None, exit_code=PREEMPTED,
             steps=5000, recipe={"detail": "SIGTERM"})  # fmt: skip
