@@ -1,4 +1,4 @@
-"""Six of the sixty faults, and five of the hundred kills across layouts; make faults runs all."""
+"""Six of the sixty faults, and ten of the hundred kills across layouts; make faults runs all."""
 
 import random
 import subprocess
@@ -22,8 +22,8 @@ def test_doctor_names_the_rank_and_the_cause_of_a_fault(number, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_five_times_across_layouts_sees_the_same_samples():
-    kills = [faults.ROOT / "benchmarks/kills.py", "--kills", "5", "--processes", *"21432"]
+def test_a_run_killed_ten_times_across_layouts_sees_the_same_samples():
+    kills = [faults.ROOT / "benchmarks/kills.py", "--kills", "10", "--processes", *"21432"]
     done = subprocess.run([sys.executable, *kills], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("5 kills, 333 steps, the same samples and weights")
+    assert done.stdout.startswith("10 kills, 333 steps, the same samples and weights")

@@ -39,7 +39,10 @@ def call(*command: str | Path, **options) -> str:
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not UV.exists(), reason=f"needs uv beside {Path(sys.executable).name}")
 def test_quick_tests_pass_with_the_lowest_versions(template, tmp_path):
-    """Of what the dependencies need in turn, the newest is taken, as for a user."""
+    """Of what the dependencies need in turn, the newest is taken, as for a user.
+
+    With AVX2, as make test-cpus runs the other numeric tests.
+    """
     repository = shutil.copytree(template, tmp_path / "repository", symlinks=True)
     project, environment = repository / "template", tmp_path / "environment"
     lowest = bounds(project / "pyproject.toml")
@@ -52,7 +55,7 @@ def test_quick_tests_pass_with_the_lowest_versions(template, tmp_path):
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
     }
-    clean["PATH"] = f"{python.parent}:{clean['PATH']}"
+    clean |= {"PATH": f"{python.parent}:{clean['PATH']}", "ATEN_CPU_CAPABILITY": "avx2"}
     try:
         call(UV, "venv", "--quiet", "--python", sys.executable, environment, env=clean)
         call(
