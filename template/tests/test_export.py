@@ -162,7 +162,7 @@ def test_a_run_means_its_best_weights_or_else_its_export(shown, tmp_path, capsys
     shutil.rmtree(run / "export")
     with pytest.raises(ConfigError, match=r"step_\d+ has no config\.yaml; give an export"):
         run_here(run, "0.5")
-    with pytest.raises(ConfigError, match="nowhere holds neither .*; give a run folder"):
+    with pytest.raises(ConfigError, match=r"nowhere holds neither .*; give a run folder"):
         run_here(tmp_path / "nowhere")
 
 
