@@ -1,8 +1,5 @@
 """Count the files of the package that one training step passes, from its data to its checkpoint.
 
-    python tests/step_files.py                       # names them, and exits 0
-    python tests/step_files.py OTHER_CLONE/template  # of another commit
-
 Counted by running: on rank 0 of two processes under DDP, a profile function notes in all threads
 which files are entered between the loss of one step and that of the step after the next, when the
 checkpoint in between is on the disk. The recipe's own files do not count.
@@ -16,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 FIRST, SAVED, LAST = 2, 4, 4  # the steps of both losses, and that of the checkpoint (steps done)
 
 
@@ -67,7 +63,7 @@ def count(template: Path, folder: Path) -> list[str]:
     paths = [template / "src", template / "tests", Path(__file__).parent]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    words = [sys.executable, __file__, "--here", str(folder)]
+    words = [sys.executable, __file__, str(folder)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
@@ -75,15 +71,7 @@ def count(template: Path, folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--here"]:
-        from step_files import entered as entered_on_this_rank
-        from world import run_world
+    from step_files import entered as entered_on_this_rank
+    from world import run_world
 
-        print(*run_world(2, entered_on_this_rank, sys.argv[2])[0], sep="\n")
-    else:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as temporary:
-            template = Path(sys.argv[1]) if sys.argv[1:] else REPOSITORY / "template"
-            found = count(template.resolve(), Path(temporary))
-            print(*found, f"{len(found)} files", sep="\n")
+    print(*run_world(2, entered_on_this_rank, sys.argv[1])[0], sep="\n")

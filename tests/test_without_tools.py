@@ -14,7 +14,7 @@ from test_wheel import IMPORT_ALL
 QUICK = [
     f"tests/loop/test_{name}.py"
     for name in ("structure", "cli", "launch_node", "readme", "documents")
-] + [f"tests/test_{name}.py" for name in ("accelerate_configs", "resume")]
+] + ["tests/test_accelerate_configs.py"]
 TOOLS = ("report", "doctor", "planner", "preflight", "runs")
 SHORT = ["--epochs", "null", "--steps", "3", "--evaluation.every_steps", "null"]
 
