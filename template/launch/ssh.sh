@@ -14,7 +14,10 @@
 # node (29500); ADDRESS of the main node, if it is not its name in the list; SSH, the command (ssh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=$(command -v python)
+if ! python=$(command -v python); then
+    echo "error: there is no python on the PATH; activate the project's environment first" >&2
+    exit 2
+fi
 
 if [ $# -lt 1 ] || [[ $1 == -* ]]; then
     echo "error: give a host list first: launch/ssh.sh hosts.txt --config configs/..." >&2

@@ -121,7 +121,7 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     assert "ValueError: this rank was told to fail" in shown
     first = shown.split("Root Cause")[1]
     assert "ValueError: this rank was told to fail" in first, "torchrun's block shows it"
-    assert re.search(r"ragged\.py, line \d+, in strike", first)
+    assert re.search(r'ragged\.py", line \d+, in strike', first)
     left = outcome(tmp_path)
     assert left["outcome"] == "failed"
     assert left["reason"].startswith("rank 1 on ")

@@ -221,8 +221,9 @@ def test_the_launcher_tells_other_nodes_no_secret(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not HAS_LAUNCHERS, reason="the project has no launch/")
 @pytest.mark.parametrize("listed", ["", "a slots=8\nb slots=4"])
-def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, listed):
+def test_a_host_list_that_cannot_be_used_is_refused(tmp_path, monkeypatch, listed):
     (tmp_path / "hosts.txt").write_text(f"# the nodes\n{listed}\n")
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
     done = subprocess.run(
         [PROJECT / "launch/ssh.sh", tmp_path / "hosts.txt", "--config", "tiny.yaml"],
         capture_output=True, text=True, check=False, timeout=600,
