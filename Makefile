@@ -21,6 +21,7 @@ test: .venv/installed ## Run the quick tests: 3 minutes, no root
 # The tests on two hosts come one after the other, and mostly wait: the others run beside them, so
 # limits are twice as long.
 test-all: .venv/installed ## Run all tests, with the slow ones and those that need root
+	@echo "Two groups of tests run side by side; each prints its results when it has ended"
 	TEST_PATIENCE=$${TEST_PATIENCE:-2} $(MAKE) --no-print-directory --jobs 2 --output-sync=line test-two-hosts test-one-host
 
 test-two-hosts: .venv/installed
