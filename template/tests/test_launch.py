@@ -172,7 +172,8 @@ def test_a_signal_saves_and_leaves_and_the_same_command_continues(tmp_path, monk
         left = outcome(tmp_path)
         assert left["outcome"] == "preempted", shown
         if to == "all":
-            assert "my_project" not in shown.partition("Traceback")[2], "no traceback of ours"
+            traceback = shown.partition("Traceback")[2]
+            assert "my_project" not in traceback, "no traceback of ours"
         if launcher == "my_project.launch":
             assert run.returncode == 75
         else:
