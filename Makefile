@@ -14,7 +14,7 @@ train: .venv/installed ## Generate a project with the default answers and train 
 # as in template/Makefile
 WORKERS ?= --numprocesses logical --maxprocesses 4 --dist worksteal
 IN_PROJECT := $(BIN)/python tests/in_project.py
-test: .venv/installed ## Run the quick tests: 3 minutes, no root
+test: .venv/installed ## Run the quick tests: 2 minutes, no root
 	$(IN_PROJECT) template $(WORKERS) -m "not slow and not gpu"
 	$(BIN)/pytest -q $(WORKERS) -m "not slow and not root"
 
