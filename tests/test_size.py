@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 7_208,
     "lines of tools/": 2_188,
     "lines of template/tests": 3_600,
-    "lines of template/tests and tests": 13_955,
+    "lines of template/tests and tests": 13_956,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 184,

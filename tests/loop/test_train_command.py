@@ -146,6 +146,7 @@ def test_stopped_continued_finished_and_shown_again(project):
     assert "--- finished: runs/tiny -" in shown
     assert "  best     validation/auroc" in shown
     assert lines[-1] == "  python -m my_project evaluate runs/tiny"
+    assert "my_project predict" not in shown, "the recipe has no predict_samples"
 
     lines, code = typed(words, project).end()
     assert code == 0
