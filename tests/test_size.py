@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_242,
+    "lines of train.py and all that it imports": 5_239,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_208,
+    "lines of the package without tools/": 7_205,
     "lines of tools/": 2_188,
     "lines of template/tests": 3_600,
     "lines of template/tests and tests": 13_956,

@@ -13,8 +13,6 @@ from .failures import exit_with_error, library_of, record_of, report_once
 from .process import PREEMPTED, process_name, world, write_logs
 from .safety.redaction import MaskedFormatter
 
-logger = logging.getLogger(__name__)
-
 
 def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
     """Run main on this rank and exit with its code.

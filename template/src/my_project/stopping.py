@@ -4,7 +4,6 @@ runs/<run_name>/errors/ gathers, for all nodes, one file for each rank that fail
 """
 
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -24,7 +23,6 @@ from .config import Config, seconds_of
 from .process import LAUNCHER, STOP_SIGNALS, process_name
 from .run_folder import Run
 
-logger = logging.getLogger(__name__)
 SECOND_SIGNAL_AFTER_SECONDS = 5.0  # seconds
 # Until the watchdogs of other ranks, which look once a second, have reported too: when this process
 # exits, its launcher ends them.
