@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 import torch
@@ -191,9 +192,12 @@ def normalize_and_clip_(
     if clip_norm is not None:
         clip = clip_norm / (norm + 1e-6)
         scale = scale * (clip.clamp(max=1.0) if isinstance(clip, Tensor) else min(clip, 1.0))
-    factor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float64)
-    if gradients[0].dtype == torch.float32:  # a factor of another type costs a kernel per gradient
-        factor = factor.float()
+    # a factor of another type costs a kernel per gradient
+    is_float32 = gradients[0].dtype == torch.float32
+    if isinstance(scale, Tensor):
+        factor = scale.float() if is_float32 else scale
+    else:
+        factor = torch.full((), scale, dtype=torch.float32 if is_float32 else torch.float64)
     torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
     return norm
 
@@ -213,6 +217,12 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
         optimizer.step()
     elif math.isfinite(float(norm)):
         optimizer.step()
+
+
+@cache
+def constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a scalar that is made once."""
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def power_of_two(number: float) -> float:

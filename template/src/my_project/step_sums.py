@@ -13,12 +13,14 @@ from .collectives import agree
 from .config import ConfigError
 from .state import StepReport
 
+GRAD_NORM, OWN_LOSS, LOSS, ITEMS, STOP_VOTES, SAVE_VOTES = range(6)  # in the order of StepReport
+
 
 class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
-    The fields are views of one tensor, scalars on the device, in the order of StepReport's. The
-    scalars of a recipe, which only its first loss names, come last.
+    They are one tensor, in the order of StepReport's fields. The scalars of a recipe, which only
+    its first loss names, come last.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -32,22 +34,16 @@ class StepSums:
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
         """Use a tensor of zeros, for the scalars of these names too."""
         self.tensor = memory
-        (
-            self.grad_norm,
-            self.own_loss_sum,
-            self.loss_sum,
-            self.item_sum,
-            self.stop_votes,
-            self.save_votes,
-            *scalars,
-        ) = memory.unbind()
-        self.scalars = dict(zip(names, scalars, strict=True))
-        self.over_all_ranks = memory[2:]
+        self.over_all_ranks = memory[LOSS:]
+        # on a CPU the same memory as numbers: a kernel for a scalar takes longer than all sums
+        self.sums: Any = memory.numpy().data if memory.is_cpu else [*memory.unbind()]
+        self.places = {name: place for place, name in enumerate(names, SAVE_VOTES + 1)}
 
-    @property
-    def num_items(self) -> Tensor | float:
-        """The items to divide by: on a CPU a number, since nothing waits; NaN for 0."""
-        return (self.item_sum.item() or math.nan) if self.item_sum.is_cpu else self.item_sum
+    def add_to(self, place: int, value: Tensor | float) -> None:
+        """Add to one of the sums, which are zero when a step begins."""
+        if isinstance(value, Tensor):
+            value = value.item() if self.tensor.is_cpu else value.detach()
+        self.sums[place] += value
 
     def add(
         self,
@@ -60,23 +56,23 @@ class StepSums:
         Raises:
             ConfigError: the scalars have other names than those of the first step.
         """
-        self.loss_sum.add_(loss_sum.detach())
-        self.item_sum.add_(num_items)
-        if scalars.keys() != self.scalars.keys():
+        self.add_to(LOSS, loss_sum)
+        self.add_to(ITEMS, num_items)
+        if scalars.keys() != self.places.keys():
             raise ConfigError(
                 f"loss returned the scalars {sorted(scalars)}, and in the first step of this start"
-                f" {sorted(self.scalars)}; return the same names each time, with 0.0 where there"
+                f" {sorted(self.places)}; return the same names each time, with 0.0 where there"
                 " is nothing to add."
             )
         for name, value in scalars.items():
-            self.scalars[name].add_(value.detach() if isinstance(value, Tensor) else value)
+            self.add_to(self.places[name], value)
 
     def start_all_reduce(self, wants_stop: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
         if wants_stop or wants_save:  # rare: almost no step launches these kernels
-            self.stop_votes.fill_(wants_stop)
-            self.save_votes.fill_(wants_save)
-        self.own_loss_sum.copy_(self.loss_sum)
+            self.add_to(STOP_VOTES, wants_stop)
+            self.add_to(SAVE_VOTES, wants_save)
+        self.add_to(OWN_LOSS, self.sums[LOSS])
         if self.world_size > 1:
             self.work = torch.distributed.all_reduce(self.over_all_ranks, async_op=True)
 
@@ -84,6 +80,11 @@ class StepSums:
         """Wait for the all-reduce: on a GPU this blocks the CUDA stream, not the host."""
         if self.work is not None:
             self.work.wait()
+
+    @property
+    def num_items(self) -> Tensor | float:
+        """The items to divide by: on a CPU a number, since nothing waits; NaN for 0."""
+        return (self.sums[ITEMS] or math.nan) if self.tensor.is_cpu else self.sums[ITEMS]
 
 
 class HostCopy:
@@ -130,8 +131,9 @@ class DelayedReader:
         self.both[0].tensor.zero_()
         return self.both[0]
 
-    def push(self, step: int, sums: StepSums) -> StepReport | None:
+    def push(self, step: int, sums: StepSums, grad_norm: Tensor | float) -> StepReport | None:
         """Start to copy a step's sums to the host; return the report of the step before."""
+        sums.add_to(GRAD_NORM, grad_norm)
         copy = HostCopy(sums.tensor)
         before = self.flush()
         self.pending = (step, copy)
@@ -144,5 +146,5 @@ class DelayedReader:
         step, copy = self.pending
         self.pending = None
         values = copy.tolist()
-        scalars = dict(zip(self.both[0].scalars, values[6:], strict=True))
+        scalars = dict(zip(self.both[0].places, values[6:], strict=True))
         return StepReport(step, *values[:6], scalars=scalars)

@@ -12,8 +12,6 @@ CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 from contextlib import nullcontext
 
-import torch
-
 from . import cli, contract, devices, optim, sharding, stopping
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
@@ -161,7 +159,7 @@ def main(config: Config) -> int:
                         metrics.backward_begins()
                         # not accelerator.backward, which divides by an accumulation of its own: two
                         # kernels more, measurable on small models
-                        scaled.backward(torch.full_like(scaled, backward_factor))
+                        scaled.backward(optim.constant(backward_factor, scaled.dtype, device))
                 sums.wait()
                 metrics.backward_ended()
                 if scaler:
@@ -176,7 +174,6 @@ def main(config: Config) -> int:
                 norm = optim.normalize_and_clip_(  # a list kept here would keep the gradients
                     optim.gradients(trainable), normalizer, config.optim.clip_norm
                 )
-                sums.grad_norm.fill_(norm)
                 optim.step_if_finite(optimizer, norm)  # scaler.step would wait for the device
                 if scaler:
                     scaler.update()
@@ -185,7 +182,7 @@ def main(config: Config) -> int:
                     ema.update()
                 state.step = run.step = step + 1  # steps done; a skipped one counts
                 metrics.step_ended(step, rate)
-                observe(read_back.push(step, sums))  # the step before: the device has done it
+                observe(read_back.push(step, sums, norm))  # the step before: the device has done it
                 watchdog.step_done()
 
                 # ---- periodically: save, then evaluate, so that a failure there loses no step ----

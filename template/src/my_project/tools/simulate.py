@@ -46,7 +46,6 @@ from ..command_line import parse
 from ..config import Config, ConfigError
 from ..loading.layout import batch_layout, is_stream
 from ..process import no_garbage_collection
-from ..step_sums import StepSums
 from ..train_command import find_where
 
 # What torch's trackers call the kinds of memory, and what is printed.
@@ -289,15 +288,14 @@ class _Step:
             for index, part in zip(bucket, self.buckets[-1].split(sizes), strict=True):
                 trained[index].grad = part.view_as(trained[index])
 
-    def micro_batch(self, batch: Any, sums: StepSums, *, is_last: bool) -> None:
+    def micro_batch(self, batch: Any, *, is_last: bool) -> None:
         """Run forward and backward of a micro-batch, and with the last send the gradients."""
         is_cast = bool(self.dtype) and not self.is_sharded
         with sharding.gradient_sync(self.model, is_last=is_last):
             with torch.autocast("cpu", self.dtype, enabled=is_cast):
-                loss_sum, num_items, *_ = self.model(self.recipe.loss, batch, 0)
-            sums.add(loss_sum, num_items)
-            if is_last:
-                sums.start_all_reduce(False, False)
+                loss_sum, *_ = self.model(self.recipe.loss, batch, 0)
+            if is_last and self.world_size > 1:  # of the loss, the items, and two votes
+                dist.all_reduce(torch.zeros(4, dtype=torch.float64))
             loss_sum.backward()
         if is_last and self.buckets:
             for dtype in {buffer.dtype for buffer in self.synced_buffers}:
@@ -346,8 +344,7 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
 
     Of the micro-batches before the last, which are alike, one is taken.
     """
-    here: Any = SimpleNamespace(device=CPU, num_processes=step.world_size)
-    step.micro_batch(batch, StepSums(here), is_last=True)
+    step.micro_batch(batch, is_last=True)
     step.update()
     if step.is_sharded:
         tracker: Any = FSDPMemTracker(step.model, step.optimizer)  # type: ignore[arg-type]
@@ -362,13 +359,12 @@ def _count(step: _Step, batch: Any, accumulation: int, gpus_per_node: int) -> di
     gc.freeze()  # the recorder collects what is made from here on
     # the counter sees an operation last, since it takes some of them apart
     with no_garbage_collection(), counter, tracker, collectives:
-        sums = StepSums(here)
         if number == 2:
             collectives.weight = accumulation - 1
-            step.micro_batch(batch, sums, is_last=False)
+            step.micro_batch(batch, is_last=False)
             collectives.weight = 1
             tracker.reset_mod_stats()
-        step.micro_batch(batch, sums, is_last=True)
+        step.micro_batch(batch, is_last=True)
         flops = counter.get_total_flops()
         tracker.reset_mod_stats()
         step.update()
