@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_239,
+    "lines of train.py and all that it imports": 5_241,
     "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_205,
-    "lines of tools/": 2_188,
+    "lines of the package without tools/": 7_207,
+    "lines of tools/": 2_184,
     "lines of template/tests": 3_600,
     "lines of template/tests and tests": 13_956,
     "settings": 52,
     "methods of a recipe": 14,
-    "lines of train.py": 184,
+    "lines of train.py": 182,
 }
 STEP_FILES = 19  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
