@@ -144,9 +144,15 @@ def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_pa
     assert folder_of(copied, 10).is_dir()
 
 
+def fingerprint(path: Path) -> dict[str, object]:
+    written = files.Fingerprint()
+    written.update(memoryview(path.read_bytes()))
+    return written.listed()
+
+
 def write_manifest(folder: Path, **changed: object) -> None:
     content = files.read_manifest(folder)
-    listed = {name: files.fingerprint(folder / name) for name in content["files"]}
+    listed = {name: fingerprint(folder / name) for name in content["files"]}
     (folder / "manifest.json").write_text(
         files.manifest_text(content | {"files": listed} | changed)
     )
@@ -271,7 +277,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path,
     (newest / name).write_bytes(evil)
     assert files.find_damage(newest)
     if name != "manifest.json":
-        listed = {file: files.fingerprint(newest / file) for file in FILES}
+        listed = {file: fingerprint(newest / file) for file in FILES}
         text = files.manifest_text(content | {"files": listed})
         (newest / "manifest.json").write_text(text)
         assert not files.find_damage(newest), "hashes alone do not help here"
@@ -399,7 +405,7 @@ def test_rotation_leaves_what_is_not_its_own(copied):
 # ---- the files ---------------------------------------------------------------------------------
 def tensors_of_every_kind() -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
-    bits = torch.randint(0, 256, (2, 3, 16), generator=draw, dtype=torch.uint8)
+    bits = torch.randint(0, 120, (2, 3, 16), generator=draw, dtype=torch.uint8)
     found = {"bool": bits % 2 == 1}
     for name in ("int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32",
                  "float64", "float8_e4m3fn", "float8_e5m2"):  # fmt: skip
@@ -603,7 +609,7 @@ def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
         soft = limit if calls[0] == failing else hard
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         try:
-            write(named, path, aliases)
+            return write(named, path, aliases)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 

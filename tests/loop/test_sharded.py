@@ -245,7 +245,7 @@ def fail_to_write(rank: int, world: int, config: Config) -> list[bool]:
     def failing(shards: Any, path: Path, aliases: Any) -> Any:
         if rank == 1:
             raise OSError(28, "No space left on device")
-        save_shards(shards, path, aliases)
+        return save_shards(shards, path, aliases)
 
     for step, write in enumerate((failing, save_shards), start=1):
         saving.save_shards = write  # type: ignore[assignment]

@@ -231,11 +231,26 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Return the size in bytes and the SHA-256 of each piece of a file."""
-    size = path.stat().st_size
-    pieces = range(-(-size // PIECE_BYTES))
-    return {"size": size, "sha256": [_hash_piece(path, number) for number in pieces]}
+class Fingerprint:
+    """The size in bytes and the SHA-256 of each piece of a file, from what is written to it."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.digests: list[Any] = []
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes, in the order of the file."""
+        while data:
+            if self.size % PIECE_BYTES == 0:
+                self.digests.append(hashlib.sha256())
+            part = data[: PIECE_BYTES - self.size % PIECE_BYTES]
+            self.digests[-1].update(part)
+            self.size += len(part)
+            data = data[len(part) :]
+
+    def listed(self) -> dict[str, Any]:
+        """Return what a manifest lists."""
+        return {"size": self.size, "sha256": [digest.hexdigest() for digest in self.digests]}
 
 
 def _hash_piece(path: Path, number: int) -> str:

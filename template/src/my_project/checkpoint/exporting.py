@@ -19,7 +19,7 @@ from ..config import to_yaml
 from ..recipe import optional
 from ..run_folder import Run
 from .saving import Checkpoints, Read
-from .shards import check_finite, in_file_order, is_sharded, model_tensors, save_tensors
+from .shards import checked, in_file_order, is_sharded, model_tensors, save_tensors
 
 
 def export(
@@ -60,7 +60,7 @@ def export(
     def fill(folder: Path) -> None:
         if not weights:  # others were looked at when they were written as shards
             for key, tensor in state.items():
-                check_finite(key, tensor)
+                checked(key, tensor)
         if own and not needs_whole:
             own(model, data_info, state, folder)
         (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")

@@ -49,7 +49,6 @@ from .resuming import BY_TIME, move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
-    check_finite,
     is_sharded,
     load_optimizer,
     model_tensors,
@@ -262,6 +261,7 @@ class Checkpoints:
         before = self._thread
 
         def work() -> None:
+            torch.set_num_threads(1)  # of this thread: kernels here leave the cores to training
             with suppress(OSError):
                 if sys.platform == "linux":
                     os.nice(NICENESS)
@@ -389,13 +389,10 @@ class Checkpoints:
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             for kind, named in shards.items():
-                for key, shard in named.items():
-                    check_finite(key, shard.tensor)
                 if named:
-                    name = f"{kind}{part}.safetensors"
-                    save_shards(named, temporary / name, aliases if kind == "model" else {})
-                    flush_to_disk(temporary / name)
-                    listed[name] = files.fingerprint(temporary / name)
+                    path = temporary / f"{kind}{part}.safetensors"
+                    listed[path.name] = save_shards(named, path, aliases if kind == "model" else {})
+                    flush_to_disk(path)
             if self.rank != 0:
                 write_atomically(temporary / f"written{part}", json.dumps(listed))
         except Exception as error:

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..config import ConfigError
-from ..files import read_manifest
+from ..files import CHUNK_BYTES, Fingerprint, read_manifest
 
 
 @dataclass(frozen=True)
@@ -66,22 +67,22 @@ def model_tensors(model: nn.Module) -> dict[str, Any]:
     return {plain_name(name): value for name, value in model.state_dict().items()}
 
 
-def save_shards(shards: dict[str, Shard], path: Path, aliases: dict[str, str]) -> None:
-    """Write shards in safetensors format.
+def save_shards(shards: dict[str, Shard], path: Path, aliases: dict[str, str]) -> dict[str, Any]:
+    """Write shards in safetensors format; return the size and the hashes of the file.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the safetensors format has no such dtype.
+        ValueError: the safetensors format has no such dtype, or a value is not finite.
     """
     offsets = {n: [s.offset, s.shape] for n, s in shards.items() if s.tensor.shape != s.shape}
     metadata = aliases | ({"offsets": json.dumps(offsets)} if offsets else {})
     tensors = in_file_order({name: shard.tensor for name, shard in shards.items()})
-    save_tensors(tensors, path, iter(tensors.values()), metadata)
+    return save_tensors(tensors, path, starmap(checked, tensors.items()), metadata)
 
 
 def save_tensors(
     tensors: dict[str, Tensor], path: Path, values: Iterator[Tensor], metadata: dict[str, str]
-) -> None:
+) -> dict[str, Any]:
     """Write a safetensors file, each tensor before the next one is asked for.
 
     safetensors' own `serialize` needs all tensors of the file, and a second copy, in memory.
@@ -92,6 +93,9 @@ def save_tensors(
         path: the file.
         values: the values of these tensors, in their order.
         metadata: of the file, such as the aliases of tied weights: {alias: the name of the tensor}.
+
+    Returns:
+        The size and the SHA-256 of each piece of the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -105,14 +109,23 @@ def save_tensors(
         header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    fingerprint = Fingerprint()
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+
+        def write(data: memoryview) -> None:
+            for begin in range(0, len(data), CHUNK_BYTES):  # hashed while they are in the cache
+                chunk = data[begin : begin + CHUNK_BYTES]
+                file.write(chunk)
+                fingerprint.update(chunk)
+
+        write(memoryview(struct.pack("<Q", len(text)) + text))
         for _ in tensors:  # each is freed before the next is gathered
-            file.write(_bytes_of(next(values)))
+            write(_bytes_of(next(values)))
+    return fingerprint.listed()
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Refuse a value with which no run can go on, and no export can predict.
+def checked(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor; refuse a value with which no run can go on, and no export can predict.
 
     By the extremes, which are not finite where a value is not: isfinite would need a copy.
     """
@@ -124,6 +137,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
             " stay. Go on from one of them with --resume, with a lower optim.lr; a buffer that"
             " holds them on purpose needs persistent=False."
         )
+    return tensor
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
