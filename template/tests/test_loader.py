@@ -143,14 +143,6 @@ def test_the_seed_changes_order_and_draws():
     assert len(list(one)) == 16
 
 
-def test_fetching_leaves_the_generators_of_the_process_alone():
-    torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    before = torch.rand(()).item(), random.random(), np.random.rand()
-    torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    Fetch(Drawing(), None, 0, seed_samples=True).__getitems__([(0, 1), (0, 2)])
-    assert (torch.rand(()).item(), random.random(), np.random.rand()) == before
-
-
 class AtOnce(DrawsLate):
     """Reads several samples at once, as datasets of Hugging Face do."""
 

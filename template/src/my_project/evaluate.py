@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from . import contract
 from .blocks import not_compiled
 from .collectives import gather_on_main, on_main_then_broadcast
-from .config import Config, ConfigError
+from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
-from .loading.seeding import fork_rng, seed_forward
+from .loading.seeding import seed_forward
 from .recipe import optional
 from .stopping import Watchdog
 
@@ -115,10 +115,11 @@ def sanity_check(
 ) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
-    A mistake in a metric then ends the run before it has trained. The results are discarded; random
-    state, weights and buffers are restored, so the run is the same as without.
+    A mistake in a metric then ends the run before it has trained. The results are discarded;
+    weights and buffers are restored, and each step is seeded by itself, so the run is the same as
+    without.
     """
-    with restored_state(model), fork_rng(accelerator.device), warnings.catch_warnings():
+    with restored_state(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
         evaluate(accelerator, config, model, datasets, 0, watchdog, is_sanity_check=True)
 
@@ -175,58 +176,25 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
 
 
 def _merge(accelerator: Accelerator, metric: Any) -> None:
-    """Set a metric's state on rank 0 to that of all ranks.
-
-    Sums and means are reduced, so that rank 0 receives the size of one state, however many ranks
-    there are: a confusion matrix of 1,000 classes has 8 MB. In float64 or int64, since float32 sums
-    depend on the order of ranks. Other states are gathered: lists hold each sample once; a maximum
-    is small, and gloo's reduction of it drops a NaN.
-
-    Raises:
-        ConfigError: a sum has different shapes or types on ranks with samples.
-    """
-    from torchmetrics.utilities import dim_zero_mean, dim_zero_sum
-
-    state, reductions = metric.metric_state, metric._reductions
-    sums = {
-        name: (value.shape, value.dtype)
-        for name, value in state.items()
-        if reductions[name] in (dim_zero_sum, dim_zero_mean) and isinstance(value, Tensor)
-    }
-    others = {name: send_to_device(state[name], "cpu") for name in state.keys() - sums.keys()}
-    everywhere = gather_on_main(accelerator, (metric.update_count, sums, others))
+    """Set a metric's state on rank 0 to that of all ranks with samples, merged as it declares."""
+    state = send_to_device(metric.metric_state, "cpu")
+    everywhere = gather_on_main(accelerator, (metric.update_count, state))
     # the others hold defaults, whose shape may be another
     with_samples = [of_rank for of_rank in everywhere if of_rank[0]]
-
-    def agreed() -> dict[str, Any]:
-        for _, found, _ in with_samples:
-            if found != with_samples[0][1]:
-                raise ConfigError(
-                    f"the sums of the metric {type(metric).__name__} differ between ranks"
-                    f" ({with_samples[0][1]}, {found}): let update() leave the shape and type of"
-                    " add_state."
-                )
-        return with_samples[0][1] if with_samples else {}
-
-    for name, (shape, dtype) in on_main_then_broadcast(accelerator, agreed).items():
-        is_real = dtype.is_floating_point or dtype.is_complex
-        wide = torch.promote_types(dtype, torch.float64 if is_real else torch.int64)
-        own = state[name] if metric.update_count else torch.zeros(shape)
-        total = own.detach().to(accelerator.device, wide, copy=True).contiguous()
-        torch.distributed.reduce(total, dst=0)
-        if reductions[name] is dim_zero_mean:
-            total = total / max(1, len(with_samples))
-        setattr(metric, name, total.to(metric.device, dtype if is_real else None))
-    if with_samples:
-        metric._update_count = sum(updates for updates, _, _ in with_samples)
-    for name in others if with_samples else ():
-        values: list[Any] = [send_to_device(of[name], metric.device) for *_, of in with_samples]
+    if not with_samples:
+        return
+    metric._update_count = sum(updates for updates, _ in with_samples)
+    for name, reduce in metric._reductions.items():
+        values: list[Any] = [of_rank[name] for _, of_rank in with_samples]
         if isinstance(values[0], list):
             merged: Any = [tensor for value in values for tensor in value]
         else:
             merged = torch.stack(values)
-            merged = reductions[name](merged) if reductions[name] else merged
-        setattr(metric, name, merged)
+            is_real = merged.is_floating_point()
+            merged = merged.double() if is_real else merged  # else sums depend on the ranks' order
+            merged = reduce(merged) if reduce else merged
+            merged = merged.to(values[0].dtype) if is_real else merged
+        setattr(metric, name, send_to_device(merged, metric.device))
 
 
 def _values(

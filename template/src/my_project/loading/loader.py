@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ..config import BatchesConfig, Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout
 from .sampler import SliceSampler
-from .seeding import SampleSeeds, SeedSamples, fork_rng
+from .seeding import SampleSeeds, SeedSamples
 
 
 class IndexedBatches:
@@ -41,7 +40,7 @@ class IndexedBatches:
         rank, device = accelerator.process_index, accelerator.device
         sampler = SliceSampler(len(data), layout, rank, config.seed, steps)
         collate, how = optional(config.recipe, "collate"), config.batches.seed_samples
-        fetch = Fetch(data, collate, config.seed, how, restore_rng=False)
+        fetch = Fetch(data, collate, config.seed, how)
         loader = make_loader(config.batches, fetch, device, batch_sampler=sampler)
         self.batches = on_device(loader, device)
 
@@ -57,17 +56,12 @@ class Fetch:
     """Fetch and collate one micro-batch, with the random state seeded by its samples.
 
     All of it happens in `__getitems__`, which a DataLoader calls once per micro-batch, in a worker
-    or in the training process.
+    or in the training process. There it leaves the random state of the last sample: each forward
+    pass is seeded by itself.
     """
 
     def __init__(
-        self,
-        data: Any,
-        collate: Callable | None,
-        seed: int,
-        seed_samples: SeedSamples,
-        *,
-        restore_rng: bool = True,
+        self, data: Any, collate: Callable | None, seed: int, seed_samples: SeedSamples
     ) -> None:
         """Read from map-style data.
 
@@ -76,13 +70,10 @@ class Fetch:
             collate: None for torch's.
             seed: the run's.
             seed_samples: see BatchesConfig.
-            restore_rng: leave the random state of the process that trains as it was; needless
-                before a forward pass that is seeded itself.
         """
         self.data = data
         self.seeds = SampleSeeds(seed, seed_samples)
         self.collate = collate or default_collate
-        self.restore_rng = restore_rng and seed_samples is not False
         # a whole micro-batch at once, as long as nothing is drawn
         self.at_once = seed_samples is not True and reads_at_once(data)
         self.is_of_tensors = collate is None and is_of_tensors(data)  # which draw nothing
@@ -92,12 +83,10 @@ class Fetch:
         if self.is_of_tensors:
             batch = read_rows(self.data, [index for _, index in keys])
         else:
-            restores = self.restore_rng and get_worker_info() is None
-            with fork_rng(torch.device("cpu")) if restores else nullcontext():
+            batch = self._read(keys)
+            if self.seeds.missed_a_draw():
+                self.at_once = False
                 batch = self._read(keys)
-                if self.seeds.missed_a_draw():
-                    self.at_once = False
-                    batch = self._read(keys)
         if self.is_first:
             check_sendable(batch)
             self.is_first = False

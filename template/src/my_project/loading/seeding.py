@@ -6,7 +6,6 @@ So they depend neither on the number of processes nor on where a run was resumed
 import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -25,18 +24,6 @@ def derive_seed(*parts: Any) -> int:
 
 def _hash(text: str) -> Any:
     return hashlib.blake2b(text.encode(), digest_size=8)
-
-
-@contextmanager
-def fork_rng(device: torch.device) -> Iterator[None]:
-    """Restore the random state of torch (CPU, and this GPU), Python and NumPy at the end."""
-    before = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
 
 
 def seed_rng(seed: int) -> None:

@@ -2,7 +2,7 @@
 
 <run folder>/samples/step_00000110/ holds answers.txt and what the recipe has written, such as
 pictures. What fails here is a warning, unless the model is sharded: then the other ranks would wait
-in a gather for the one that failed. The random state is as before.
+in a gather for the one that failed.
 """
 
 import io
@@ -24,7 +24,7 @@ from ..config import Config
 from ..evaluate import evaluation_mode
 from ..files import replace_folder
 from ..loading.loader import Fetch, identity, make_loader
-from ..loading.seeding import fork_rng, seed_forward
+from ..loading.seeding import seed_forward
 from ..recipe import optional
 from ..run_folder import Run
 
@@ -75,7 +75,6 @@ def show(
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     answer: Any = None
     with (
-        fork_rng(device),
         evaluation_mode(accelerator, model),  # a collective of all ranks
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
     ):
