@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from my_project.loading.sampler import permutation
+from my_project.loading.seeding import permutation
 from tasks import Settings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -35,12 +35,12 @@ def entered(folder: str) -> list[str]:
             files.add(frame.f_code.co_filename)
 
     loss = Ragged.loss
+    manifest = config.folder / f"checkpoints/step_{SAVED:08d}/manifest.json"
 
     def marked(self: Any, model: Any, batch: Any, step: int) -> Any:
         if step == FIRST:
             is_on.set()
         elif step == LAST and is_on.is_set():
-            manifest = config.folder / f"checkpoints/step_{SAVED:08d}/manifest.json"
             deadline = time.monotonic() + 60
             while not manifest.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -109,5 +109,5 @@ def test_nothing_grows_above_its_ceiling(what):
 @pytest.mark.slow
 def test_a_step_passes_few_files(tmp_path):
     found = step_files.count(TEMPLATE, tmp_path)
-    assert {"train.py", "checkpoint/saving.py", "loading/sampler.py"} <= {*found}
+    assert {"train.py", "checkpoint/saving.py", "loading/seeding.py"} <= {*found}
     assert len(found) <= STEP_FILES, found

@@ -202,7 +202,8 @@ MAKES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("kind", MAKES)
 def test_a_folder_is_replaced_whatever_is_in_its_place(tmp_path, name, kind):
     MAKES[kind](tmp_path / name)
-    files.replace_folder(tmp_path / "export", lambda folder: (folder / "new").touch())
+    files.fill_temporary(tmp_path / "export", lambda folder: (folder / "new").touch())
+    files.put_in_place(tmp_path / "export")
     left = {"export", *(["elsewhere"] if kind == "link" else [])}
     if name == "export" and kind != "folder":
         left.add("export.old-1")

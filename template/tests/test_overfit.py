@@ -8,7 +8,7 @@ from world import run_world
 from my_project import contract
 from my_project.config import Config, ConfigError
 from my_project.loading.layout import batch_layout
-from my_project.loading.sampler import SliceSampler
+from my_project.loading.seeding import keys_of
 
 
 def overfitting(folder, batches: int = 1, **settings) -> Config:
@@ -35,8 +35,8 @@ def test_the_batches_are_those_of_the_first_steps(tmp_path):
     recipe = Ragged()
     everything, _ = contract.build_datasets(recipe, {"features": 6})
     layout = batch_layout(config.batches, 1)
-    sampler = SliceSampler(len(everything), layout, 0, config.seed, range(2))
-    wanted = [index for micro_batch in sampler for _, index in micro_batch]
+    micro_batches = keys_of(len(everything), layout, 0, config.seed, range(2))
+    wanted = [index for keys in micro_batches for _, index in keys]
     data, sets = contract.build_datasets(recipe, {"features": 6}, config)
     assert [int(data[i]["index"]) for i in range(len(data))] == wanted
     assert len(wanted) == 32

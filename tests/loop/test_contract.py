@@ -238,7 +238,7 @@ def test_the_code_that_hosts_compare_is_that_of_every_module(tmp_path, monkeypat
     (tmp_path / "loading").mkdir()
     digests = set()
     for text in ("", "x = 1"):
-        (tmp_path / "loading/sampler.py").write_text(text)
+        (tmp_path / "loading/seeding.py").write_text(text)
         digests.add(run_folder.code_digest(make_config(tmp_path)))
     assert len(digests) == 2
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from my_project import contract
+from my_project.contract import first_alone, in_turn, until_all_are_done
 from my_project.files import wait_until
-from my_project.loading import prepare_once
-from my_project.loading.prepare_once import first_alone, in_turn, until_all_are_done
 from world import World, run_world
 
 
@@ -22,9 +22,9 @@ def wait_for(folder: Path, pattern: str, count: int) -> None:
 def prepare(folder: Path, nodes: int) -> list[str]:
     """Return which locks this process was the first to hold; rank 0 begins."""
     rank = int(os.environ["RANK"])
-    prepare_once.socket.gethostname = lambda: f"host{rank * nodes // 4}"  # type: ignore[attr-defined]
+    contract.socket.gethostname = lambda: f"host{rank * nodes // 4}"  # type: ignore[attr-defined]
     first_of = []
-    alone = prepare_once.first_alone
+    alone = contract.first_alone
 
     @contextmanager
     def noted(path):
@@ -32,7 +32,7 @@ def prepare(folder: Path, nodes: int) -> list[str]:
             first_of.extend([path.name] * is_first)
             yield is_first
 
-    prepare_once.first_alone = noted
+    contract.first_alone = noted
     if rank:
         wait_for(folder, "inside_0", 1)
         (folder / f"outside_{rank}").touch()
@@ -59,7 +59,7 @@ def test_the_first_prepares_alone_then_the_first_of_each_node_then_all_at_once(t
 def prepare_and_fail(folder: Path, how: str) -> int:
     """Two nodes of two processes, of which the first of all fails; say how many are done then."""
     rank = int(os.environ["RANK"])
-    prepare_once.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
+    contract.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
     if rank:
         wait_for(folder, "inside_0", 1)
         (folder / f"outside_{rank}").touch()
@@ -92,7 +92,7 @@ def test_where_the_file_system_has_no_locks_each_process_prepares(tmp_path, monk
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(prepare_once.FileLock, "acquire", refuse)
+    monkeypatch.setattr(contract.FileLock, "acquire", refuse)
     with in_turn(tmp_path), in_turn(tmp_path):
         pass
     assert "each process prepares the data itself" in caplog.text

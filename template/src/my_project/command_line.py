@@ -13,6 +13,7 @@ import gc
 import hashlib
 import json
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from .config import REMOVED, Config, ConfigError, fixed_settings
 from .failures import exit_with_error, frames_of, own_frame, short_path
 from .files import flat, read_yaml
 from .process import LAUNCHER
-from .recipe import problems_of
+from .recipe import problems
 from .safety.redaction import secrets_problem
 
 NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
@@ -68,11 +69,10 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | N
 def read_config(file: Path) -> dict[str, Any]:
     """Read a config file."""
     if not file.is_file():
-        paths = [*file.parent.glob("*.yaml"), *Path("configs").glob("*.yaml")]
-        known = {path.stem: path for path in paths}
+        folders = file.parent, Path("configs")
+        known = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
         similar = get_close_matches(file.stem, known, n=1)
-        others = f"{paths[-1].parent}/ has some." if paths else "configs/ has none here."
-        hint = f"did you mean {known[similar[0]]}?" if similar else others
+        hint = f"did you mean {known[similar[0]]}?" if similar else "configs/ holds examples."
         raise ConfigError(f"there is no config file {file}; {hint}")
     return read_yaml(file)
 
@@ -195,7 +195,7 @@ def _explained(message: str, parser: Any) -> str:
         hint = f"did you mean {dashes}{similar[0]}?" if similar else "--help lists all settings."
         return f"there is no setting {dashes}{name}; {hint}"
     if kind and "does not implement protocol" in message:
-        found = "; ".join(problems_of(kind[1])) or message
+        found = "; ".join(problems(pkgutil.resolve_name(kind[1]))) or message
         return f"recipe {kind[1]}: {found} (recipe.py describes all methods)."
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'$", message):
         module = sys.modules[missing[1]]

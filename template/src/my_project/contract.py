@@ -4,26 +4,31 @@ A slightly wrong recipe must neither silently fail to train nor end the run afte
 raises a ConfigError: one sentence that names the method, its file and its line.
 """
 
+import fcntl
 import inspect
 import json
+import logging
 import math
+import socket
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
 from .files import TransientError, writing
 from .loading.layout import is_stream
-from .loading.prepare_once import in_turn, until_all_are_done
-from .loading.sampler import first_batches
+from .loading.seeding import permutation
 from .recipe import Recipe, optional, problems, source_location
 
+logger = logging.getLogger(__name__)
 TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # of trackers
 
 
@@ -35,7 +40,7 @@ def check_recipe(config: Config) -> None:
     to_yaml(config)
 
 
-# ---- data ----------------------------------------------------------------------------------------
+# ---- data, prepared by one process while the others wait -----------------------------------------
 def prepare_data(config: Config) -> dict[str, Any]:
     """Call the recipe's prepare_data in one process first; the others find the work done.
 
@@ -57,6 +62,61 @@ def prepare_data(config: Config) -> dict[str, Any]:
         return dict(json.loads(json.dumps(data_info)))
 
 
+@contextmanager
+def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
+    """Run the block, then wait until every other process has finished it.
+
+    Otherwise the ranks that finish first would wait in the process group, which has a timeout.
+    """
+    with writing(folder):
+        file = (folder / f".{run_name}.preparing").open("a+b")
+    with file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.lockf(file, fcntl.LOCK_SH)
+        yield
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_UN)  # upgrading two shared locks would deadlock
+            fcntl.lockf(file, fcntl.LOCK_EX)
+
+
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Wait for this process's turn.
+
+    One process of the run goes first; then one of each node, since caches may be local to a node;
+    then all others at once. Where the first one fails or dies, the next one does the work. The
+    locks are files in the runs folder, which the nodes share, so no process group is needed. The
+    operating system releases a lock when its process ends, for whatever reason.
+    """
+    with first_alone(folder / f".prepare_data.{socket.gethostname()}.lock") as is_first:
+        with first_alone(folder / ".prepare_data.lock") if is_first else nullcontext():
+            yield
+
+
+@contextmanager
+def first_alone(path: Path) -> Iterator[bool]:
+    """Let one process go first, alone, then all others at once; yield whether this one is first."""
+    unfinished = path.with_suffix(".unfinished")  # it is there until the first one has finished
+    lock = FileLock(path, mode=0o666, poll_interval=0.2)
+    held: AbstractContextManager
+    try:
+        held, waited = lock.acquire(blocking=False), False
+    except Timeout:
+        held, waited = lock.acquire(), True
+    except OSError as error:  # a file system without locks
+        logger.warning("no file locks (%s): each process prepares the data itself", error)
+        held, waited = nullcontext(), False
+    with held:
+        is_first = not waited or unfinished.exists()
+        if is_first:
+            unfinished.touch()
+            yield True
+            unfinished.unlink(missing_ok=True)
+    if not is_first:
+        yield False
+
+
+# ---- datasets ------------------------------------------------------------------------------------
 def build_datasets(
     recipe: Recipe, data_info: dict[str, Any], config: Config | None = None
 ) -> tuple[Any, dict[str, Any]]:
@@ -84,7 +144,14 @@ def build_datasets(
             _refuse(recipe, "build_datasets", f"{problem} has lanes, see recipe.py).")
         if data is not train and not len(data):
             _refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
-    return first_batches(config, train, validation_sets) if config else (train, validation_sets)
+    if config is None or config.overfit_batches is None:
+        return train, validation_sets
+    if is_stream(train):
+        raise ConfigError("overfit_batches needs a map-style dataset, but this is a stream.")
+    # those of the same steps of a run on all samples; all samples where there are fewer
+    count = min(config.overfit_batches * config.batches.global_batch_size, len(train))
+    chosen = Subset(train, permutation(len(train), config.seed, 0)(np.arange(count)).tolist())
+    return chosen, dict.fromkeys(validation_sets, chosen)
 
 
 # ---- model and loss ------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 import atexit
 import os
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,10 +23,10 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    broadcast_object_list,
     parse_flag_from_env,
 )
 
-from .collectives import agree, gather_on_main, on_main_then_broadcast
 from .config import Config, ConfigError
 from .files import writing
 from .loading.seeding import derive_seed
@@ -238,6 +239,61 @@ def check_world(accelerator: Accelerator) -> None:
             f" {accelerator.num_processes}: an Accelerator or PartialState was created before this"
             " one; remove it from the modules that the recipe imports."
         )
+
+
+# ---- Python objects from all ranks to rank 0, and from rank 0 to all -----------------------------
+def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
+    """Call a function on rank 0 only, and return its result on every rank.
+
+    Raises:
+        ConfigError: on every rank, what the function raised on rank 0, of the same type.
+    """
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome = [function(), None]
+        except ConfigError as error:
+            outcome = [None, error]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def gather_on_main(accelerator: Accelerator, value: Any) -> list[Any]:
+    """Return the values of all ranks on rank 0, by rank; [] on the others.
+
+    In place of accelerate's gather_object where only rank 0 needs them: that one sends every value
+    to every rank, so all ranks together would receive and unpickle N^2 of them.
+    """
+    if accelerator.num_processes == 1:
+        return [value]
+    values = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object(value, values)
+    return values or []
+
+
+def agree(accelerator: Accelerator, facts: dict[str, Any]) -> list[str]:
+    """Return the host of each rank, if the facts are equal on all of them.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    everywhere = gather_on_main(accelerator, (socket.gethostname(), facts))
+    return on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
+
+
+def _hosts_if_equal(everywhere: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    hosts = [host for host, _ in everywhere]
+    for name in sorted({name for _, facts in everywhere for name in facts}):
+        values = [facts.get(name) for _, facts in everywhere]
+        if different := [rank for rank, value in enumerate(values) if value != values[0]]:
+            raise ConfigError(
+                f"{name} on rank(s) {different} ({hosts[different[0]]}) differs from that on"
+                f" rank 0 ({hosts[0]}): give all nodes the same files and arguments."
+            )
+    return hosts
 
 
 def open_run(

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import contract
 from .blocks import not_compiled
-from .collectives import gather_on_main, on_main_then_broadcast
+from .devices import gather_on_main, on_main_then_broadcast
 from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import seed_forward

@@ -321,37 +321,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def find_damage(folder: Path) -> str:
-    """Return what is wrong with a checkpoint; "" if it is intact. A core hashes a GB per second."""
-    try:
-        return find_damaged_piece(folder, read_manifest(folder))
-    except ValueError as error:
-        return str(error)
-
-
-def find_damaged_piece(folder: Path, manifest: dict[str, Any], share: slice = slice(None)) -> str:
-    """Return what is wrong with the files of a checkpoint; "" for nothing.
+def find_damage(folder: Path, share: slice = slice(None)) -> str:
+    """Return what is wrong with a checkpoint; "" if it is intact. A core hashes a GB per second.
 
     Args:
         folder: the checkpoint.
-        manifest: its content.
         share: of the pieces of its files, those to read.
     """
 
     def problem_of(piece: tuple[str, int]) -> str:
         name, number = piece
-        path, listed = folder / name, manifest["files"][name]
+        path, listed = folder / name, files[name]
         if path.stat().st_size != listed["size"]:
             return f"{name} has {path.stat().st_size} bytes, not {listed['size']}"
         is_intact = _hash_piece(path, number) == listed["sha256"][number]
         return "" if is_intact else f"{name} is damaged: its hash is not the one in manifest.json"
 
-    files = manifest["files"].items()
-    pieces = [(name, number) for name, listed in files for number in range(len(listed["sha256"]))]
     try:
+        files = read_manifest(folder)["files"]
+        pieces = [(name, i) for name, listed in files.items() for i in range(len(listed["sha256"]))]
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             return next(filter(None, pool.map(problem_of, pieces[share])), "")
-    except OSError as error:
+    except (ValueError, OSError) as error:
         return str(error)
 
 
@@ -361,12 +352,6 @@ def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
     flush_to_disk(temporary)
     os.replace(temporary, folder)
     flush_to_disk(folder.parent)
-
-
-def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a temporary folder and put it in place of the previous one."""
-    fill_temporary(folder, fill)
-    put_in_place(folder)
 
 
 def fill_temporary(folder: Path, fill: Callable[[Path], None]) -> None:

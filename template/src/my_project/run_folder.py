@@ -27,7 +27,6 @@ from .files import (
     FormatError,
     TransientError,
     checkpoints,
-    discard,
     finite,
     lock_of,
     read_json,
@@ -47,6 +46,7 @@ FINISHED_BEFORE = (
     "already finished, so nothing is trained; --resume never trains it again and keeps this run"
     " aside, --run_name trains another run"
 )
+SEEN_SECONDS = 20.0  # waited for a network file system to show what rank 0 wrote
 RECORDED_PACKAGES = (
     "torch",
     "torchvision",
@@ -88,7 +88,7 @@ class Run:
         self.continued_from: str | None = None  # the checkpoint at which this start began
         if rank == 0:
             with writing(self.folder):
-                self.lock = self._lock(self.folder)
+                self.lock = self._lock()
         refuse_other_settings(self.config)
 
     def status(self) -> dict[str, Any]:
@@ -162,10 +162,10 @@ class Run:
             ConfigError: the folder is no longer this launch's, or holds another format.
         """
         self.check_lock()
-        if self.config.resume != "never":
-            refuse_other_format(self.folder)
-        if self.config.resume == "never" and {*os.listdir(self.folder)} - {"logs", ".lock"}:
+        if self.config.resume == "never":
             self._start_over()
+        else:
+            refuse_other_format(self.folder)
         self.token = os.environ.get(START) or uuid.uuid4().hex
         write_atomically(self.folder / "config.yaml", to_yaml(self.config))
         self.write_status("running")
@@ -179,24 +179,22 @@ class Run:
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
-        self.changed_numerics = {
-            name: [before[name], now] for name, now in self.numerics.items() if before[name] != now
-        }
-        for name, (old, new) in self.changed_numerics.items():
+        for name, now in self.numerics.items():
+            if before[name] == now:
+                continue
+            self.changed_numerics[name] = [before[name], now]
             if self.rank == 0:
                 text = "%s was trained with %s %s (now %s): the curve may differ from here on"
-                logger.warning(text, folder, name, old, new)
+                logger.warning(text, folder, name, before[name], now)
 
-    def sees(self, token: str, seconds: float = 20) -> bool:
-        """Return whether this rank sees the run folder that rank 0 wrote to.
+    def sees(self, token: str) -> bool:
+        """Return whether this rank sees the run.json into which rank 0 wrote this launch's token.
 
-        Args:
-            token: the launch token that rank 0 wrote into run.json.
-            seconds: how long to wait for a network file system to show the file.
+        A network file system may need some seconds to show it.
         """
         self.token = token
         path = self.folder / "run.json"
-        return wait_until(lambda: read_json(path).get("launch") == token, seconds)
+        return wait_until(lambda: read_json(path).get("launch") == token, SEEN_SECONDS)
 
     def __del__(self) -> None:
         """Release the lock, for a process that trains again."""
@@ -204,10 +202,10 @@ class Run:
             with suppress(OSError):  # on a full disk
                 lock.close()
 
-    def _lock(self, folder: Path) -> TextIO:
-        """Lock a folder for this launch; the lock is released when the process ends."""
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_of(folder).open("a+", encoding="utf-8", errors="replace")
+    def _lock(self) -> TextIO:
+        """Lock the folder for this launch; the lock is released when the process ends."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_of(self.folder).open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.truncate(0)
@@ -218,7 +216,7 @@ class Run:
                 lock.seek(0)
                 holder = lock.read().strip()
             raise TransientError(
-                f"{folder} is in use by {holder}: wait for it, end it, or choose another"
+                f"{self.folder} is in use by {holder}: wait for it, end it, or choose another"
                 " --run_name."
             ) from None
         except OSError:
@@ -242,17 +240,15 @@ class Run:
             )
 
     def _start_over(self) -> None:
-        """Move what is in the folder aside; its successor is locked before it gets the name."""
-        new = self.folder.with_name(f".{self.folder.name}.new")
-        discard(new)
-        lock, aside = self._lock(new), unused_name(self.folder)
-        self.folder.rename(aside)
-        new.rename(self.folder)
-        if (aside / "logs").exists():  # this launch is already writing there
-            (aside / "logs").rename(self.folder / "logs")
-        held, self.lock = self.lock, lock
-        if held:
-            held.close()
+        """Move what is in the folder aside, but for the lock and the logs of this launch.
+
+        First what a start would continue, so that no kill leaves a part of a run that seems whole.
+        """
+        names = {*os.listdir(self.folder)} - {"logs", ".lock"}
+        aside = unused_name(self.folder.resolve())  # on the same disk
+        for name in sorted(names, key=lambda name: name not in ("checkpoints", "export")):
+            aside.mkdir(exist_ok=True)
+            os.rename(self.folder / name, aside / name)
 
 
 def refuse_other_settings(config: Config) -> None:

@@ -1,5 +1,14 @@
-"""The wrapper that DDP, FSDP2, autocast and torch.compile see, and how FSDP2 shards it."""
+"""The wrapper that DDP, FSDP2, autocast and torch.compile see, and how FSDP2 shards it.
 
+A model that is sharded starts so: only rank 0 holds all of it, in host memory, and no device holds
+more than its shards and one weight. Rank 0 builds the model and sends the others its modules and
+buffers, with parameters on the meta device, which take no memory. FSDP2 shards those, and rank 0
+then scatters the weights, one at a time. In a run that resumes each rank reads its shards, and rank
+0's weights are dropped.
+"""
+
+import logging
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,14 +27,18 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from . import contract, sharded_start
+from . import contract
 from .blocks import blocks, compile_in_place, recompute_activations
 from .config import Config, ConfigError
+from .devices import on_main_then_broadcast
 from .loading.layout import batch_layout
 from .optim import has_sparse_gradients, set_zero_gradients
 from .process import world
+
+logger = logging.getLogger(__name__)
 
 
 class RecipeModule(nn.Module):
@@ -68,7 +81,7 @@ def build_model(
     """
     build = partial(contract.build_model, config, data_info)
     if accelerator.distributed_type == DistributedType.FSDP:
-        model, weights = sharded_start.build(accelerator, build)
+        model, weights = build_on_meta(accelerator, build)
     else:
         model, weights = build().to(accelerator.device), None
         # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps
@@ -185,15 +198,115 @@ def shard(
     if is_on_meta:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         place = torch.device("cpu") if is_offloaded else accelerator.device
-        sharded_start.allocate(wrapper, place)
+        allocate(wrapper, place)
         if weights is not None:
-            sharded_start.fill(model, weights, accelerator.device)
+            fill(model, weights, accelerator.device)
     parameters = dict(model.named_parameters())
     for group, named in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in named]
     return wrapper
 
 
+# ---- a start without the weights -----------------------------------------------------------------
+def build_on_meta(
+    accelerator: Accelerator, build_whole: Callable[[], nn.Module]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Build a model whose parameters are on the meta device. Called by every rank.
+
+    Rank 0's modules are copied by pickle, so a recipe's build_model may compute with values or read
+    weights: only rank 0 calls it. Where a module cannot be pickled, every rank calls it.
+
+    Args:
+        accelerator: of this process.
+        build_whole: builds the model on the CPU.
+
+    Returns:
+        The model, and its weights by name on the CPU: all of them on rank 0, none on others.
+    """
+    built: list[tuple[nn.Module, dict[str, Tensor]]] = []
+
+    def build_on_main() -> tuple[bytes, dict[str, Tensor]]:
+        model = build_whole()
+        built.append((model, take_weights(model)))
+        try:
+            return pickle.dumps(model), {}
+        except Exception as error:  # a class or a function without a name of its own
+            logger.warning(
+                "the model cannot be sent to the other ranks (%s), so each builds all of it in host"
+                " memory; define its classes and functions at the top of a module.",
+                error,
+            )
+            return b"", dict(model.named_buffers())
+
+    pickled, buffers = on_main_then_broadcast(accelerator, build_on_main)
+    if built:
+        return built[0]
+    model = pickle.loads(pickled) if pickled else build_whole()
+    take_weights(model)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).data.copy_(buffer)
+    return model, {}
+
+
+def take_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Move the parameters to the meta device; return their values by name. Buffers stay."""
+    named = dict(model.named_parameters())
+    attributes = {name: dict(vars(p)) for name, p in named.items()}
+    names = {id(p): name for name, p in named.items()}
+    weights: dict[str, Tensor] = {}
+
+    def take(tensor: Tensor) -> Tensor:
+        if tensor.is_meta or id(tensor) not in names:
+            return tensor
+        weights[names[id(tensor)]] = tensor.data
+        return torch.empty_like(tensor, device="meta")
+
+    _apply(model, take)
+    for name, parameter in named.items():
+        vars(parameter).update(attributes[name])
+    return weights
+
+
+def _apply(model: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace parameters in place, as the same objects: tied weights stay tied.
+
+    By modules' own `_apply`: torch's recurrent layers hold weak references to their weights.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model._apply(function)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def allocate(model: nn.Module, place: torch.device) -> None:
+    """Allocate the parameters of this rank, which are on the meta device, without values.
+
+    As nn.Module.to_empty does, but that one would empty the buffers too, and untie weights.
+    """
+    _apply(model, lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Fill the shards of all ranks with rank 0's weights. Called by every rank.
+
+    Args:
+        model: sharded.
+        weights: as returned by `build_on_meta`; emptied, so that rank 0's host memory is freed on the way.
+        device: on which ranks communicate.
+    """
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if name in weights:
+            whole.copy_(weights.pop(name))
+        filled = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        parameter.to_local().copy_(filled.to_local())
+
+
+# ---- gradients -----------------------------------------------------------------------------------
 def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
     """Return the context of a micro-batch: what its backward pass sends of the gradients.
 
@@ -214,7 +327,7 @@ def strict_ddp(model: Any) -> DistributedDataParallel | None:
 
 
 def refusal_of_unused(model: Any) -> Callable[[], None] | None:
-    """Return a function that raises torch's error where a parameter got no gradient in a step.
+    """Return what raises torch's error where a parameter got no gradient in a step.
 
     DDP averages a bucket of parameters when all of them have a gradient: one without leaves the
     others of its bucket unaveraged, which DDP itself would notice in the next step only, and after
@@ -222,18 +335,7 @@ def refusal_of_unused(model: Any) -> Callable[[], None] | None:
     None if DDP waits for no gradient.
     """
     ddp = strict_ddp(model)
-
-    def refuse() -> None:
-        try:
-            ddp._check_reducer_finalized()  # type: ignore[union-attr]
-        except RuntimeError as error:
-            error.add_note(
-                "Use every trained parameter in the loss of every micro-batch, freeze it"
-                " (requires_grad = False), or set distributed.ddp.find_unused_parameters to true."
-            )
-            raise
-
-    return refuse if ddp else None
+    return ddp._check_reducer_finalized if ddp else None
 
 
 def has_gradients_in_buckets(model: Any) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed
 from accelerate import Accelerator
 from torch import Tensor
 
-from .collectives import agree
+from .devices import agree
 from .config import ConfigError
 from .state import StepReport
 

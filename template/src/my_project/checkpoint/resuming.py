@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..collectives import gather_on_main, on_main_then_broadcast
+from ..devices import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
-from ..files import discard, find_damaged_piece, read_manifest, step_of, unused_name
+from ..files import discard, find_damage, read_manifest, step_of, unused_name
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -64,18 +64,8 @@ def _began_at(folder: Path, given: str) -> bool:
 
 def find_damage_together(accelerator: Any, folder: Path) -> str:
     """Return what is wrong with a checkpoint, or "", on every rank, each of which reads a share."""
-
-    def read() -> tuple[dict[str, Any], str]:
-        try:
-            return read_manifest(folder), ""
-        except (ValueError, OSError) as error:
-            return {}, str(error)
-
-    manifest, problem = on_main_then_broadcast(accelerator, read)
-    if problem:
-        return str(problem)
     share = slice(accelerator.process_index, None, accelerator.num_processes)
-    problems = gather_on_main(accelerator, find_damaged_piece(folder, manifest, share))
+    problems = gather_on_main(accelerator, find_damage(folder, share))
     found: str = on_main_then_broadcast(accelerator, lambda: next(filter(None, problems), ""))
     return found
 

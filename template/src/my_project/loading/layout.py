@@ -28,20 +28,14 @@ class BatchLayout:
 def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     """Derive the micro-batch and the accumulation, or refuse with the arithmetic."""
     total = config.global_batch_size
-    if total % world_size:
-        raise ConfigError(
-            f"batches.global_batch_size {total} does not split over {world_size} processes:"
-            f" {total} / {world_size} = {total / world_size:g}. Choose a number of processes that"
-            " divides it, or a global batch size that is a multiple of the processes."
-        )
     share = total // world_size  # samples per step and rank
-    micro = min(config.micro_batch_size or share, share)
-    if share % micro:
+    micro = min(config.micro_batch_size or share, share) or 1
+    if total % (micro * world_size):
         raise ConfigError(
             f"batches.global_batch_size {total} does not split into micro-batches of {micro} on"
             f" {processes(world_size)}: {total} / ({micro} x {world_size}) ="
-            f" {share / micro:g}. Choose a batches.micro_batch_size that divides {share}, or 0 for"
-            " all of it at once."
+            f" {total / (micro * world_size):g}. Choose a number of processes that divides it, and"
+            " a batches.micro_batch_size that divides the part of each, or 0 for all of it at once."
         )
     return BatchLayout(
         global_batch_size=total,

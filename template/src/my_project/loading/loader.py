@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 from ..config import BatchesConfig, Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout
-from .sampler import SliceSampler
-from .seeding import SampleSeeds, SeedSamples
+from .seeding import SampleSeeds, SeedSamples, keys_of
 
 
 class IndexedBatches:
@@ -38,10 +37,10 @@ class IndexedBatches:
     ) -> None:
         """Start at steps.start; the arguments are those of StreamBatches, states of no lanes."""
         rank, device = accelerator.process_index, accelerator.device
-        sampler = SliceSampler(len(data), layout, rank, config.seed, steps)
+        keys = keys_of(len(data), layout, rank, config.seed, steps)
         collate, how = optional(config.recipe, "collate"), config.batches.seed_samples
         fetch = Fetch(data, collate, config.seed, how)
-        loader = make_loader(config.batches, fetch, device, batch_sampler=sampler)
+        loader = make_loader(config.batches, fetch, device, batch_sampler=keys)
         self.batches = on_device(loader, device)
 
     def __iter__(self) -> Iterator[Any]:

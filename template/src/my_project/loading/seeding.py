@@ -1,6 +1,12 @@
-"""Random numbers that follow from the sample or the micro-batch, not from the process.
+"""What follows from the run's seed: the samples of each step, and all random numbers.
 
-So they depend neither on the number of processes nor on where a run was resumed.
+Step k is global batch k, always: one seeded permutation per epoch, cut into global batches, the
+tail dropped. Micro-batch j of rank r is slice j * world_size + r of the global batch, so the
+samples of a step are the same for any world size. A start at any step costs nothing. To draw
+samples by weights, a recipe returns a dataset that draws (docs/how-to).
+
+What is drawn at random follows from the sample or the micro-batch, not from the process. So it
+depends neither on the number of processes nor on where a run was resumed.
 """
 
 import hashlib
@@ -11,6 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from .layout import BatchLayout
+
+BLOCK = 8192  # samples that are looked up at once
+ROUNDS = 12  # with 8, the 120 orders of five samples are not equally frequent
 KNOWN_SEED = 20_261_122  # any number that nobody else is likely to take
 FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
 NUMPY_FROM_KNOWN_SEED = np.random.RandomState(KNOWN_SEED).random_sample()
@@ -26,6 +36,84 @@ def _hash(text: str) -> Any:
     return hashlib.blake2b(text.encode(), digest_size=8)
 
 
+# ---- the samples of each step --------------------------------------------------------------------
+class Permutation:
+    """A random order of the numbers below size, any part of it without the rest.
+
+    Each number is equally likely at every position. The order is a bijection with a key, as a block
+    cipher is of its blocks: a Feistel network over the bits of a position, whose results of size or
+    more are put through it again until they are below it (cycle walking; Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002). The round function is the finalizer of
+    SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014). All
+    of it is integer arithmetic modulo 2**64, so the order is the same on every machine. A
+    torch.randperm of 1e8 samples takes 3.7 s and 760 MB per process.
+    """
+
+    def __init__(self, size: int, *seed: int | str) -> None:
+        """Choose one of the orders.
+
+        Args:
+            size: of the order, at most 2**63.
+            seed: parts of the seed, as for derive_seed.
+        """
+        self.size = np.uint64(size)
+        bits = max(1, (size - 1).bit_length())
+        self.low_bits = np.uint64((bits + 1) // 2)
+        self.masks = [np.uint64(2 ** (bits // 2) - 1), np.uint64(2 ** ((bits + 1) // 2) - 1)]
+        self.keys = [np.uint64(derive_seed(*seed, number)) for number in range(ROUNDS)]
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """Return the samples at these positions, integers of any shape and below size."""
+        flat = self._encrypt(positions.astype(np.uint64).ravel())
+        while len(beyond := np.flatnonzero(flat >= self.size)):
+            flat[beyond] = self._encrypt(flat[beyond])
+        return flat.reshape(positions.shape)
+
+    def _encrypt(self, numbers: np.ndarray) -> np.ndarray:
+        """Map the numbers below the next power of two onto each other."""
+        halves = [numbers >> self.low_bits, numbers & self.masks[1]]
+        for number, key in enumerate(self.keys):
+            changed = number % 2
+            halves[changed] ^= _mix(halves[1 - changed] + key) & self.masks[changed]
+        return halves[0] << self.low_bits | halves[1]
+
+
+def _mix(numbers: np.ndarray) -> np.ndarray:
+    """Mix the bits of each number: any of them changes about half of all."""
+    numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ numbers >> np.uint64(31)
+
+
+def permutation(samples: int, seed: int, epoch: int) -> Permutation:
+    """Return the order of the samples in an epoch."""
+    return Permutation(samples, seed, "order", epoch)
+
+
+def keys_of(
+    samples: int, layout: BatchLayout, rank: int, seed: int, steps: range
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield the samples of a rank in these steps as (epoch, index), a list per micro-batch.
+
+    The epoch travels with the index, since persistent loader workers learn of it no other way.
+    """
+    size, micro = layout.global_batch_size, layout.micro_batch_size
+    steps_per_epoch = samples // size
+    slices = np.arange(layout.accumulation) * layout.world_size + rank
+    places = slices[:, None] * micro + np.arange(micro)  # in a global batch
+    step = steps.start
+    while step < steps.stop:
+        epoch, batch = divmod(step, steps_per_epoch)
+        last = min(batch + max(1, BLOCK // places.size), steps_per_epoch)
+        last = min(last, batch + steps.stop - step)
+        starts = np.arange(batch, last) * size
+        order = permutation(samples, seed, epoch)(starts[:, None, None] + places)
+        for indices in order.reshape(-1, micro).tolist():
+            yield [(epoch, index) for index in indices]
+        step += last - batch
+
+
+# ---- random numbers ------------------------------------------------------------------------------
 def seed_rng(seed: int) -> None:
     """Seed the random state of torch (CPU), Python and NumPy."""
     torch.default_generator.manual_seed(seed)  # 1 us; torch.manual_seed takes 78

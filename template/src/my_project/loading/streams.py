@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from ..collectives import gather_on_main
+from ..devices import gather_on_main
 from ..config import Config, ConfigError
 from ..recipe import optional, source_location
 from .layout import BatchLayout, lanes_of

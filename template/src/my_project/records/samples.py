@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
-from ..files import replace_folder
+from ..files import fill_temporary, put_in_place
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
 from ..recipe import optional
@@ -145,7 +145,8 @@ def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
         for path in files:
             shutil.copyfile(path, temporary / path.name)
 
-    replace_folder(folder, fill)
+    fill_temporary(folder, fill)
+    put_in_place(folder)
     folders = sorted(folder.parent.glob("step_????????"))
     done = [path for path in folders if path.name <= folder.name]  # later steps are not done
     for path in {*folders} - {*done[-KEPT:]}:

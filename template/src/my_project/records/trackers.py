@@ -18,7 +18,6 @@ from html import escape
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from ..config import to_dict, to_yaml
 from ..contract import TRAIN_TAGS
-from ..files import flat
+from ..files import flat, is_number
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -120,11 +119,7 @@ class Trackers:
             options = {"name": config.run_name, "id": self.run.id, "resume": "allow", "dir": folder}
         tracker = kind(project, *where, **options)
         tracker.start()
-        settings = flat(to_dict(config)).items()
-        plain = (str, int, float, NoneType)
-        tracker.store_init_configuration(
-            {name: value if isinstance(value, plain) else str(value) for name, value in settings}
-        )
+        tracker.store_init_configuration(flat(to_dict(config)))
         if name == "wandb":
             offline = f"wandb sync {Path(tracker.tracker.dir).parent}"
             self.run.trackers[name] = tracker.tracker.url or offline
@@ -174,8 +169,7 @@ def values_of(record: dict[str, Any]) -> dict[str, int | float]:
         return values
     left_out = LEFT_OUT | ({"epoch"} if record["kind"] != "interval" else set())
     for name, value in record.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and name not in left_out:
+        if is_number(value) and name not in left_out:
             tag = f"{record['kind']}_seconds" if name == "seconds" else name
             group = "train" if name in TRAIN_TAGS else "perf"
             values[tag if "/" in tag else f"{group}/{tag}"] = value

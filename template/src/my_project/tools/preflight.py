@@ -38,7 +38,7 @@ from torch.cuda import nccl
 from torch.utils.benchmark import Timer
 
 from .. import cli, devices
-from ..collectives import gather_on_main, on_main_then_broadcast
+from ..devices import gather_on_main, on_main_then_broadcast
 from ..config import to_yaml
 from ..files import wait_until, write_atomically
 from ..loading import layout
