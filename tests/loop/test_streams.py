@@ -227,7 +227,6 @@ def test_a_lane_that_ends_is_refused(tmp_path, workers):
         ({"recipe": {"lanes": 5}}, "5 lanes must divide"),
         ({"recipe": {"lanes": 2}}, "2 lanes must divide .* multiple of 4 micro-batches"),
         ({"steps": None, "epochs": 2.0}, "a stream has no length"),
-        ({"overfit_batches": 1}, "overfit_batches needs a map-style dataset"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(tmp_path, settings, sentence):

@@ -177,7 +177,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
         return
     config, data_info, model = load(weights, arguments.trust, given)
     predict = needed(config.recipe, "predict")
-    with torch.no_grad(), one_line_errors(config.recipe):
+    with torch.no_grad(), one_line_errors():
         print(predict(model, data_info, arguments.argument))
 
 
@@ -223,7 +223,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     if not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="predictions-"))
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
-        with torch.no_grad(), one_line_errors(recipe):
+        with torch.no_grad(), one_line_errors():
             print(text_of(show(model, exported, samples, Path(temporary)) or ""))
         for path in sorted(Path(temporary).iterdir()):
             # a link of that name, which may be a stranger's, is replaced and not followed

@@ -5,12 +5,10 @@ raises a ConfigError: one sentence that names the method, its file and its line.
 """
 
 import fcntl
-import inspect
 import json
 import logging
 import math
 import socket
-import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -20,11 +18,11 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from .config import Config, ConfigError, to_yaml
+from .failures import frames_of, own_frame
 from .files import TransientError, writing
-from .loading.layout import is_stream
 from .loading.seeding import permutation
 from .recipe import Recipe, optional, problems, source_location
 
@@ -54,9 +52,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
         TypeError: data_info is not plain JSON.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with until_all_are_done(folder, config.run_name), one_line_errors(recipe):
+    with until_all_are_done(folder, config.run_name), one_line_errors():
         with in_turn(folder):
             data_info = recipe.prepare_data()
         return dict(json.loads(json.dumps(data_info)))
@@ -69,6 +65,7 @@ def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
     Otherwise the ranks that finish first would wait in the process group, which has a timeout.
     """
     with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f".{run_name}.preparing").open("a+b")
     with file:
         with suppress(OSError):  # a file system without locks
@@ -133,21 +130,14 @@ def build_datasets(
     Raises:
         ConfigError: the data cannot be opened, or the returned value does not follow recipe.py.
     """
-    with one_line_errors(recipe):
+    with one_line_errors():
         returned = recipe.build_datasets(data_info)
     train, validation_sets = returned
-    sets = {} if is_stream(train) else {"the training set": train}
-    for name, data in (sets | validation_sets).items():
-        # torch's IterableDataset has an index, but does not support it
-        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-            problem = f"returned {_short(data)} as {name}, which has no index: data[i] (a stream"
-            _refuse(recipe, "build_datasets", f"{problem} has lanes, see recipe.py).")
-        if data is not train and not len(data):
+    for name, data in validation_sets.items():
+        if not len(data):
             _refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
     if config is None or config.overfit_batches is None:
         return train, validation_sets
-    if is_stream(train):
-        raise ConfigError("overfit_batches needs a map-style dataset, but this is a stream.")
     # those of the same steps of a run on all samples; all samples where there are fewer
     count = min(config.overfit_batches * config.batches.global_batch_size, len(train))
     chosen = Subset(train, permutation(len(train), config.seed, 0)(np.arange(count)).tolist())
@@ -161,7 +151,7 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     Raises:
         ConfigError: a buffer is not finite, as a mask of -inf, which no checkpoint may hold.
     """
-    with one_line_errors(config.recipe):
+    with one_line_errors():
         model = config.recipe.build_model(data_info)
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
@@ -185,13 +175,14 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
     except (AttributeError, RuntimeError, TypeError, ValueError):
         is_right = False
     if not is_right:
+        shown = " ".join(repr(returned).split())[:200]
         _refuse(
             recipe,
             "loss",
-            f"returned {_short(returned)}; it must return (loss_sum, num_items): the sum of the"
-            " per-item losses, a scalar tensor, and the number of items in it, a number or scalar"
-            " tensor that is finite and not negative. A third value, if any, is {name: sum} of"
-            f" scalars to record, under other names than {', '.join(sorted(TRAIN_TAGS))}.",
+            f"returned {shown}; it must return (loss_sum, num_items): the sum of the per-item"
+            " losses, a scalar tensor, and the number of items in it, a number or scalar tensor"
+            " that is finite and not negative. A third value, if any, is {name: sum} of scalars to"
+            f" record, under other names than {', '.join(sorted(TRAIN_TAGS))}.",
         )
     return names
 
@@ -223,23 +214,18 @@ def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
     raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
 
 
-def _short(value: Any) -> str:
-    """Return a value in one line of at most 200 characters."""
-    return " ".join(repr(value).split())[:200]
-
-
 @contextmanager
-def one_line_errors(recipe: Recipe) -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Turn errors that a user can cause (a wrong path or name) into one line with their source."""
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, FileNotFoundError, IsADirectoryError, ConnectionError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        at = [f for f in frames if f.filename == inspect.getsourcefile(type(recipe))] or frames
+        frames = frames_of(error)
+        at = own_frame(frames) or frames[-1]
         kind = TransientError if _is_network_error(error) else ConfigError
-        raise kind(f"{error} ({at[-1].filename}, line {at[-1].lineno})") from error
+        raise kind(f"{error} ({at['file']}, line {at['line']})") from error
 
 
 def _is_network_error(error: BaseException | None) -> bool:

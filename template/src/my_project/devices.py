@@ -13,7 +13,7 @@ import accelerate
 import torch
 import torch.distributed
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DDPCommunicationHookType,
@@ -22,13 +22,11 @@ from accelerate.utils import (
     DynamoBackend,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
-    ProjectConfiguration,
     broadcast_object_list,
     parse_flag_from_env,
 )
 
 from .config import Config, ConfigError
-from .files import writing
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
 from .process import collect_all_garbage, no_garbage_collection, world
@@ -47,7 +45,9 @@ def check_launch(config: Config) -> None:
     """
     optimizer_class(config.optim)
     trackers = [str(tracker) for tracker in get_available_trackers()]
-    if unknown := set(config.telemetry.trackers) - set(trackers):  # accelerate leaves them out
+    if unknown := set(config.telemetry.trackers) - set(
+        trackers
+    ):  # they would be disabled one by one
         raise ConfigError(
             f"telemetry.trackers names {', '.join(sorted(unknown))}, which accelerate does not find"
             f" here; installed: {', '.join(trackers)}."
@@ -144,7 +144,6 @@ def start(config: Config) -> Iterator[Accelerator]:
     keep_gloo_on_this_machine()
     name_nccl_traces(config)
     AcceleratorState._reset_state(True)  # another run in this process, or a recipe, has made one
-    GradientState._reset_state()
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
     shards_on_cpu = wants_sharding() and use_cpu()
@@ -153,11 +152,6 @@ def start(config: Config) -> Iterator[Accelerator]:
     accelerator = Accelerator(
         cpu=use_cpu(),
         mixed_precision=config.precision,
-        gradient_accumulation_steps=1,  # the loop accumulates: backward() would divide by it
-        log_with=[*config.telemetry.trackers] or None,
-        project_config=ProjectConfiguration(
-            project_dir=str(config.folder), logging_dir=config.runs_folder
-        ),
         kwargs_handlers=[
             ddp_options(config),
             # stopping.Watchdog acts before, and reports where each rank stalled
@@ -180,7 +174,6 @@ def start(config: Config) -> Iterator[Accelerator]:
             release_groups(accelerator)
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(True)
-        GradientState._reset_state()
 
 
 def release_groups(accelerator: Accelerator) -> None:
@@ -318,13 +311,7 @@ def open_run(
     run.numerics = numerics(accelerator, run)
     run.hosts = agree(accelerator, facts | run.numerics)
     run.lengths = lengths
-
-    def begin() -> str:
-        with writing(run.folder):
-            run.begin()
-        return run.token
-
-    token = on_main_then_broadcast(accelerator, begin)
+    token = on_main_then_broadcast(accelerator, run.begin)
     seen = gather_on_main(accelerator, run.sees(token))
     others = {host for host, sees in zip(run.hosts, seen, strict=False) if not sees}
     if hosts := on_main_then_broadcast(accelerator, lambda: ", ".join(sorted(others))):

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import contract
 from .blocks import not_compiled
-from .devices import gather_on_main, on_main_then_broadcast
 from .config import Config
+from .devices import gather_on_main, on_main_then_broadcast
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import seed_forward
 from .recipe import optional
@@ -167,12 +167,11 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
     from torchmetrics import Metric
 
     # each once, though metrics share it
-    parts = dict.fromkeys(part for name in sorted(metrics) for part in metrics[name].modules())
-    for part in parts:
-        if isinstance(part, Metric):
-            part._to_sync = False
-            if accelerator.num_processes > 1:
-                _merge(accelerator, part)
+    parts = (part for name in sorted(metrics) for part in metrics[name].modules())
+    for metric in dict.fromkeys(part for part in parts if isinstance(part, Metric)):
+        metric._to_sync = False
+        if accelerator.num_processes > 1:
+            _merge(accelerator, metric)
 
 
 def _merge(accelerator: Accelerator, metric: Any) -> None:

@@ -20,24 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
+from . import files
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
 from .failures import as_status, first_failure, report, write_error
-from .files import (
-    RUN_FORMAT,
-    FormatError,
-    TransientError,
-    checkpoints,
-    finite,
-    lock_of,
-    read_json,
-    read_manifest,
-    read_status,
-    read_yaml,
-    unused_name,
-    wait_until,
-    write_atomically,
-    writing,
-)
 from .process import START
 from .safety.redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
 
@@ -46,7 +31,6 @@ FINISHED_BEFORE = (
     "already finished, so nothing is trained; --resume never trains it again and keeps this run"
     " aside, --run_name trains another run"
 )
-SEEN_SECONDS = 20.0  # waited for a network file system to show what rank 0 wrote
 RECORDED_PACKAGES = (
     "torch",
     "torchvision",
@@ -87,13 +71,13 @@ class Run:
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
         if rank == 0:
-            with writing(self.folder):
+            with files.writing(self.folder):
                 self.lock = self._lock()
         refuse_other_settings(self.config)
 
     def status(self) -> dict[str, Any]:
         """Return the content of status.json."""
-        return read_status(self.folder)
+        return files.read_status(self.folder)
 
     def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
         """Record the outcome; written by rank 0, or by a failing rank."""
@@ -110,9 +94,9 @@ class Run:
             **more,
         }
         if "result" in record:
-            record["result"] = finite(record["result"])
+            record["result"] = files.finite(record["result"])
         try:
-            write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
+            files.write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
         except OSError as error:  # a full disk must not end the run
             logger.error("%s/status.json cannot be written: %s", self.folder, error)
 
@@ -128,7 +112,8 @@ class Run:
         Two ranks may do this at once; the launcher, which has all error files, corrects it.
         """
         noted = self.status().get("failure")
-        is_ours = self.token and read_json(self.folder / "run.json").get("launch") == self.token
+        launch = files.read_json(self.folder / "run.json").get("launch")
+        is_ours = self.token and launch == self.token
         if is_ours and (not noted or first_failure([noted, failure]) is failure):
             self.write_status("failed", **as_status(failure))
 
@@ -155,27 +140,33 @@ class Run:
         is_exported = (self.folder / "export").is_dir()
         return self.config.resume == "auto" and is_exported and (all_done or stopped_early)
 
-    def begin(self) -> None:
+    def begin(self) -> str:
         """Begin the run: record config, versions and launch. Called by rank 0 only.
 
+        Returns:
+            The token of this launch.
+
         Raises:
-            ConfigError: the folder is no longer this launch's, or holds another format.
+            ConfigError: the folder is no longer this launch's, or holds another format, or cannot
+                be written to.
         """
         self.check_lock()
-        if self.config.resume == "never":
-            self._start_over()
-        else:
+        if self.config.resume != "never":
             refuse_other_format(self.folder)
-        self.token = os.environ.get(START) or uuid.uuid4().hex
-        write_atomically(self.folder / "config.yaml", to_yaml(self.config))
-        self.write_status("running")
-        about = self.folder / "run.json"
-        self.id = str(read_json(about).get("run") or self.id)
-        record = {"format": RUN_FORMAT, "run": self.id, "launch": self.token}
-        record |= {"hosts": self.hosts, "numerics": self.numerics}
-        source = inspect.getsourcefile(type(self.config.recipe))
-        record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)} | provenance()
-        write_atomically(about, json.dumps(record, indent=1) + "\n")
+        with files.writing(self.folder):
+            if self.config.resume == "never":
+                self._start_over()
+            self.token = os.environ.get(START) or uuid.uuid4().hex
+            files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
+            self.write_status("running")
+            about = self.folder / "run.json"
+            self.id = str(files.read_json(about).get("run") or self.id)
+            record = {"format": files.RUN_FORMAT, "run": self.id, "launch": self.token}
+            record |= {"hosts": self.hosts, "numerics": self.numerics}
+            source = inspect.getsourcefile(type(self.config.recipe))
+            record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)} | provenance()
+            files.write_atomically(about, json.dumps(record, indent=1) + "\n")
+        return self.token
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
@@ -190,11 +181,11 @@ class Run:
     def sees(self, token: str) -> bool:
         """Return whether this rank sees the run.json into which rank 0 wrote this launch's token.
 
-        A network file system may need some seconds to show it.
+        A network file system has 20 seconds to show it.
         """
         self.token = token
         path = self.folder / "run.json"
-        return wait_until(lambda: read_json(path).get("launch") == token, SEEN_SECONDS)
+        return files.wait_until(lambda: files.read_json(path).get("launch") == token, 20)
 
     def __del__(self) -> None:
         """Release the lock, for a process that trains again."""
@@ -205,7 +196,7 @@ class Run:
     def _lock(self) -> TextIO:
         """Lock the folder for this launch; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_of(self.folder).open("a+", encoding="utf-8", errors="replace")
+        lock = files.lock_of(self.folder).open("a+", encoding="utf-8", errors="replace")
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.truncate(0)
@@ -215,7 +206,7 @@ class Run:
             with lock:
                 lock.seek(0)
                 holder = lock.read().strip()
-            raise TransientError(
+            raise files.TransientError(
                 f"{self.folder} is in use by {holder}: wait for it, end it, or choose another"
                 " --run_name."
             ) from None
@@ -230,11 +221,12 @@ class Run:
             TransientError: another launch may have made the folder that is there now.
         """
         try:
-            is_ours = not self.lock or os.path.samefile(lock_of(self.folder), self.lock.fileno())
+            path = files.lock_of(self.folder)
+            is_ours = not self.lock or os.path.samefile(path, self.lock.fileno())
         except OSError:
             is_ours = False
         if not is_ours:
-            raise TransientError(
+            raise files.TransientError(
                 f"{self.folder} has been moved or removed since this launch locked it, so it writes"
                 " nothing there: start again, or choose another --run_name."
             )
@@ -245,7 +237,7 @@ class Run:
         First what a start would continue, so that no kill leaves a part of a run that seems whole.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
-        aside = unused_name(self.folder.resolve())  # on the same disk
+        aside = files.unused_name(self.folder.resolve())  # on the same disk
         for name in sorted(names, key=lambda name: name not in ("checkpoints", "export")):
             aside.mkdir(exist_ok=True)
             os.rename(self.folder / name, aside / name)
@@ -254,10 +246,10 @@ class Run:
 def refuse_other_settings(config: Config) -> None:
     """Refuse a run folder with other settings of the training curve than the config's."""
     path = config.folder / "config.yaml"
-    is_begun = checkpoints(config.folder) or (config.folder / "export").exists()
+    is_begun = files.checkpoints(config.folder) or (config.folder / "export").exists()
     if config.resume == "never" or not (is_begun and os.path.lexists(path)):
         return
-    before, now = saved_fixed_settings(read_yaml(path), config), fixed_settings(config)
+    before, now = saved_fixed_settings(files.read_yaml(path), config), fixed_settings(config)
     differing = [
         f"{name} ({_masked(name, before)} there, {_masked(name, now)} here)"
         for name in sorted(before.keys() | now.keys())
@@ -272,10 +264,10 @@ def refuse_other_settings(config: Config) -> None:
 
 def refuse_other_format(folder: Path) -> None:
     """Refuse a run whose newest checkpoint was saved by another version of this project."""
-    for newest in checkpoints(folder)[-1:]:
+    for newest in files.checkpoints(folder)[-1:]:
         try:
-            read_manifest(newest)
-        except FormatError:
+            files.read_manifest(newest)
+        except files.FormatError:
             raise
         except (ValueError, OSError):  # resuming.choose passes over what is damaged
             continue
@@ -289,9 +281,9 @@ def source_hash(file: str | Path | None) -> str | None:
 def code_digest(config: Config) -> str:
     """Return a hash of the project's modules and the recipe's."""
     # no broken links, by which an editor locks a file
-    files = sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
+    modules = sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
     recipe = inspect.getsourcefile(type(config.recipe))
-    hashes = [source_hash(path) for path in (*files, recipe)]
+    hashes = [source_hash(path) for path in (*modules, recipe)]
     return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
 
 

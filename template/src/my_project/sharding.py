@@ -21,12 +21,7 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -294,7 +289,8 @@ def fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> 
 
     Args:
         model: sharded.
-        weights: as returned by `build_on_meta`; emptied, so that rank 0's host memory is freed on the way.
+        weights: as returned by `build_on_meta`; emptied, so that rank 0's host memory is freed on
+            the way.
         device: on which ranks communicate.
     """
     for name, parameter in model.named_parameters():

@@ -51,8 +51,7 @@ def export(
     own = optional(recipe, "export")
     chosen = own(model, data_info, state, None) if own else ("model", state)
     stem, weights = chosen or ("model", state)
-    if own:
-        weights = dict(sorted(weights.items()))  # in one order on all ranks
+    weights = dict(sorted(weights.items()))  # in one order on all ranks
     needs_whole = not chosen and is_sharded(model)
     if not chosen and not needs_whole:
         weights = {}

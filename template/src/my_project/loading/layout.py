@@ -59,32 +59,21 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
     return counts | {f"validation set {name}": len(data) for name, data in validation_sets.items()}
 
 
-def lanes_of(layout: BatchLayout, lanes: int, rank: int) -> list[range]:
-    """Return the lanes of a stream that feed each micro-batch of a rank."""
-    per_micro_batch = lanes // layout.micro_batches_per_step
-    return [
-        range(m * per_micro_batch, (m + 1) * per_micro_batch)
-        for m in range(rank, layout.micro_batches_per_step, layout.world_size)
-    ]
-
-
 def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
     size = config.batches.global_batch_size
     if is_stream(train_set):
         check_lanes(train_set.lanes, layout)
-        if config.steps is None:
-            raise ConfigError("a stream has no length, so epochs cannot be counted; set steps.")
-        return config.steps
-    steps_per_epoch = len(train_set) // size
-    if steps_per_epoch == 0:
+    elif len(train_set) < size:
         raise ConfigError(
             f"the training set has {len(train_set)} samples, fewer than one global batch of {size};"
             " lower batches.global_batch_size."
         )
     if config.steps is not None:
         return config.steps
-    return max(1, round((config.epochs or 0) * steps_per_epoch))
+    if is_stream(train_set):
+        raise ConfigError("a stream has no length, so epochs cannot be counted; set steps.")
+    return max(1, round((config.epochs or 0) * (len(train_set) // size)))
 
 
 def check_lanes(lanes: int, layout: BatchLayout) -> None:

@@ -138,26 +138,23 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
         "persistent_workers": workers > 0,
         "pin_memory": device.type == "cuda",
     }
-    try:
-        return DataLoader(
-            data,
-            collate_fn=identity,
-            # otherwise the DataLoader draws from torch's generator, which dropout uses
-            generator=torch.Generator().manual_seed(0),
-            in_order=True,  # else a step would get the samples that are read first
-            num_workers=workers,
-            worker_init_fn=ignore_signals_except_parents,
-            **defaults | config.loader | how,
-        )
-    except (TypeError, ValueError) as error:  # also an option that is set here
-        raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
+    return DataLoader(
+        data,
+        collate_fn=identity,
+        # otherwise the DataLoader draws from torch's generator, which dropout uses
+        generator=torch.Generator().manual_seed(0),
+        in_order=True,  # else a step would get the samples that are read first
+        num_workers=workers,
+        worker_init_fn=ignore_signals_except_parents,
+        **defaults | config.loader | how,
+    )
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Move each micro-batch to the device, without waiting for the copy."""
+    is_there = device.type == "cpu"
     try:
         for batch in batches:
-            is_there = device.type == "cpu"
             yield batch if is_there else send_to_device(batch, device, non_blocking=True)
     except ConfigError as error:  # from a loader worker, which puts its traceback first
         raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from error

@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from ..devices import gather_on_main
 from ..config import Config, ConfigError
+from ..devices import gather_on_main
 from ..recipe import optional, source_location
-from .layout import BatchLayout, lanes_of
+from .layout import BatchLayout
 from .loader import check_sendable, make_loader, on_device
 from .seeding import SampleSeeds, derive_seed, seed_rng
 
@@ -28,9 +28,8 @@ class LaneReader(IterableDataset):
     """Yield, for each micro-batch of a rank, the samples of this worker's lanes.
 
     A worker reads its own lanes only, so that no data is read twice; they are opened in the process
-    that reads them. What it yields is {lane: (samples, state)}. The state is that of the lane after
-    these samples, as JSON, so that what is read ahead does not change it; None if the lane has no
-    state_dict.
+    that reads them. What it yields is {lane: (samples, state)}. The state is a copy of that of the
+    lane after these samples; None if the lane has no state_dict.
     """
 
     stream: Any  # an object with `lane(i, start, seed)`
@@ -38,9 +37,9 @@ class LaneReader(IterableDataset):
     per_step: int  # samples of a lane in a step
     start: int  # samples to skip in each lane
     seeds: SampleSeeds  # its mode is not auto, which would have to read samples again
-    states: Mapping[int, str]  # after `start` samples, of the lanes that have one
+    states: Mapping[int, Any]  # after `start` samples, of the lanes that have one
 
-    def __iter__(self) -> Iterator[dict[int, tuple[list[Any], str | None]]]:
+    def __iter__(self) -> Iterator[dict[int, tuple[list[Any], Any]]]:
         """Read without end."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
@@ -52,15 +51,15 @@ class LaneReader(IterableDataset):
                 check_sendable(part)
             yield part
 
-    def _read(self, i: int) -> Iterator[tuple[list[Any], str | None]]:
+    def _read(self, i: int) -> Iterator[tuple[list[Any], Any]]:
         """Yield the samples of each step of a lane, and the state after them."""
         try:
             state = self.states.get(i)
-            lane = self.stream.lane(i, 0 if state else self.start, self.seeds.seed)
+            lane = self.stream.lane(i, self.start if state is None else 0, self.seeds.seed)
             has_state = hasattr(lane, "state_dict")
-            if state and has_state:
-                lane.load_state_dict(json.loads(state))
-            elif state:
+            if state is not None and has_state:
+                lane.load_state_dict(state)
+            elif state is not None:
                 lane = self.stream.lane(i, self.start, self.seeds.seed)
             remaining = iter(lane)
             for position in count(self.start, self.per_step):
@@ -81,12 +80,12 @@ class LaneReader(IterableDataset):
             raise
 
 
-def plain(state: Any) -> str:
-    """Return the state of a lane as JSON; refuse one that a checkpoint would give back changed."""
-    text = json.dumps(state)
-    if json.loads(text) != state:
+def plain(state: Any) -> Any:
+    """Copy the state of a lane by JSON; refuse one that a checkpoint would give back changed."""
+    copy = json.loads(json.dumps(state))
+    if copy != state:
         raise ValueError("state_dict must return plain JSON: no tuple, NaN, or key but a string")
-    return text
+    return copy
 
 
 class StreamBatches:
@@ -121,12 +120,14 @@ class StreamBatches:
         self.layout = layout
         self.steps = steps
         self.accelerator = accelerator
-        self.lanes = lanes_of(layout, data.lanes, accelerator.process_index)
+        of_each = data.lanes // layout.micro_batches_per_step
+        slices = range(accelerator.process_index, layout.micro_batches_per_step, layout.world_size)
+        self.lanes = [range(m * of_each, (m + 1) * of_each) for m in slices]
         own = [i for lanes in self.lanes for i in lanes]
         if len(states) != data.lanes:  # of a stream that was divided differently, or none
             states = [None] * data.lanes
-        # of this rank's lanes after the last micro-batch, as JSON
-        self.states = {i: json.dumps(states[i]) for i in own if states[i] is not None}
+        # of this rank's lanes after the last micro-batch
+        self.states = {i: states[i] for i in own if states[i] is not None}
         self.batches = on_device(self._batches(), accelerator.device)
 
     def __iter__(self) -> Iterator[Any]:
@@ -137,11 +138,10 @@ class StreamBatches:
 
         [] if the lanes have none, and on other ranks than 0, which saves them.
         """
-        states: dict[int, str] = {}
+        states: dict[int, Any] = {}
         for of_rank in gather_on_main(self.accelerator, self.states):
             states |= of_rank
-        parsed = [json.loads(states.get(i, "null")) for i in range(self.data.lanes)]
-        return parsed if states else []
+        return [states.get(i) for i in range(self.data.lanes)] if states else []
 
     def _batches(self) -> Iterator[Any]:
         config, device = self.config, self.accelerator.device

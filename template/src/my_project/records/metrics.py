@@ -60,7 +60,7 @@ class MetricsWriter:
         samples = run.lengths.get("the training set", 0)  # a stream has none
         self.steps_per_epoch = samples // layout.global_batch_size
         self.file = RecordFile(run)
-        self.trackers = Trackers(accelerator, run)
+        self.trackers = Trackers(run)
         self.screen = Screen(run)
         self.throughput = performance.Throughput(accelerator, run.config, layout, model)
         self.is_compiled = is_compiled(model)

@@ -29,11 +29,11 @@ class Profiler:
         """Begin at this number of steps done: before the first step, or where a run continues."""
         config = run.config.profile
         first, self.last = config.window or (0, 0)
+        self.run = run
         self.rank = rank
         self.device = device
         self.folder = run.folder / "profile"
         self.first = max(first, step + 1)
-        self.done = step
         self.profile: torch.profiler.profile | None = None
         if self.last <= step:
             logger.warning("no step of profile.steps is left after step %d: none is profiled", step)
@@ -55,12 +55,9 @@ class Profiler:
 
     def step_ended(self, step: int) -> None:
         """Note that so many steps are done; called after every step."""
-        if not self.profile:
-            return
-        self.done = step
         if step == self.last:
             self.stop()
-        else:
+        elif self.profile:
             self._try(self.profile.step)
 
     def stop(self) -> None:
@@ -78,7 +75,7 @@ class Profiler:
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace and the table."""
-        last = max(self.done, self.first)  # a run may fail in the first of the steps
+        last = max(self.run.step, self.first)  # a run may fail in the first of the steps
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank_{self.rank:05d}_steps_{self.first}_{last}"
         profile.export_chrome_trace(f"{path}.json.gz")

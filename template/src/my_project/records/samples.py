@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
-from ..files import fill_temporary, put_in_place
+from ..files import discard
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
 from ..recipe import optional
@@ -139,14 +139,11 @@ def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
     if not answer and not files:
         return {}
     folder = run.folder / "samples" / f"step_{run.step:08d}"
-
-    def fill(temporary: Path) -> None:
-        (temporary / "answers.txt").write_text(answer, encoding="utf-8")
-        for path in files:
-            shutil.copyfile(path, temporary / path.name)
-
-    fill_temporary(folder, fill)
-    put_in_place(folder)
+    discard(folder)  # of a start that has trained this step before
+    folder.mkdir(parents=True)
+    (folder / "answers.txt").write_text(answer, encoding="utf-8")
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
     folders = sorted(folder.parent.glob("step_????????"))
     done = [path for path in folders if path.name <= folder.name]  # later steps are not done
     for path in {*folders} - {*done[-KEPT:]}:

@@ -21,7 +21,6 @@ from textwrap import indent
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from ..config import to_dict, to_yaml
@@ -75,11 +74,9 @@ class TrackerThread(threading.Thread):
 class Trackers:
     """The trackers of a run, on rank 0; one that fails is left out from then on."""
 
-    def __init__(self, accelerator: Accelerator, run: Run) -> None:
-        self.accelerator = accelerator
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.threads: list[TrackerThread] = []
-        self.logged: dict[str, int] = {}
 
     def start(self, step: int, logged: dict[str, int]) -> None:
         """Open the trackers, and wait for them for a while.
@@ -90,9 +87,8 @@ class Trackers:
                 killed run repeats steps, of which W&B already holds the values.
         """
         self.logged = logged
-        for kind in self.accelerator.log_with:
-            opened = partial(self._open, str(kind), step)
-            self.threads.append(TrackerThread(str(kind), opened))
+        for name in self.run.config.telemetry.trackers:
+            self.threads.append(TrackerThread(name, partial(self._open, name, step)))
         until = time.monotonic() + START_SECONDS
         for thread in self.threads:
             if not thread.is_open.wait(max(0.0, until - time.monotonic())):
@@ -103,7 +99,7 @@ class Trackers:
     def _open(self, name: str, step: int) -> Any:
         """Open a tracker by accelerate's class, as init_trackers does; called in its thread."""
         config, kind = self.run.config, LOGGER_TYPE_TO_CLASS[name]
-        where = (self.accelerator.logging_dir,) if kind.requires_logging_directory else ()
+        where = (config.runs_folder,) if kind.requires_logging_directory else ()
         if name == "tensorboard":  # takes the run's name in place of the project's
             tracker = kind(config.run_name, *where, purge_step=step + 1)
             tracker.start()

@@ -38,8 +38,8 @@ from torch.cuda import nccl
 from torch.utils.benchmark import Timer
 
 from .. import cli, devices
-from ..devices import gather_on_main, on_main_then_broadcast
 from ..config import to_yaml
+from ..devices import gather_on_main, on_main_then_broadcast
 from ..files import wait_until, write_atomically
 from ..loading import layout
 from ..process import process_name, world
