@@ -119,8 +119,8 @@ def name_of_run(
         if is_typed and before.get(name) != value:
             short = name.rpartition(".")[2]
             shown[short if every.count(short) == 1 else name] = value
-    parts = ["+".join(file.stem for file in files) or "run"]
-    whole = "-".join(parts + [f"{key}={shown[key]}" for key in sorted(shown)])
+    stem = "+".join(file.stem for file in files) or "run"
+    whole = "-".join([stem, *(f"{key}={shown[key]}" for key in sorted(shown))])
     name = re.sub(r"[^\w.,+=-]", "_", whole)
     if len(name) > NAME_LENGTH:
         digits = hashlib.sha256(whole.encode()).hexdigest()[:8]

@@ -45,9 +45,7 @@ def check_launch(config: Config) -> None:
     """
     optimizer_class(config.optim)
     trackers = [str(tracker) for tracker in get_available_trackers()]
-    if unknown := set(config.telemetry.trackers) - set(
-        trackers
-    ):  # they would be disabled one by one
+    if unknown := set(config.telemetry.trackers) - set(trackers):
         raise ConfigError(
             f"telemetry.trackers names {', '.join(sorted(unknown))}, which accelerate does not find"
             f" here; installed: {', '.join(trackers)}."

@@ -129,10 +129,8 @@ RUN_FORMAT = 2  # of a run folder, as run.json states it; docs/run-folder.md say
 
 def read_status(folder: Path) -> dict[str, Any]:
     """Read status.json; return {} for a missing or damaged file."""
-    try:
+    with suppress(OSError):
         os.listdir(folder)  # makes a network file system refresh its cache
-    except OSError:
-        return {}
     return read_json(folder / "status.json")
 
 

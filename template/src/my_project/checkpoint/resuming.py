@@ -66,8 +66,7 @@ def find_damage_together(accelerator: Any, folder: Path) -> str:
     """Return what is wrong with a checkpoint, or "", on every rank, each of which reads a share."""
     share = slice(accelerator.process_index, None, accelerator.num_processes)
     problems = gather_on_main(accelerator, find_damage(folder, share))
-    found: str = on_main_then_broadcast(accelerator, lambda: next(filter(None, problems), ""))
-    return found
+    return on_main_then_broadcast(accelerator, lambda: next(filter(None, problems), ""))
 
 
 def refuse_damaged(folder: Path, problem: str) -> None:

@@ -123,11 +123,10 @@ class StreamBatches:
         of_each = data.lanes // layout.micro_batches_per_step
         slices = range(accelerator.process_index, layout.micro_batches_per_step, layout.world_size)
         self.lanes = [range(m * of_each, (m + 1) * of_each) for m in slices]
-        own = [i for lanes in self.lanes for i in lanes]
         if len(states) != data.lanes:  # of a stream that was divided differently, or none
             states = [None] * data.lanes
         # of this rank's lanes after the last micro-batch
-        self.states = {i: states[i] for i in own if states[i] is not None}
+        self.states = {i: states[i] for lanes in self.lanes for i in lanes if states[i] is not None}
         self.batches = on_device(self._batches(), accelerator.device)
 
     def __iter__(self) -> Iterator[Any]:

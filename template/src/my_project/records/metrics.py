@@ -132,9 +132,9 @@ class MetricsWriter:
     # ---- the step --------------------------------------------------------------------------------
     def timed(self, batches: Any) -> Iterator[Any]:
         """Pass the micro-batches on; from each on, the time is that of a forward pass."""
-        profile, rank = self.config.profile, self.run.rank
-        if profile.window and rank in profile.ranks:
-            self.profiler = Profiler(self.run, rank, self.device, self.state.step)
+        profile = self.config.profile
+        if profile.window and self.run.rank in profile.ranks:
+            self.profiler = Profiler(self.run, self.device, self.state.step)
         self.phase_times.enter("data")
         for batch in batches:
             if not self.throughput.is_counted and self.is_main:

@@ -25,12 +25,11 @@ OPERATORS = 15  # in the table
 class Profiler:
     """The profile of a rank that is one of profile.ranks."""
 
-    def __init__(self, run: Run, rank: int, device: torch.device, step: int) -> None:
+    def __init__(self, run: Run, device: torch.device, step: int) -> None:
         """Begin at this number of steps done: before the first step, or where a run continues."""
         config = run.config.profile
         first, self.last = config.window or (0, 0)
         self.run = run
-        self.rank = rank
         self.device = device
         self.folder = run.folder / "profile"
         self.first = max(first, step + 1)
@@ -70,14 +69,14 @@ class Profiler:
         try:
             action()
         except Exception as error:  # whatever it is, training is worth more
-            logger.warning("%s lacks the profile of rank %d: %s", self.folder, self.rank, error)
+            logger.warning("%s lacks the profile of rank %d: %s", self.folder, self.run.rank, error)
             self.profile = None
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace and the table."""
         last = max(self.run.step, self.first)  # a run may fail in the first of the steps
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"rank_{self.rank:05d}_steps_{self.first}_{last}"
+        path = self.folder / f"rank_{self.run.rank:05d}_steps_{self.first}_{last}"
         profile.export_chrome_trace(f"{path}.json.gz")
         table = profile.key_averages().table(
             sort_by=f"self_{self.device.type}_time_total",
@@ -85,5 +84,5 @@ class Profiler:
             max_name_column_width=50,
         )
         path.with_suffix(".txt").write_text(table, encoding="utf-8")
-        if self.rank == 0:
+        if self.run.rank == 0:
             logger.info("%s.json.gz\n%s", path, table.rstrip())

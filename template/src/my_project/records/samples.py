@@ -37,7 +37,7 @@ IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 class LoadedSubset(Subset):
     """A torch.utils.data.Subset whose samples have been loaded."""
 
-    def __init__(self, data: Any, indices: list[int], loaded: list[Any]) -> None:
+    def __init__(self, data: Any, indices: list[int], loaded: Any) -> None:
         super().__init__(data, indices)
         self.loaded = loaded
 
@@ -111,8 +111,7 @@ def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
     brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
     loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **brief)
     (loaded,) = loader
-    on_device: Any = send_to_device(loaded, device)
-    return LoadedSubset(data, indices, on_device)
+    return LoadedSubset(data, indices, send_to_device(loaded, device))
 
 
 def evenly_spaced(data: Any, count: int) -> list[int]:
