@@ -353,11 +353,15 @@ def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def fill_temporary(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill the temporary folder that put_in_place takes; what an earlier try has left goes."""
+    """Fill the temporary folder that put_in_place takes; remove it if that fails."""
     temporary = folder.with_name(f".{folder.name}.partial")
     discard(temporary)
     temporary.mkdir(parents=True)
-    fill(temporary)
+    try:
+        fill(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def put_in_place(folder: Path) -> None:

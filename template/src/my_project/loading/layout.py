@@ -61,9 +61,16 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
 
 def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
-    size = config.batches.global_batch_size
+    size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step
     if is_stream(train_set):
-        check_lanes(train_set.lanes, layout)
+        lanes = train_set.lanes
+        if lanes < 1 or size % lanes or lanes % micro_batches:
+            raise ConfigError(
+                f"the stream's {lanes} lanes must divide batches.global_batch_size {size}, and be a"
+                f" multiple of {micro_batches} micro-batches per step"
+                f" ({processes(layout.world_size)} x accumulation {layout.accumulation}); choose"
+                " another number of lanes, or another batches.micro_batch_size."
+            )
     elif len(train_set) < size:
         raise ConfigError(
             f"the training set has {len(train_set)} samples, fewer than one global batch of {size};"
@@ -74,15 +81,3 @@ def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     if is_stream(train_set):
         raise ConfigError("a stream has no length, so epochs cannot be counted; set steps.")
     return max(1, round((config.epochs or 0) * (len(train_set) // size)))
-
-
-def check_lanes(lanes: int, layout: BatchLayout) -> None:
-    """Refuse a number of lanes that does not divide the global batch into its micro-batches."""
-    size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step
-    if lanes < 1 or size % lanes or lanes % micro_batches:
-        raise ConfigError(
-            f"the stream's {lanes} lanes must divide batches.global_batch_size {size}, and be a"
-            f" multiple of {micro_batches} micro-batches per step ({processes(layout.world_size)}"
-            f" x accumulation {layout.accumulation}); choose another number of lanes, or another"
-            " batches.micro_batch_size."
-        )
