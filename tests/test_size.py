@@ -17,11 +17,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_257,
-    "files of train.py and all that it imports": 37,
-    "lines of the package without tools/": 7_223,
+    "lines of train.py and all that it imports": 5_066,
+    "files of train.py and all that it imports": 33,
+    "lines of the package without tools/": 7_032,
     "lines of tools/": 2_184,
-    "lines of template/tests": 3_600,
+    "lines of template/tests": 3_587,
     "lines of template/tests and tests": 13_960,
     "settings": 52,
     "methods of a recipe": 14,

@@ -193,7 +193,7 @@ def test_a_run_that_began_at_a_path_goes_back_to_it_and_to_no_other_branch(copie
 
 
 def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
-    """Also while --resume never moves it aside: the new folder is locked before it has the name."""
+    """Also after --resume never, which moves what is in it aside, but for the lock."""
     mine = Run(make_config(tmp_path, resume="never"), rank=0)
     mine.begin()
     (tmp_path / "link").symlink_to(mine.folder)
@@ -208,6 +208,29 @@ def test_a_link_to_a_run_folder_is_the_same_run(tmp_path):
             run_world(1, open_run, config)
     del mine
     assert run_world(1, open_run, linked) == [None]
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_a_kill_while_a_run_is_moved_aside_loses_no_record(copied, monkeypatch, done):
+    """A start without checkpoints drops the records that are there, so they are moved first."""
+    rename, moved = os.rename, []
+
+    def killed(old: Path, new: Path) -> None:
+        if len(moved) == done:
+            raise KeyboardInterrupt
+        moved.append(old.name)
+        rename(old, new)
+
+    before = (copied.folder / "metrics.jsonl").read_bytes()
+    anew = Run(change(copied, resume="never"), rank=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            anew.begin()
+    del anew
+    assert train(copied) == 0
+    aside = copied.folder.with_name(f"{copied.run_name}.old-1")
+    assert (aside / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):

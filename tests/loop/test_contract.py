@@ -22,10 +22,15 @@ from my_project.recipe import problems
 from ragged import Noting, Ragged
 from runs import change, make_config, train, weights
 from streamed import Streamed
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 from world import run_world
 
 Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
+
+
+class NoIndex(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from range(10)
 
 
 # ---- what the methods return ---------------------------------------------------------------------
@@ -37,7 +42,8 @@ class Wrong(Ragged):
 
     def build_datasets(self, data_info: dict[str, Any]) -> Any:
         train, validation_sets = super().build_datasets(data_info)
-        return train, {"held_out": []} if self.wrong == "empty" else validation_sets
+        wrong: dict[str, Any] = {"empty": [], "no index": NoIndex()}
+        return train, {"held_out": wrong[self.wrong]} if self.wrong in wrong else validation_sets
 
     def build_model(self, data_info: dict[str, Any]) -> Any:
         model = super().build_model(data_info)
@@ -71,6 +77,7 @@ class Wrong(Ragged):
     ("method", "wrong", "sentence"),
     [
         ("build_datasets", "empty", "returned an empty validation set held_out"),
+        ("build_datasets", "no index", "as held_out, which has no index"),
         ("build_model", "mask", "has the buffer mask, whose values are not finite"),
         ("loss", "one value", "it must return (loss_sum, num_items)"),
         ("loss", "negative", ", -1); it must return (loss_sum, num_items)"),

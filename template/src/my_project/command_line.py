@@ -72,7 +72,8 @@ def read_config(file: Path) -> dict[str, Any]:
         folders = file.parent, Path("configs")
         known = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
         similar = get_close_matches(file.stem, known, n=1)
-        hint = f"did you mean {known[similar[0]]}?" if similar else "configs/ holds examples."
+        some = f"{[*known.values()][-1].parent}/ has some." if known else "configs/ has none here."
+        hint = f"did you mean {known[similar[0]]}?" if similar else some
         raise ConfigError(f"there is no config file {file}; {hint}")
     return read_yaml(file)
 

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
 from .failures import frames_of, own_frame
 from .files import TransientError, writing
+from .loading.layout import is_stream
 from .loading.seeding import permutation
 from .recipe import Recipe, optional, problems, source_location
 
@@ -133,8 +134,13 @@ def build_datasets(
     with one_line_errors():
         returned = recipe.build_datasets(data_info)
     train, validation_sets = returned
-    for name, data in validation_sets.items():
-        if not len(data):
+    sets = {} if is_stream(train) else {"the training set": train}
+    for name, data in (sets | validation_sets).items():
+        # torch's IterableDataset has an index, but does not support it
+        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+            problem = f"returned {type(data).__name__} as {name}, which has no index: data[i]"
+            _refuse(recipe, "build_datasets", f"{problem} (a stream has lanes, see recipe.py).")
+        if data is not train and not len(data):
             _refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
     if config is None or config.overfit_batches is None:
         return train, validation_sets

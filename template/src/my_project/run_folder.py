@@ -234,11 +234,13 @@ class Run:
     def _start_over(self) -> None:
         """Move what is in the folder aside, but for the lock and the logs of this launch.
 
-        First what a start would continue, so that no kill leaves a part of a run that seems whole.
+        First the records, which a start without these checkpoints would drop, then what a start
+        would continue, so that no kill leaves a part of a run that seems whole.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
         aside = files.unused_name(self.folder.resolve())  # on the same disk
-        for name in sorted(names, key=lambda name: name not in ("checkpoints", "export")):
+        first = ("metrics.jsonl", "checkpoints", "export")
+        for name in sorted(names, key=lambda name: first.index(name) if name in first else 9):
             aside.mkdir(exist_ok=True)
             os.rename(self.folder / name, aside / name)
 
