@@ -621,7 +621,7 @@ def test_killed_at_any_instant_the_same_command_ends_with_the_same_weights(tmp_p
 
 
 # ---- trouble with the disk -----------------------------------------------------------------------
-def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
+def limit_file_size(limit: int, failing: int) -> None:
     """Let one save fail at the first file of more than so many bytes, as on a full disk."""
     write = saving.save_shards
     calls = [0]
@@ -637,6 +637,10 @@ def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
     saving.save_shards = limited
+
+
+def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
+    limit_file_size(limit, failing)
     return train(config)
 
 
