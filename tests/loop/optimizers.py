@@ -1,7 +1,5 @@
 """What each optimizer of torch does with each kind of weight: a table.
 
-    PYTHONPATH=template/src:template/tests python tests/loop/optimizers.py
-
 In one process, under DDP on two and under FSDP2 on two, a model is trained for a few steps, and
 again from the checkpoint of the middle. A cell says
 
@@ -13,8 +11,6 @@ again from the checkpoint of the middle. A cell says
 
 import gc
 import os
-import sys
-import tempfile
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -175,24 +171,3 @@ def table(folder: Path, cells: list[Cell]) -> dict[Cell, Outcome]:
                 if names := differing(config, config_of(folder, alone), rounding):
                     found[cell] = "another curve", f"in one process: {', '.join(names)}"
     return found
-
-
-def main() -> None:
-    """Print the table, and why a cell is not ok."""
-    cells = [(o, w, layout) for o in OPTIMIZERS for w in WEIGHTS for layout in PROCESSES]
-    with tempfile.TemporaryDirectory() as folder:
-        found = table(Path(folder), cells)
-    for layout in PROCESSES:
-        print(f"{layout:19}" + "".join(f"{weight:15}" for weight in WEIGHTS))
-        for optimizer in OPTIMIZERS:
-            words = [found[optimizer, weight, layout][0] for weight in WEIGHTS]
-            print(f"{optimizer:19}" + "".join(f"{word:15}" for word in words))
-        print()
-    for cell, (word, why) in found.items():
-        if word != "ok":
-            print(f"{', '.join(cell)}: {word}: {why}")
-    sys.exit(any(word == "another curve" for word, _ in found.values()))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,9 @@
 
 import dataclasses
 import enum
-import importlib
 import json
 import os
 import pickle
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from my_project import contract, run_folder
+from my_project import contract, devices, run_folder
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
@@ -53,11 +51,7 @@ class Wrong(Ragged):
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
         total, weight = super().loss(model, batch, step)
-        wrong = {
-            "one value": total,
-            "negative": (total, -1),
-        }
-        return wrong.get(self.wrong, (total, weight))
+        return {"one value": total, "negative": (total, -1)}.get(self.wrong, (total, weight))
 
     def build_metrics(self) -> Any:
         if self.wrong != "vector":
@@ -168,24 +162,6 @@ def test_settings_of_many_types_are_recorded_and_read_back(tmp_path):
 
 
 # ---- ranks and loader workers --------------------------------------------------------------------
-@Recipe
-class FewerFiles(Ragged):
-    def build_datasets(self, data_info: dict[str, Any]) -> Any:
-        fewer = 5 * (os.environ.get("RANK") == "1")
-        return super().build_datasets(data_info)[0], Ragged.build_datasets(
-            dataclasses.replace(self, validation_samples=23 - fewer), data_info
-        )[1]
-
-
-@pytest.mark.slow
-def test_ranks_with_other_data_are_named(tmp_path):
-    sentence = (
-        r"the length of validation set validation on rank\(s\) \[1\] .* differs from that on "
-    )
-    with pytest.raises(RuntimeError, match=sentence):
-        run_world(2, train, make_config(tmp_path, FewerFiles()))
-
-
 @pytest.mark.parametrize(
     ("misnames", "sentence"),
     [
@@ -200,42 +176,17 @@ def test_scalars_whose_names_differ_are_refused(tmp_path, misnames, sentence):
         run_world(2, train, config)
 
 
-SOURCE = """
-from dataclasses import dataclass
-from ragged import Ragged
-
-@dataclass(frozen=True, kw_only=True)
-class Own(Ragged):
-    def loss(self, model, batch, step):
-        loss_sum, num_items = super().loss(model, batch, step)
-        return {factor} * loss_sum, num_items
-"""
-
-
-def train_with_own_code(config: Config, folder: Path) -> int:
-    """Train with the recipe in a folder of this rank's host."""
-    sys.path.insert(0, str(folder / os.environ["RANK"]))
-    recipe = importlib.import_module("own").Own()
-    return train(change(config, recipe=recipe))
-
-
-def test_hosts_with_other_code_are_named(tmp_path):
-    for rank in (0, 1):
-        (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "own.py").write_text(SOURCE.replace("{factor}", str(1 + 2 * rank)))
-    sentence = r"the code of the project and the recipe on rank\(s\) \[1\] .* differs"
-    with pytest.raises(RuntimeError, match=sentence):
-        run_world(2, train_with_own_code, make_config(tmp_path), tmp_path)
-
-
-def test_the_code_that_hosts_compare_is_that_of_every_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "run_folder.py"))
-    (tmp_path / "loading").mkdir()
+def test_the_code_that_hosts_compare_is_that_of_every_module_and_the_recipe(tmp_path, monkeypatch):
+    module, recipe = tmp_path / "project/loading/seeding.py", tmp_path / "own.py"
+    module.parent.mkdir(parents=True)
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "project/run_folder.py"))
+    monkeypatch.setattr(run_folder.inspect, "getsourcefile", lambda _: str(recipe))
     digests = set()
-    for text in ("", "x = 1"):
-        (tmp_path / "loading/seeding.py").write_text(text)
+    for texts in (("", ""), ("x = 1", ""), ("", "x = 1")):
+        for path, text in zip((module, recipe), texts, strict=True):
+            path.write_text(text)
         digests.add(run_folder.code_digest(make_config(tmp_path)))
-    assert len(digests) == 2
+    assert len(digests) == 3
 
 
 def train_with_own(config: Config, what: str) -> int:
@@ -247,6 +198,12 @@ def train_with_own(config: Config, what: str) -> int:
             accelerate.__version__ = "1.10.0"
         elif what == "precision":  # of its accelerate config
             os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+        elif what == "code":
+            devices.code_digest = lambda _: "another"
+        elif what == "files":
+            train_set, validation_sets = config.recipe.build_datasets({"features": 6})
+            fewer = {"validation": torch.utils.data.Subset(validation_sets["validation"], [0])}
+            type(config.recipe).build_datasets = lambda *_: (train_set, fewer)  # type: ignore
         elif what == "config":
             config = change(config, optim__lr=0.06)
         else:
@@ -254,10 +211,20 @@ def train_with_own(config: Config, what: str) -> int:
     return train(config)
 
 
-@pytest.mark.parametrize("what", ["torch", "accelerate", "precision", "config", "recipe"])
-def test_hosts_with_other_versions_or_settings_are_named(tmp_path, what):
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("torch", "the version of torch"),
+        ("accelerate", "accelerate"),
+        ("precision", "precision"),
+        ("code", "the code of the project and the recipe"),
+        ("files", "the length of validation set validation"),
+        ("config", "config"),
+        ("recipe", "config"),
+    ],
+)
+def test_hosts_with_other_versions_code_data_or_settings_are_named(tmp_path, what, named):
     """Each would train with the gradients of both, without a word."""
-    named = {"torch": "the version of torch", "recipe": "config"}.get(what, what)
     sentence = rf"{named}.* on rank\(s\) \[1\] \(.*\) differs from that on rank 0"
     with pytest.raises(RuntimeError, match=sentence):
         run_world(2, train_with_own, make_config(tmp_path), what)
