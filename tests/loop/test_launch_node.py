@@ -17,7 +17,6 @@ from accelerate.commands import launch as accelerate_launch
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
 from my_project import failures, launch, rendezvous, starts, workers
 from my_project.config import ConfigError
-from my_project.end_block import Ending
 from my_project.files import TransientError, read_json
 from my_project.starts import Starts
 from test_accelerate_configs import CONFIGS
@@ -26,6 +25,19 @@ from world import free_port
 
 WHERE = str(PROJECT / "accelerate_configs")
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """Stand beside tiny.yaml; changes of the environment end with the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    Path("tiny.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def parsed(where: str, *flags: str) -> launch.Launch:
+    return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])
 
 
 @pytest.mark.parametrize(
@@ -38,11 +50,10 @@ TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
 )
 def test_a_wrong_launch_is_refused(where, flags, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])
+        parsed(where, *flags)
 
 
-def test_what_a_scheduler_set_does_not_reach_torch(monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+def test_what_a_scheduler_set_does_not_reach_torch(tiny, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "PET_NNODES", "PET_NODE_RANK"):
         monkeypatch.setenv(name, "7")
     launch.prepare_environment()
@@ -51,7 +62,7 @@ def test_what_a_scheduler_set_does_not_reach_torch(monkeypatch):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_variables_are_those_of_accelerate_launch(path, tmp_path, monkeypatch):
+def test_the_variables_are_those_of_accelerate_launch(path, tiny, monkeypatch):
     theirs: dict[str, str] = {}
 
     class Popen:
@@ -66,8 +77,6 @@ def test_the_variables_are_those_of_accelerate_launch(path, tmp_path, monkeypatc
 
     monkeypatch.setattr("torch.distributed.run.run", lambda _: theirs.update(os.environ))
     monkeypatch.setattr("subprocess.Popen", Popen)
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(CONFIG)
     words = ["--config_file", str(path), "--main_process_port", str(free_port()), *TRAIN]
     monkeypatch.setattr(sys, "argv", ["accelerate launch", *words])
     accelerate_launch.main()
@@ -98,6 +107,8 @@ LATE = TransientError("a node is late.")
         ("train", "preempted", "preempted", 1, None, None, 1),  # refused before it began
         ("train", "running", "failed", 1, None, None, 1),
         ("train", "running", "failed", 1, None, 5.0, 75),  # they leave in start-up, one by one
+        ("train", "running", "failed", 1, LATE, 5.0, 75),
+        ("train", "running", "failed", 1, LATE, math.inf, 1),  # as when srun ends the other nodes
         ("train", "", "running", -9, None, None, 1),
         ("train", "running", "running", 0, None, None, 1),  # a recipe called os._exit(0)
         ("train", "", "", 0, None, None, 1),  # the same, before the run began
@@ -108,9 +119,10 @@ LATE = TransientError("a node is late.")
     ],
 )
 def test_the_exit_code_is_the_runs_outcome(
-    module, before, after, code, error, stopped, wanted, tmp_path, monkeypatch
+    module, before, after, code, error, stopped, wanted, tiny, monkeypatch
 ):
-    path = tmp_path / "runs/tiny/status.json"
+    """Of processes that a signal has stopped (seconds since 1970) or that an error has ended."""
+    path = tiny / "runs/tiny/status.json"
     path.parent.mkdir(parents=True)
 
     def write_status(outcome: str) -> None:
@@ -120,12 +132,9 @@ def test_the_exit_code_is_the_runs_outcome(
     class FakeWorkers:
         """Stands for the training processes."""
 
-        def __init__(self) -> None:
-            self.killed = []
-            self.others = None
-            self.stop_signal = "SIGTERM" if stopped else ""
-            self.stop_signal_time = float("inf")
-            self.was_killed = False
+        killed, others, was_killed = (), None, False
+        stop_signal = "SIGTERM" if stopped else ""
+        stop_signal_time = stopped or math.inf
 
         def ignore_signals(self) -> None: ...
 
@@ -137,53 +146,26 @@ def test_the_exit_code_is_the_runs_outcome(
             return {0: code}
 
     write_status(before)
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(CONFIG)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Workers", FakeWorkers)
     flags = ["--config_file", f"{WHERE}/cpu.yaml", "-m", f"my_project.{module}"]
     assert launch.main([*flags, "--config", "tiny.yaml"]) == wanted
-
-
-def failure(reason: str, at: float, **known) -> dict:
-    record = failures.record_of(RuntimeError(reason))
-    return record | {"time": at, "frames": []} | known
-
-
-def test_a_signal_after_a_failure_does_not_hide_it(tmp_path):
-    """As when srun ends the other nodes."""
-    for signal_time, wanted in ((9.0, 1), (2.0, 75)):
-        ending = Ending(
-            folder=tmp_path, logs=tmp_path, is_new=True, is_first_node=True, was_killed=False,
-            status={"outcome": "failed", "failure": {"cause": "lost contact"}}, command="",
-            codes={0: 1},
-            goodput={},
-            failures=[failure("it failed", 5.0)], stop_signal="SIGTERM",
-            stop_signal_time=signal_time,
-        )  # fmt: skip
-        assert ending.exit_code == wanted
 
 
 # ---- several nodes ------------------------------------------------------------------------------
 SECRET = "hf_QWERTYqwerty123"
 
 
-def parsed(*flags: str, where: str = "multi_node_cpu") -> launch.Launch:
-    return launch.parse(["--config_file", f"{WHERE}/{where}.yaml", *flags, *TRAIN])
-
-
-def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(CONFIG)
-    four = parsed("--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
+def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tiny):
+    flags = ["--num_machines", "2", "--num_processes", "8", "--machine_rank", "1"]
+    four = parsed("multi_node_cpu", *flags)
     assert (four.nodes, four.world_size, four.node_rank, four.processes_per_node) == (2, 8, 1, 4)
-    hsdp = parsed("--num_machines=4", "--num_processes=32", where="multi_node_hsdp")
+    hsdp = parsed("multi_node_hsdp", "--num_machines=4", "--num_processes=32")
     assert hsdp.options.parallelism_config_dp_replicate_size == 4
     assert hsdp.options.parallelism_config_dp_shard_size == 8
 
 
 @pytest.mark.skipif(not HAS_TOOLS, reason="tools/ was deleted")
-def test_a_preflight_that_fails_starts_no_training(tmp_path, monkeypatch):
+def test_a_preflight_that_fails_starts_no_training(tiny, monkeypatch):
     class Fails:
         stop_signal = ""
 
@@ -191,24 +173,18 @@ def test_a_preflight_that_fails_starts_no_training(tmp_path, monkeypatch):
             assert function.args[0] == "my_project.tools.preflight"
             return {0: 1}
 
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(CONFIG)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launch, "Workers", Fails)
     assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN, "--preflight"]) == 1
-    assert not list(tmp_path.glob("runs/tiny/logs/*"))
+    assert not list(tiny.glob("runs/tiny/logs/*"))
 
 
-def test_the_launcher_tells_other_nodes_no_secret(tmp_path, monkeypatch):
+def test_the_launcher_tells_other_nodes_no_secret(tiny, monkeypatch):
     told = []
     monkeypatch.setattr(rendezvous, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # it names the interface to the others
     arguments = ["--config_file", f"{WHERE}/multi_node_cpu.yaml", "--num_machines", "2",
                  "--num_processes", "2", "--main_process_ip", "127.0.0.1",
                  *TRAIN, "--telemetry.trackers", f"[pwd={SECRET}]"]  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(CONFIG)
     monkeypatch.setattr(launch, "Workers", SimpleNamespace)
     with pytest.raises(ZeroDivisionError):
         launch.main(arguments)
@@ -237,7 +213,7 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
 
 
 @pytest.mark.parametrize(
-    ("failures_and_codes", "refusals"),
+    ("ends", "refusals"),
     [
         # three times in vain; a new step in between allows three more
         ([(5, "lost contact", KILLED)] * 4, ["", "", "", "3 restarts have brought no new step"]),
@@ -249,10 +225,10 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
         ([(5, "device error", 1), (6, "lost contact", CRASHED)], ["", ""]),
     ],
 )
-def test_what_is_started_again(tmp_path, failures_and_codes, refusals):
+def test_what_is_started_again(tmp_path, ends, refusals):
     restarts = Starts(folder=tmp_path, limit=3)
-    for (step, cause, code), refusal in zip(failures_and_codes, refusals, strict=True):
-        found = [failure("x", 1.0, cause=cause, step=step)] if cause else []
+    for (step, cause, code), refusal in zip(ends, refusals, strict=True):
+        found = [failures.record(reason="x", cause=cause) | {"step": step}] if cause else []
         said = restarts.refusal({1: code}, found)
         assert said.startswith(refusal)
         assert bool(said) == bool(refusal)
@@ -280,41 +256,29 @@ def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
 
 
 # ---- for real ------------------------------------------------------------------------------------
-@pytest.fixture
-def project(tmp_path):
-    for name in ("src", "accelerate_configs", "launch"):
-        (tmp_path / name).symlink_to(PROJECT / name)
-    return tmp_path
-
-
-def start(project: Path, where: str, *arguments: str):
-    """Start launch.py; at the end, every process of it must be gone."""
-    launcher = "my_project.launch"
-    return test_launch.launch(project, *arguments, launcher=launcher, where=where)
-
-
 @pytest.mark.slow
-def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(project):
+def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(tmp_path):
     """SIGKILL of rank 1, of rank 0 after that, and once without restarts."""
     long = ("--steps", "40", "--telemetry.every_steps", "1", "--checkpoints.every_steps", "5")
     slow = ("--recipe.init_args.seconds", "0.05", "--recipe.init_args.dropout", "0.2")
     shown = {}
     for name, victims in {"whole": (), "killed": (1, 0)}.items():
-        with start(project, "cpu_2_processes", *long, *slow) as run:
+        with test_launch.launch(tmp_path, *long, *slow, launcher="my_project.launch") as run:
             for victim in victims:
-                wait_for_steps(project, steps_done(project) + 12)
+                wait_for_steps(tmp_path, steps_done(tmp_path) + 12)
                 os.kill(test_launch.workers(run.pid)[victim], signal.SIGKILL)
             shown[name], _ = run.communicate(timeout=600)
         assert run.returncode == 0, shown[name]
-        (project / "runs/tiny").rename(project / name)
+        (tmp_path / "runs/tiny").rename(tmp_path / name)
     assert "rank 1 was ended by SIGKILL: all processes start again, restart 1" in shown["killed"]
     assert "rank 0 was ended by SIGKILL: all processes start again, restart 2" in shown["killed"]
     assert shown["killed"].count("2 processes on CPU") == 3
-    first, _, second, _, third, last = starts.lines(project / "killed")
+    first, _, second, _, third, last = starts.lines(tmp_path / "killed")
     assert [one["attempt"] for one in (first, second, third)] == [0, 1, 2]
-    assert [one["cause"] for one in starts.each_start(project / "killed")] == ["SIGKILL"] * 2 + [""]
+    causes = [one["cause"] for one in starts.each_start(tmp_path / "killed")]
+    assert causes == ["SIGKILL", "SIGKILL", ""]
     assert (last["outcome"], last["step"]) == ("finished", 40)
-    found = read_json(project / "killed/status.json")["goodput"]
+    found = read_json(tmp_path / "killed/status.json")["goodput"]
     clock = last["time"] - first["time"]
     assert found["calendar"]["seconds"] == pytest.approx(clock, abs=0.1)
     assert sum(found["calendar"].values()) - found["calendar"]["seconds"] == pytest.approx(
@@ -323,7 +287,7 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(p
     assert 0 < found["calendar"]["lost"] < found["calendar"]["kept"] < 0.9
     assert "since the first launch" in shown["killed"]
     ours, theirs = (
-        (project / name / "export/model.safetensors").read_bytes() for name in ("whole", "killed")
+        (tmp_path / name / "export/model.safetensors").read_bytes() for name in ("whole", "killed")
     )
     assert ours == theirs
 
@@ -341,9 +305,10 @@ threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 
 @pytest.mark.slow
-def test_where_an_import_starts_a_thread_the_processes_are_spawned(project):
-    (project / "threaded.py").write_text(THREAD)
-    with start(project, "cpu", "--recipe", "threaded.Ragged") as run:
+def test_where_an_import_starts_a_thread_the_processes_are_spawned(tmp_path):
+    (tmp_path / "threaded.py").write_text(THREAD)
+    words = ("--recipe", "threaded.Ragged")
+    with test_launch.launch(tmp_path, *words, launcher="my_project.launch", where="cpu") as run:
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     assert "each process imports torch itself: an import has started threads" in shown
