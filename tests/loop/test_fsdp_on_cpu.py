@@ -33,11 +33,11 @@ from torch.utils._pytree import tree_map_only
 from world import World, run_world
 
 
-def ask_for_fsdp(replicas: int = 1, precision: str = "no") -> None:
+def ask_for_fsdp(replicas: int = 1) -> None:
     """Set what `accelerate launch` sets for an accelerate config with fsdp_config."""
     os.environ.update(
         ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
-        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", ACCELERATE_MIXED_PRECISION=precision,
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", ACCELERATE_MIXED_PRECISION="no",
         FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
     )  # fmt: skip
     if replicas > 1:
@@ -48,9 +48,9 @@ def ask_for_fsdp(replicas: int = 1, precision: str = "no") -> None:
         )
 
 
-def train_sharded(config: Config, replicas: int = 1, precision: str = "no") -> int:
+def train_sharded(config: Config, replicas: int = 1) -> int:
     """Train; a warning of a library is an error, since nobody could act on it."""
-    ask_for_fsdp(replicas, precision)
+    ask_for_fsdp(replicas)
     with warnings.catch_warnings():
         for kind in (UserWarning, FutureWarning, RuntimeWarning):  # others are not shown
             warnings.simplefilter("error", kind)
@@ -83,11 +83,6 @@ def test_nothing_holds_a_process_group_when_the_interpreter_ends(tmp_path):
     for left in run_world(2, references_to_groups_at_the_exit, config):
         assert left
         assert set(left) == {0}
-
-
-def train_in_bf16(config: Config) -> int:
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
-    return train(config)
 
 
 def deep(folder: Path, **settings: Any) -> Config:
@@ -191,10 +186,7 @@ def test_sgd_trains_sharded_and_a_checkpoint_of_its_fused_kernel_goes_on_there(t
 
 @pytest.mark.slow
 def test_preempted_then_killed_then_resumed_under_ddp(tmp_path):
-    ddp = deep(tmp_path, run_name="ddp", steps=60, evaluation__every_steps=30)
-    run_world(2, train, ddp)
-    ours = change(ddp, run_name="ours", checkpoints__every_steps=5)
-    ours = change(ours, recipe__seconds=0.05)
+    ours = deep(tmp_path, run_name="ours", steps=100_000, checkpoints__every_steps=5)
     with closing(World(2, train_sharded, ours)) as world:
         wait_for_records(ours, 3)
         os.kill(world.workers[1].pid, signal.SIGTERM)
@@ -204,9 +196,10 @@ def test_preempted_then_killed_then_resumed_under_ddp(tmp_path):
     assert shards_of(ours, left["step"]) == 2
     with closing(World(2, train_sharded, ours)):
         wait_for_records(ours, left["step"] + 12)
-    killed = records(ours)[-1]["step"]
-    assert killed < 60
-    assert run_world(2, train, ours) == [0, 0]
+    ours = change(ours, steps=records(ours)[-1]["step"] + 5)
+    ddp = change(ours, run_name="ddp")
+    for config in (ours, ddp):
+        assert run_world(2, train, config) == [0, 0]
     assert_same_run(ours, ddp)
 
 
@@ -223,15 +216,15 @@ class Exact(Deep):
 
 @pytest.mark.slow
 def test_bf16_follows_the_curve_of_ddp_and_rounds_no_sum(tmp_path):
-    ddp = make_config(tmp_path, Deep(), run_name="ddp")
-    run_world(2, train_in_bf16, ddp)
+    ddp = make_config(tmp_path, Deep(), run_name="ddp", precision="bf16")
+    run_world(2, train, ddp)
     fsdp = change(ddp, run_name="fsdp")
-    run_world(2, train_sharded, fsdp, 1, "bf16")
+    run_world(2, train_sharded, fsdp)
     ours, theirs = records(fsdp), records(ddp)
     assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=0.03)
     assert [r["loss"] for r in ours] != [r["loss"] for r in theirs], "weights are in bf16"
-    exact = make_config(tmp_path, Exact(), run_name="exact", steps=2)
-    run_world(2, train_sharded, exact, 1, "bf16")
+    exact = change(ddp, recipe=Exact(), run_name="exact", steps=2)
+    run_world(2, train_sharded, exact)
     assert [r["loss"] for r in records(exact)] == [3.0, 3.0]
 
 

@@ -1,6 +1,5 @@
 """Streams: the same samples at the same places for any split, from any step on."""
 
-import dataclasses
 import json
 import random
 import traceback
@@ -16,8 +15,9 @@ from my_project.config import Config, ConfigError
 from my_project.files import read_manifest
 from my_project.loading.seeding import SampleSeeds, derive_seed, seed_rng
 from my_project.loading.streams import LaneReader
-from runs import change, make_config, records, train, weights
+from runs import assert_same_weights, change, make_config, records, train
 from streamed import Streamed
+from test_checkpoint import folder_of
 from world import run_world
 
 STEPS = 8
@@ -77,15 +77,24 @@ def first_read(config: Config, rank: int) -> dict[int, int]:
     return first
 
 
-def saved_state(config: Config, step: int) -> dict[str, Any]:
-    return read_manifest(config.folder / f"checkpoints/step_{step:08d}")["state"]
+def saved_states(config: Config, step: int) -> list[Any]:
+    return read_manifest(folder_of(config, step))["state"]["lane_states"]
 
 
-def elsewhere(config: Config, folder: Path, **recipe: Any) -> Config:
-    """Write what follows into a book of its own."""
-    folder.mkdir()
-    recipe = dataclasses.replace(config.recipe, book=str(folder), **recipe)
-    return dataclasses.replace(config, recipe=recipe)
+def goes_on(config: Config, first: Config, step: int) -> Config:
+    """Let a run begin at a checkpoint of another one."""
+    return change(config, resume=str(folder_of(first, step)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, Config]:
+    """Runs with a checkpoint of each step, by what their lanes return."""
+    folder, configs = tmp_path_factory.mktemp("whole"), {}
+    for state in ("", "saved"):
+        config = config_of(folder, f"whole_{state}", state=state)
+        configs[state] = change(config, checkpoints__every_steps=1, checkpoints__keep=STEPS)
+        assert train(configs[state]) == 0
+    return configs
 
 
 def test_the_same_curve_for_any_split_and_any_workers(tmp_path):
@@ -120,65 +129,54 @@ def states_of(config: Config, step: int) -> list[dict[str, int]]:
     return states
 
 
-@pytest.mark.parametrize("state", [pytest.param("", marks=pytest.mark.slow), "saved"])
-def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path, state):
-    whole = config_of(tmp_path, "whole", state=state)
-    whole = change(whole, checkpoints__every_steps=1, checkpoints__keep=STEPS)
-    assert train(whole) == 0
-    theirs = weights(whole.folder / "export")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("", "", marks=pytest.mark.slow),
+        ("saved", "saved"),
+        ("", "saved"),
+        ("saved", ""),
+    ],
+)
+def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(tmp_path, whole, before, after):
+    """Also where its lanes have gained or lost their states."""
+    first = whole[before]
+    has_states = before == after == "saved"
     for stop in range(1, STEPS):
-        saved = saved_state(whole, stop)
-        assert saved["lane_states"] == (states_of(whole, stop) if state else [])
-        resume = str(whole.folder / f"checkpoints/step_{stop:08d}")
-        config = change(config_of(tmp_path, f"from_{stop}", state=state), resume=resume)
+        states = states_of(first, stop) if before else []
+        assert str(saved_states(first, stop)) == str(states), "in their order"
+        config = goes_on(config_of(tmp_path, f"from_{stop}", state=after), first, stop)
         assert train(config) == 0
-        wanted = {k: samples for k, samples in seen(whole, 1).items() if k >= stop}
+        wanted = {k: samples for k, samples in seen(first, 1).items() if k >= stop}
         assert seen(config, 1) == wanted, f"stopped after {stop} steps"
-        ours = weights(config.folder / "export")
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        first = first_read(config, 0)
-        assert first == dict.fromkeys(range(8), 2 * stop if state else 0), "no sample is read again"
+        assert_same_weights(config, first)
+        read = first_read(config, 0)
+        assert read == dict.fromkeys(range(8), 2 * stop if has_states else 0), "none is read again"
         starts = {start for _, start in noted(config, 0, "opened")}
-        assert starts == {0 if state else 2 * stop}
+        assert starts == {0 if has_states else 2 * stop}
 
 
 @pytest.mark.slow
-def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path):
-    whole = config_of(tmp_path, "whole")
-    assert train(whole) == 0
+def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path, whole):
     for before, after, workers in ((4, 2, 1), (1, 2, 0)):
         config = config_of(tmp_path, f"from_{before}", state="saved")
         config = change(config, steps=5, batches__workers=workers)
         assert run_world(before, train, config) == [0] * before
-        assert saved_state(config, 5)["lane_states"] == states_of(config, 5), "of all ranks"
-        longer = elsewhere(change(config, steps=STEPS), tmp_path / f"to_{before}")
+        assert saved_states(config, 5) == states_of(config, 5), "of all ranks"
+        longer = goes_on(config_of(tmp_path, f"to_{before}", state="saved"), config, 5)
+        longer = change(longer, batches__workers=workers)
         assert run_world(after, train, longer) == [0] * after
-        assert seen(longer, after) == {k: v for k, v in seen(whole, 1).items() if k >= 5}
-        losses = [record["loss"] for record in records(whole)]
+        assert seen(longer, after) == {k: v for k, v in seen(whole[""], 1).items() if k >= 5}
+        losses = [record["loss"] for record in records(whole[""])][5:]
         assert [record["loss"] for record in records(longer)] == pytest.approx(losses, rel=1e-5)
         lanes = [first_read(longer, rank) for rank in range(after)]
         assert lanes == [dict.fromkeys(own, 10) for own in ([0, 1, 4, 5], [2, 3, 6, 7])]
 
 
-@pytest.mark.parametrize(("before", "after"), [("", "saved"), ("saved", "")])
-def test_a_stream_that_gains_or_loses_its_states_goes_on(tmp_path, before, after):
-    whole = config_of(tmp_path, "whole")
-    assert train(whole) == 0
-    config = change(config_of(tmp_path, "one", state=before), steps=2)
-    assert train(config) == 0
-    longer = elsewhere(change(config, steps=STEPS), tmp_path / "more", state=after)
-    assert train(longer) == 0
-    assert seen(longer, 1) == {k: v for k, v in seen(whole, 1).items() if k >= 2}
-    assert set(first_read(longer, 0).values()) == {0}, "passed over, as there is no state"
-
-
-def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_states(tmp_path):
-    config = change(config_of(tmp_path, "one", state="saved"), steps=2)
-    assert train(config) == 0
-    other = change(
-        config_of(tmp_path, "other", state="saved", lanes=4),
-        resume=str(config.folder / "checkpoints/step_00000002"),
-    )
+def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_states(
+    tmp_path, whole
+):
+    other = goes_on(config_of(tmp_path, "other", state="saved", lanes=4), whole["saved"], 2)
     assert train(other) == 0
     assert first_read(other, 0) == dict.fromkeys(range(4), 0)
     wanted = {k: samples for k, samples in enumerate(expected(other)) if k >= 2}
@@ -224,14 +222,13 @@ def test_a_lane_that_ends_is_refused(tmp_path, workers):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"recipe": {"lanes": 5}}, "5 lanes must divide"),
-        ({"recipe": {"lanes": 2}}, "2 lanes must divide .* multiple of 4 micro-batches"),
+        ({"recipe__lanes": 5}, "5 lanes must divide"),
+        ({"recipe__lanes": 2}, "2 lanes must divide .* multiple of 4 micro-batches"),
         ({"steps": None, "epochs": 2.0}, "a stream has no length"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(tmp_path, settings, sentence):
-    config = config_of(tmp_path, "one", **settings.get("recipe", {}))
-    config = change(config, **{k: v for k, v in settings.items() if k != "recipe"})
+    config = change(config_of(tmp_path, "one"), **settings)
     with pytest.raises(ConfigError, match=sentence) as refusal:
         train(config)
     assert refusal.value.exit_code == 2
