@@ -90,6 +90,10 @@ def own(tmp_path, monkeypatch):
     return write
 
 
+def table() -> Any:
+    return importlib.import_module("my_project.recipes.table")
+
+
 def command(name: str, more: str = "") -> str:
     recipe = f"--recipe my_project.recipes.table.{name} --run_name {name}"
     return f"configs/table.yaml {recipe} --epochs null --steps 60 {more}"
@@ -134,9 +138,7 @@ def curve_of(run: Path) -> torch.Tensor:
 
 # ---- what shows that a page works ----------------------------------------------------------------
 def check_class_weights() -> None:
-    from my_project.recipes import table  # pyright: ignore[reportAttributeAccessIssue]
-
-    recipe = table.Weighed()
+    recipe = table().Weighed()
     model = recipe.build_model({"features": 2, "classes": ["lily", "rose"]})
     x, y = torch.randn(9, 2), torch.arange(9) % 2
     loss_sum, items = recipe.loss(model, (x, y), 0)
@@ -155,18 +157,14 @@ def check_freeze_layers() -> None:
     assert "0.teacher.0.weight" in weights(taught.folder / "export")
     losses = [record["loss"] for record in records(taught)]
     assert losses[-1] < losses[0]
-    from my_project.recipes import table  # pyright: ignore[reportAttributeAccessIssue]
-
-    model = table.Taught().build_model({"features": 2, "classes": ["lily", "rose"]}).train()
+    model = table().Taught().build_model({"features": 2, "classes": ["lily", "rose"]}).train()
     assert model[0].training
     assert not any(module.training for module in model[0].teacher.modules())
 
 
 def check_huggingface_stream() -> None:
-    from my_project.recipes import table  # pyright: ignore[reportAttributeAccessIssue]
-
     Path("data/flowers").mkdir(parents=True)
-    rows = [",".join(map(str, row)) for row in table.Table().rows()]
+    rows = [",".join(map(str, row)) for row in table().Table().rows()]
     for file in range(6):  # of unequal length
         lines = ["petal,sepal,kind", *rows[file * 20 : (file + 1) * 20 + file]]
         Path(f"data/flowers/{file}.csv").write_text("\n".join(lines) + "\n")
@@ -225,14 +223,12 @@ def check_onnx() -> None:
 
 
 def check_pretokenized_shards() -> None:
-    from my_project.recipes import table  # pyright: ignore[reportAttributeAccessIssue]
-
     Path("data").mkdir()
-    text = np.frombuffer(Path(table.__file__).read_bytes() * 4, np.uint8).astype(np.uint16)
+    text = np.frombuffer(Path(table().__file__).read_bytes() * 4, np.uint8).astype(np.uint16)
     shards = np.split(text, [1000, 5000, 9129])
     for number, shard in enumerate(shards):
         shard.tofile(f"data/{number}.bin")
-    train, _ = table.Written().build_datasets({})
+    train, _ = table().Written().build_datasets({})
     expected = [
         shard[start : start + 65].tolist()
         for shard in shards[:3]
@@ -289,9 +285,8 @@ def check_two_optimizers() -> None:
 
 
 def check_weighted_sampling() -> None:
-    from my_project.recipes import table  # pyright: ignore[reportAttributeAccessIssue]
-
-    drawn = [table.Drawn("abc", [0, 1, 3])[i] for i in range(4000)]
+    data = table().Drawn("abc", [0, 1, 3])
+    drawn = [data[i] for i in range(4000)]
     assert drawn.count("a") == 0
     assert 2850 < drawn.count("c") < 3150
     train_example("Balanced")
