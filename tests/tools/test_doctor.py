@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +18,11 @@ from my_project.files import writing
 from my_project.run_folder import Run
 from my_project.tools import doctor
 from my_project.tools.doctor import diagnose
+from my_project.tools.report.report import write_report
+from my_project.tools.runs import list_runs
 from ragged import Ragged
 from runs import change, make_config, train
 from test_damage import KINDS
-from test_runs import HOLD
 from test_stopping import fails, with_fault
 from world import run_world
 
@@ -73,17 +72,6 @@ def test_a_fault_is_told_with_its_rank(tmp_path, fault, settings, cause, said):
     assert (found["first"]["rank"], found["first"]["host"]) == (1, HERE)
     assert said in str(found)
     assert said or found["known"] == [], "nothing is claimed"
-
-
-# ---- a full disk ---------------------------------------------------------------------------------
-
-
-def test_a_run_that_ends_without_a_word_on_a_full_disk_is_likely_due_to_it(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4096))
-    found = diagnose(run.folder)
-    assert (found["cause"], found["certainty"]) == ("full disk", "likely")
 
 
 # ---- finished, preempted, repaired ---------------------------------------------------------------
@@ -168,8 +156,15 @@ def test_the_newest_of_several_failures_is_told(tmp_path, monkeypatch):
     assert found["earlier_failures"] == 1
 
 
-def test_a_folder_that_a_full_disk_makes_a_wrong_setting_is_due_to_the_disk(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_also_where_nothing_or_a_wrong_setting_was_reported(
+    tmp_path, monkeypatch
+):
     run = begin(tmp_path, monkeypatch)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=4096))
+        found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("full disk", "likely")
     with pytest.raises(ConfigError) as raised, writing(Path("runs/a")):
         raise OSError(28, "No space left on device")
     fail(run, monkeypatch, 0, raised.value)
@@ -235,25 +230,7 @@ def test_a_rank_that_waits_in_the_recipe_is_blamed_before_one_that_waits_in_the_
     assert found["cause"] == ("mismatched collectives" if blamed else "hang")
 
 
-# ---- under way, or ended without a word ----------------------------------------------------------
-
-
-def test_a_run_under_way_has_no_cause_until_it_has_ended_without_a_word(tmp_path, monkeypatch):
-    run = begin(tmp_path, monkeypatch)
-    held = [sys.executable, "-c", HOLD, str(run.folder)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(held, stdin=pipe, stdout=pipe, text=True) as holder:
-        assert holder.stdout
-        assert holder.stdout.readline() == "locked\n"
-        late = diagnose(run.folder, time.time() + 7200)
-        holder.communicate()
-    assert late["outcome"] == "running"
-    assert (late["cause"], late["likely"], late["first"]) == ("", [], None)
-    found = diagnose(run.folder)
-    assert (found["outcome"], found["cause"]) == ("interrupted", "interrupted")
-    assert found["certainty"] == "likely"
-
-
+# ---- ended without a word ------------------------------------------------------------------------
 def test_a_run_that_was_told_to_stop_and_killed_before_it_saved_is_told(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
@@ -268,21 +245,36 @@ def test_a_run_that_was_told_to_stop_and_killed_before_it_saved_is_told(tmp_path
 
 
 # ---- damage, secrets -----------------------------------------------------------------------------
+MISSED = [("metrics.jsonl", "empty"), ("metrics.jsonl", "missing"), ("errors", "missing")]
+
+
 @pytest.mark.parametrize(
     "name", ["status.json", "run.json", "config.yaml", "metrics.jsonl", "errors"]
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_damage_ends_the_doctor_and_it_is_listed(raised, tmp_path, name, kind, capsys):
+@pytest.mark.parametrize("kind", [*KINDS, "missing", "folder"])
+def test_no_damage_ends_a_tool_and_it_is_named(raised, tmp_path, name, kind, capsys):
     folder = tmp_path / "run"
     shutil.copytree(raised.folder, folder)
     path = folder / name
     if name == "errors":
         path = next(path.glob("*_rank_00001_*"))
-    path.write_bytes(KINDS[kind])
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind in KINDS:
+        path.write_bytes(KINDS[kind])
+
+    page = write_report([folder]).read_text()
+    assert name == "errors" or f"{name} is missing or damaged" in page
+    assert ("<figcaption>Loss" in page) == (name != "metrics.jsonl")
+    (listed,) = list_runs(tmp_path)
+    known = ("damaged", 2) if name == "status.json" else ("failed", 3)  # the last record is of 2
+    assert (listed.run.state, listed.step) == known
+
     found = diagnose(folder)
     assert text_of(folder, capsys)
     assert found["outcome"] == "failed"
-    if not (name == "metrics.jsonl" and kind == "empty"):
+    if (name, kind) not in MISSED:
         assert [one for one in found["damaged"] if path.name in one], found["damaged"]
     if name == "errors":
         assert found["first"]["says"].endswith("status.json")

@@ -2,20 +2,24 @@
 
 import hashlib
 import json
+import math
 import re
+import shutil
 from base64 import b64encode
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from histories import BEGAN, PNG, records_of, write_attack, write_history
-from my_project.files import ConfigError
+from my_project.files import ConfigError, read_json, read_yaml
 from my_project.tools.report.page import SCRIPT
 from my_project.tools.report.report import write_report
+from runs import make_config, train
 
 MOST_BYTES = 300_000
+BEGAN = 1_790_000_000.0  # seconds since 1970
 ELEMENTS = {
     *("html", "head", "meta", "title", "style", "body", "script", "footer", "h1", "h2", "h3"),
     *("p", "b", "i", "span", "div", "code", "pre", "output", "figure", "figcaption", "details"),
@@ -82,16 +86,75 @@ def report(*folders: Path) -> Page:
     return Page(write_report(list(folders)))
 
 
+# ---- run folders ---------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as training leaves it."""
+    config = make_config(tmp_path_factory.mktemp("trained"), steps=2)
+    assert train(config) == 0
+    return config.folder
+
+
+def copy(run: Path, folder: Path, records: list[dict[str, Any]]) -> Path:
+    """Copy a run folder, with other records."""
+    shutil.copytree(run, folder)
+    lines = (json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def records_of(
+    steps: int,
+    lr: float = 0.01,
+    preempted_at: tuple[int, ...] = (),
+    killed_at: tuple[int, ...] = (),
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run: intervals of 10 steps, an evaluation and a save every 250.
+
+    Args:
+        steps: of the whole run.
+        lr: the peak of the learning rate; a higher one learns faster here.
+        preempted_at: steps at which the run stops, and starts again.
+        killed_at: steps from which it starts again without having stopped.
+    """
+
+    def record(kind: str, step: int, **more: Any) -> dict[str, Any]:
+        seconds = 0.12 * step
+        when = {"elapsed_seconds": seconds, "time": BEGAN + seconds}
+        return {"kind": kind, "step": step} | when | more
+
+    def start(step: int) -> dict[str, Any]:
+        return record("start", step, world_size=8, hosts=["gpu-a"] * 4 + ["gpu-b"] * 4)
+
+    yield start(0)
+    for step in range(10, steps + 1, 10):
+        done = step / steps
+        loss = 2.4 * math.exp(-6 * done * lr / 0.01) + 0.03
+        yield record("interval", step, loss=loss) | {
+            "learning_rate": lr * (1 + math.cos(math.pi * done)) / 2,
+            "gradient_norm": 2.2 * (1 + 3 * math.exp(-40 * done)),
+            "samples_per_second": 533.0,
+            "peak_memory_bytes": int(9.1e9 + 2e8 * done),
+        }
+        if step % 250 == 0 or step == steps:
+            results = {"validation/accuracy": done, "validation/loss": loss * 1.2 + 0.05}
+            yield record("evaluation", step) | results
+            yield record("checkpoint", step)
+        if step in preempted_at:
+            yield record("stop", step, reason="SIGTERM")
+        if step in preempted_at + killed_at:
+            yield start(step)
+
+
 # ---- curves --------------------------------------------------------------------------------------
-def test_curves_show_the_values_of_the_records_on_one_axis_of_steps(tmp_path):
-    found = list(records_of(steps=400, lr=0.01))
+def test_curves_show_the_values_of_the_records_on_one_axis_of_steps(trained, tmp_path):
+    found = list(records_of(steps=400))
     for one in found:
         if "loss" in one:
             one["train/kl"] = one["loss"] ** 2  # a scalar of the recipe
-    run = write_history(tmp_path / "run", records=found)
-    page = report(run)
+    page = report(copy(trained, tmp_path / "run", found))
     assert len(page.source) < MOST_BYTES
-    assert "http" not in page.source.replace("http-equiv", ""), "no network"
+    assert "://" not in page.source, "no network"
     kinds = {
         kind: [one for one in found if one["kind"] == kind] for kind in ("interval", "evaluation")
     }
@@ -110,13 +173,12 @@ def test_curves_show_the_values_of_the_records_on_one_axis_of_steps(tmp_path):
         assert values == pytest.approx(wanted, abs=2e-4 * max(wanted), rel=1e-3)
 
 
-def test_steps_without_a_finite_loss_leave_a_gap_that_is_marked(tmp_path):
-    found: list[dict[str, Any]] = [
-        {"step": 10 * i, "loss": 1.0 + i, "rank_seconds_max": 0.1} for i in range(10)
-    ]
+def test_steps_without_a_finite_loss_leave_a_gap_that_is_marked(trained, tmp_path):
+    one = {"kind": "interval", "rank_seconds_max": 0.1}
+    found: list[dict[str, Any]] = [one | {"step": 10 * i, "loss": 1.0 + i} for i in range(10)]
     found[4]["loss"] = found[5]["loss"] = None
     found[7] |= {"skipped": 3, "skipped_steps": 23}
-    page = report(write_history(tmp_path / "run", records=found))
+    page = report(copy(trained, tmp_path / "run", found))
     steps, values = page.curve("Loss", "training")
     assert steps == pytest.approx([0, 10, 20, 30, 60, 70, 80, 90], abs=0.1)
     assert values == pytest.approx([1, 2, 3, 4, 7, 8, 9, 10], abs=0.01)
@@ -127,9 +189,11 @@ def test_steps_without_a_finite_loss_leave_a_gap_that_is_marked(tmp_path):
 
 
 # ---- what happened -------------------------------------------------------------------------------
-def test_restarts_and_checkpoints_are_marked_and_how_each_start_ended_is_said(tmp_path):
-    found = list(records_of(steps=1000, lr=0.01, preempted_at=(400,), killed_at=(700,)))
-    run = write_history(tmp_path / "run", records=found)
+def test_what_happened_is_marked_and_how_each_start_ended_is_said(trained, tmp_path):
+    found = list(records_of(steps=1000, preempted_at=(400,), killed_at=(700,)))
+    (spike,) = (one for one in found if one["kind"] == "interval" and one["step"] == 500)
+    spike["loss"] *= 40
+    run = copy(trained, tmp_path / "run", found)
     line = {"event": "start", "id": "a.0", "launch": "a", "time": BEGAN + 9}
     (run / "starts.jsonl").write_text(json.dumps(line) + "\n")
     page = report(run)
@@ -138,18 +202,21 @@ def test_restarts_and_checkpoints_are_marked_and_how_each_start_ended_is_said(tm
     assert "400 to 700 8 gpu-a x 4, gpu-b x 4 killed" in text
     assert "0 to 400 8 gpu-a x 4, gpu-b x 4 preempted: SIGTERM" in text
     assert page.marks("Loss", "restart") == pytest.approx([400, 700], abs=1)
+    assert page.marks("Loss", "spike") == pytest.approx([500], abs=1)
     assert page.marks("Loss", "checkpoint") == pytest.approx([250, 500, 750, 1000], abs=1)
 
 
-# ---- outcomes ------------------------------------------------------------------------------------
-
-
 # ---- several runs --------------------------------------------------------------------------------
-def test_runs_are_compared_by_the_settings_that_differ_and_in_the_same_charts(tmp_path):
-    rates = (0.01, 0.02, 0.03)
-    runs = [
-        write_history(tmp_path / f"image_classification-lr={lr}", lr=lr, steps=500) for lr in rates
-    ]
+def test_runs_are_compared_by_the_settings_that_differ_and_in_the_same_charts(trained, tmp_path):
+    runs = []
+    for lr in (0.01, 0.02, 0.03):
+        run = copy(trained, tmp_path / f"image_classification-lr={lr}", [*records_of(500, lr)])
+        settings = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(settings.replace("  lr: 0.05\n", f"  lr: {lr}\n"))
+        typed = ["/usr/bin/python", "-m", "accelerate.commands.launch", "--config_file"]
+        about = read_json(run / "run.json") | {"launcher": typed}
+        (run / "run.json").write_text(json.dumps(about))
+        runs.append(run)
     page = report(*runs)
     for title in ("Loss", "validation/accuracy", "Learning rate", "Samples per second"):
         assert page.names(title) == ["lr=0.01", "lr=0.02", "lr=0.03"]
@@ -160,8 +227,8 @@ def test_runs_are_compared_by_the_settings_that_differ_and_in_the_same_charts(tm
 
 
 # ---- the file ------------------------------------------------------------------------------------
-def test_a_report_replaces_only_a_report(tmp_path):
-    run = write_history(tmp_path / "run", steps=100)
+def test_a_report_replaces_only_a_report(trained, tmp_path):
+    run = copy(trained, tmp_path / "run", [*records_of(100)])
     first = report(run).source
     (run / "metrics.jsonl").write_text("")
     assert report(run).source != first
@@ -175,26 +242,43 @@ def test_a_report_replaces_only_a_report(tmp_path):
     assert kept.read_text() == "mine"
 
 
-# ---- damage and strangers ------------------------------------------------------------------------
-@pytest.mark.parametrize("content", [None, b"", b"\0{[\xff", b"[1]", "folder"])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "run.json", "config.yaml"])
-def test_a_damaged_file_is_named_and_costs_only_what_stands_in_it(tmp_path, name, content):
-    run = write_history(tmp_path / "run", steps=300)
-    path = run / name
-    path.unlink()
-    if content == "folder":
-        path.mkdir()
-    elif content is not None:
-        path.write_bytes(content)
-    page = report(run)
-    is_empty = name == "config.yaml" and content == b""
-    assert f"{name} is missing or damaged" in page.text or is_empty
-    assert ("<figcaption>Loss" in page.source) == (name != "metrics.jsonl")
+# ---- strangers -----------------------------------------------------------------------------------
+ATTACK = (
+    "</script><script>parent.postMessage('owned','*')</script></style></title>"
+    "<img src=http://127.0.0.1:1/x onerror=\"parent.postMessage('owned','*')\">"
+    '"><img src=http://127.0.0.1:1/x>\' onload=\'parent.postMessage("owned","*")\''
+    " style='background:url(http://127.0.0.1:1/x)"
+)
 
 
-def test_a_strangers_text_stays_text(tmp_path):
-    run = write_attack(tmp_path, "http://127.0.0.1:1/x")
-    other = write_attack(tmp_path / "b", "http://127.0.0.1:1/x")
+def attacked(content: Any) -> Any:
+    """Replace each text by the attack, and add it to each list and as a name to each dict."""
+    if isinstance(content, dict):
+        return {name: attacked(one) for name, one in content.items()} | {ATTACK: ATTACK}
+    if isinstance(content, list):
+        return [*map(attacked, content), ATTACK]
+    return ATTACK if isinstance(content, str) else content
+
+
+def attack(trained: Path, folder: Path) -> Path:
+    """Copy a run folder, with an attack in place of each of its texts."""
+    found = [attacked(one) | {"kind": one["kind"]} for one in records_of(200, preempted_at=(150,))]
+    results = {ATTACK: 0.5, f"{ATTACK}/loss": 0.7, "sample": ATTACK, "pictures": [ATTACK]}
+    for record in found:
+        record |= results if record["kind"] == "evaluation" else {}
+    found.append({"kind": "numerics", "step": 200, "changed": {ATTACK: [ATTACK, ATTACK]}})
+    run = copy(trained, folder / ATTACK.replace("/", "\u2044")[:60], found)
+    for name, kept in {
+        "config.yaml": {"evaluation": {"best_metric": ATTACK}},
+        "run.json": {},
+        "status.json": {"outcome": "failed"},
+    }.items():
+        (run / name).write_text(json.dumps(attacked(read_yaml(run / name)) | kept))
+    return run
+
+
+def test_a_strangers_text_stays_text(trained, tmp_path):
+    run, other = attack(trained, tmp_path), attack(trained, tmp_path / "b")
     for page in (report(run), report(run, other)):
         assert page.text.count("parent.postMessage") > 15
         assert page.source.count(SCRIPT) == 1
@@ -215,19 +299,19 @@ def test_a_strangers_text_stays_text(tmp_path):
         ]  # fmt: skip
 
 
-def test_pictures_come_from_the_run_folder_alone(tmp_path):
-    run = tmp_path / "run"
+def test_pictures_come_from_the_run_folder_alone(trained, tmp_path):
     names = [
         *("a.png", "b/c.jpg", "../out.png", str(tmp_path / "out.png"), "link.png", "text.png"),
         *("none.png", "b", "zero\0"),
     ]
-    found = [{"step": 10, "loss": 1.0}, {"step": 20, "x": 0.6, "pictures": [*names, 3, None]}]
-    write_history(run, records=found)
+    shown = {"kind": "evaluation", "step": 20, "pictures": [*names, 3, None]}
+    run = copy(trained, tmp_path / "run", [shown])
     (run / "b").mkdir()
-    (tmp_path / "out.png").write_bytes(PNG)
+    png = b"\x89PNG\r\n\x1a\n picture"
+    (tmp_path / "out.png").write_bytes(png)
     (run / "link.png").symlink_to(tmp_path / "out.png")
     (run / "text.png").write_text("<svg onload=alert(1)>")
-    (run / "a.png").write_bytes(PNG)
+    (run / "a.png").write_bytes(png)
     (run / "b/c.jpg").write_bytes(b"\xff\xd8\xff jpeg")
     kinds = [source.partition(",")[0] for source in report(run).pictures]
     assert kinds == ["data:image/png;base64", "data:image/jpeg;base64"]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from my_project.config import Config, to_yaml
 from my_project.files import TransientError
 from my_project.run_folder import Run
+from my_project.tools.doctor import diagnose
 from my_project.tools.runs import differences, list_runs, summarize
 from ragged import Ragged
 from runs import make_config
@@ -46,7 +48,7 @@ sys.stdin.read()
 """
 
 
-def test_only_a_run_whose_lock_is_held_is_running(tmp_path):
+def test_only_a_run_whose_lock_is_held_is_running_and_has_no_cause_of_its_end(tmp_path):
     config = write_run(tmp_path, "one", "running", EVALUATED)
     assert summarize(config.folder).run.state == "interrupted"
     held = [sys.executable, "-c", HOLD, str(config.folder)]
@@ -55,10 +57,16 @@ def test_only_a_run_whose_lock_is_held_is_running(tmp_path):
         assert holder.stdout
         assert holder.stdout.readline() == "locked\n"
         assert summarize(config.folder).run.state == "running"
+        late = diagnose(config.folder, time.time() + 7200)
+        assert (late["outcome"], late["cause"], late["likely"]) == ("running", "", [])
+        assert late["first"] is None
         with pytest.raises(TransientError, match=f"in use by process {holder.pid} "):
             Run(config, rank=0)
         holder.communicate()
     assert summarize(config.folder).run.state == "interrupted"
+    found = diagnose(config.folder)
+    assert (found["outcome"], found["cause"]) == ("interrupted", "interrupted")
+    assert found["certainty"] == "likely"
     Run(config, rank=0)
 
 
@@ -73,32 +81,12 @@ def test_a_run_is_compared_with_the_first_of_its_recipe(tmp_path):
     write_run(tmp_path, "b", "finished", recipe=Ragged(dropout=0.5), optim__lr=0.1)
     write_run(tmp_path, "a", "finished")
     write_run(tmp_path, "c", "failed", epochs=2.0, resume="never", stop_after="1h")
+    (tmp_path / "notes").mkdir()
     runs = list_runs(tmp_path)
     assert [summary.run.folder.name for summary in runs] == ["a", "b", "c"]
     assert differences(runs) == [
         [], ["optim.lr=0.1", "recipe.dropout=0.5"], ["epochs=2.0", "steps=None"],
     ]  # fmt: skip
-
-
-def test_a_damaged_run_is_listed_as_such(tmp_path):
-    for name, file, content in (
-        ("status", "status.json", '{"outcome": '),
-        ("config", "config.yaml", "recipe: [\x1b"),
-        ("metrics", "metrics.jsonl", "\0{[\n[3]\n"),
-    ):
-        config = write_run(tmp_path, name, "finished")
-        (config.folder / file).write_text(content)
-    for name in ("config.yaml", "status.json", "metrics.jsonl"):
-        (tmp_path / "folders" / name).mkdir(parents=True)
-    (tmp_path / "notes").mkdir()
-    runs = {summary.run.folder.name: summary for summary in list_runs(tmp_path)}
-    states = {name: summary.run.state for name, summary in runs.items()}
-    assert states == {
-        "config": "finished", "metrics": "finished", "folders": "damaged", "status": "damaged",
-    }  # fmt: skip
-    for name, summary in runs.items():
-        assert ("config.yaml" in " ".join(summary.run.problems)) == (not summary.run.settings), name
-    assert runs["metrics"].step == 4
 
 
 def test_a_pipe_gets_one_line_for_each_run(tmp_path):
