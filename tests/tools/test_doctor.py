@@ -111,6 +111,21 @@ def fail(run: Run, monkeypatch, rank: int, error: BaseException) -> None:
         raise error
 
 
+def hang(folder: Path, monkeypatch, *causes: str, last_in: str = "train.py") -> Run:
+    """Leave the error files that watchdogs write, of one rank for each cause.
+
+    The last rank was in another file, if that is given.
+    """
+    run = begin(folder, monkeypatch, (HERE,) * len(causes))
+    files = ["train.py"] * (len(causes) - 1) + [last_in]
+    for run.rank, (cause, file) in enumerate(zip(causes, files, strict=True)):
+        frames = [failures.frame(f"/src/{file}", 3, "main")]
+        reason = "no progress for 4 s"
+        run.record_error(failures.record(reason=reason, cause=cause, frames=frames))
+    run.write_status("failed", "")
+    return run
+
+
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
 NCCL = RuntimeError("NCCL error: unhandled system error")
 
@@ -214,20 +229,20 @@ def test_a_rank_is_slow_if_others_wait_for_it_in_most_records(records, is_slow):
     assert [line[:15] for line in doctor.slow_rank(records)] == ["rank 1 on gpu-a"] * is_slow
 
 
-@pytest.mark.parametrize(("other", "blamed"), [("ragged.py", 1), ("train.py", 0)])
-def test_a_rank_that_waits_in_the_recipe_is_blamed_before_one_that_waits_in_the_loop(
-    tmp_path, monkeypatch, other, blamed
+@pytest.mark.parametrize(
+    ("last_in", "cause", "blamed"),
+    [
+        ("train.py", "hang", 0),
+        ("sharding.py", "mismatched collectives", 0),
+        ("ragged.py", "mismatched collectives", 1),  # in the recipe
+    ],
+)
+def test_ranks_that_wait_in_different_lines_have_likely_called_different_collectives(
+    tmp_path, monkeypatch, last_in, cause, blamed
 ):
-    run = begin(tmp_path, monkeypatch, (HERE, HERE))
-    for rank, file in enumerate(("train.py", other)):
-        frames = [failures.frame(f"/src/{file}", 3, "main")]
-        waiting = failures.record(reason="no progress for 4 s", cause="waiting", frames=frames)
-        run.rank = rank
-        run.record_error(waiting)
-    run.write_status("failed", "")
-    found = diagnose(run.folder)
-    assert found["first"]["rank"] == blamed
-    assert found["cause"] == ("mismatched collectives" if blamed else "hang")
+    found = diagnose(hang(tmp_path, monkeypatch, "waiting", "waiting", last_in=last_in).folder)
+    assert (found["cause"], found["certainty"], found["first"]["rank"]) == (cause, "likely", blamed)
+    assert len(found["known"]) == len({"train.py", last_in}), "a sentence for each line"
 
 
 # ---- ended without a word ------------------------------------------------------------------------

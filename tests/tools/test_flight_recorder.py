@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from my_project import failures
-from my_project.run_folder import Run
 from my_project.tools.doctor import diagnose
 from my_project.tools.flight_recorder import compare, read
-from runs import make_config
+from test_doctor import hang
 from world import run_world
 
 GROUP = ["0", "default_pg"]
@@ -29,8 +27,7 @@ def entry(number: int, name: str = "all_reduce", size: int = 1024, **more: Any) 
         "input_dtypes": ["Float"], "input_sizes": [[size]],
         "output_dtypes": ["Float"], "output_sizes": sizes,
         "state": "started", "retired": False,
-        "time_created_ns": time.time_ns() + number, "time_discovered_started_ns": 1,
-        "time_discovered_completed_ns": 0,
+        "time_discovered_started_ns": 1, "time_discovered_completed_ns": 0,
     }  # fmt: skip
     return fields | more
 
@@ -48,7 +45,8 @@ def dump(folder: Path, rank: int, entries: list[dict[str, Any]], ranks: int = 2)
         "pg_status": {"0": {"last_enqueued_collective": "3"}},
     }  # fmt: skip
     if entries:
-        content["entries"] = entries
+        now = time.time_ns()
+        content["entries"] = [{"time_created_ns": now + i} | one for i, one in enumerate(entries)]
     path = folder / "errors" / f"nccl_trace_rank_{rank:05d}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content))
@@ -150,67 +148,33 @@ def test_the_dumps_of_these_tests_have_the_form_of_torch(tmp_path, monkeypatch):
 
 
 # ---- what the doctor makes of them ---------------------------------------------------------------
-def hang(folder: Path, monkeypatch, *causes: str, apart: bool = False) -> Run:
-    """Leave the error files that watchdogs write, of one rank for each cause."""
-    monkeypatch.setenv("WORLD_SIZE", str(len(causes)))
-    run = Run(make_config(folder), rank=0)
-    run.begin()
-    for rank, cause in enumerate(causes):
-        monkeypatch.setenv("RANK", str(rank))
-        run.rank = rank
-        place = failures.frame("/home/me/recipe.py", 3 + rank * apart, "loss", "x()")
-        reason = "no progress for 2 s"
-        run.record_error(failures.record(reason=reason, cause=cause, frames=[place], details=""))
-    run.fail(failures.record(reason="no progress for 2 s", cause="waiting"))
-    assert run.lock
-    run.lock.close()
-    return run
+MISMATCH = [entry(1)], [entry(1, "barrier")]
+ARRIVED_ALONE = [done(1), entry(2)], [done(1)]
+OLD = {"time_created_ns": 0}
 
 
-@pytest.mark.parametrize("ranks", [3, 2])
-def test_a_mismatch_is_known_and_the_one_rank_that_differs_is_likely_at_fault(
-    tmp_path, monkeypatch, ranks
+@pytest.mark.parametrize(
+    ("causes", "calls", "wanted"),
+    [
+        # of three ranks the one that differs is likely at fault, of two none
+        (["waiting"] * 3, [*MISMATCH, [entry(1)]], ("mismatched collectives", "known", 1)),
+        (["waiting"] * 2, MISMATCH, ("mismatched collectives", "known", None)),
+        # a rank that has not arrived supports what its watchdog says
+        (["waiting", "stalled"], ARRIVED_ALONE, ("stalled", "known", 1)),
+        # what all called alike points to the network
+        (["waiting"] * 3, [[entry(1)], [entry(1)]], ("hang", "likely", 0)),
+        # of an earlier start
+        (["waiting"] * 2, [[entry(1, **OLD)], [entry(1, "barrier", **OLD)]], ("hang", "likely", 0)),
+    ],
+)
+def test_what_the_dumps_show_decides_the_cause_of_a_hang(
+    tmp_path, monkeypatch, causes, calls, wanted
 ):
-    run = hang(tmp_path, monkeypatch, *["waiting"] * ranks)
-    for rank in range(ranks):
-        calls = [done(1), entry(2, "barrier" if rank == 1 else "all_reduce")]
-        dump(run.folder, rank, calls, ranks)
+    run = hang(tmp_path, monkeypatch, *causes)
+    for rank, entries in enumerate(calls):
+        dump(run.folder, rank, entries, len(causes))
     found = diagnose(run.folder)
-    assert (found["cause"], found["certainty"]) == ("mismatched collectives", "known")
-    assert found["first"]["rank"] == (1 if ranks == 3 else None), "of two none is blamed"
-
-
-def test_a_rank_that_has_not_arrived_supports_what_its_watchdog_says(tmp_path, monkeypatch):
-    run = hang(tmp_path, monkeypatch, "waiting", "stalled")
-    dump(run.folder, 0, [done(1), entry(2)])
-    dump(run.folder, 1, [done(1)])
-    found = diagnose(run.folder)
-    assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)
-
-
-def test_a_collective_that_all_called_alike_points_to_the_network(tmp_path, monkeypatch):
-    run = hang(tmp_path, monkeypatch, "waiting", "waiting", "waiting")
-    for rank in (0, 1):
-        dump(run.folder, rank, [entry(1)], 3)
-    found = diagnose(run.folder)
-    assert (found["cause"], found["certainty"]) == ("hang", "likely")
-
-
-def test_ranks_that_wait_in_different_lines_have_likely_called_different_collectives(
-    tmp_path, monkeypatch
-):
-    run = hang(tmp_path, monkeypatch, "waiting", "waiting", apart=True)
-    found = diagnose(run.folder)
-    assert (found["cause"], found["certainty"]) == ("mismatched collectives", "likely")
-    assert len(found["known"]) == 2, "a sentence for each line"
-
-
-def test_dumps_of_an_earlier_start_are_left_out(tmp_path, monkeypatch):
-    run = hang(tmp_path, monkeypatch, "waiting", "waiting")
-    old = {"time_created_ns": time.time_ns() - 10**12}
-    dump(run.folder, 0, [entry(1, **old)])
-    dump(run.folder, 1, [entry(1, "barrier", **old)])
-    assert diagnose(run.folder)["cause"] == "hang"
+    assert (found["cause"], found["certainty"], found["first"]["rank"]) == wanted
 
 
 class Bomb:
