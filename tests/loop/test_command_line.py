@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from my_project.command_line import NAME_LENGTH, parse
+from my_project.command_line import NAME_LENGTH, parse, parse_command_line
 from my_project.config import REMOVED, ConfigError, to_dict
 
 CONFIG = """
@@ -124,9 +124,18 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
             "--recipe.class_path broken.Sweep",
             "ZeroDivisionError: division by zero (broken.py, line 1)",
         ),
+        # wrong values
+        ("--optim.lr fast", "optim.lr"),
+        ("--optim.lr -1", "optim.lr is -1.0, but must be at least 0"),
+        ("--optim.schedule wsd", "optim.decay_steps is 0"),
+        ("--epochs 3 --steps 5", "steps is 5 and epochs is 3.0"),
+        ("--evaluation.patience 2", "evaluation.best_metric"),
+        ("--run_name a/b", "run_name 'a/b'"),
+        ('--optim.init_args {"weight_decay":0.1}', "set optim.weight_decay instead"),
+        ("--optim.init_args.lr 0.1", "optim.init_args holds lr: set optim.lr instead"),
     ],
 )
-def test_a_typo_gets_one_sentence_with_the_similar_name(typed, sentence):
+def test_a_mistake_is_one_sentence_and_a_typo_gets_the_similar_name(typed, sentence):
     Path("typo.yaml").write_text("optim: {lrr: 1}\n")
     Path("broken.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError) as refusal:
@@ -153,3 +162,11 @@ def test_a_removed_setting_is_refused_with_what_replaces_it(name):
 
 def test_hyphens_in_the_names_of_options_are_underscores():
     assert parse(["--config", "first.yaml", "--run-name", "a-b", "--tf32=false"]).run_name == "a-b"
+
+
+def test_restarted_in_place_a_run_that_began_anew_is_continued(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train", "--config", "first.yaml", "--resume", "never"])
+    monkeypatch.setattr("gc.disable", lambda: None)  # for the whole process
+    assert parse_command_line("").resume == "never"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert parse_command_line("").resume == "auto"
