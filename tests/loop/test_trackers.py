@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import threading
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from accelerate import tracking
 from accelerate.utils import LoggerType
 from my_project.config import Config
 from my_project.records import trackers
-from ragged import Noting, Ragged
+from ragged import Noting
 from runs import change, make_config, status, train
 from world import run_world
 
@@ -135,82 +136,51 @@ class Shown(Noting):
         return "first\n<b>second</b>"
 
 
-STEPS = [1, 2, 3, 4, 5, 6]  # 3 of the first start, 3 of the second
-
-
-def shown_config(folder: Path, tracker: str) -> Config:
+def failing_config(folder: Path, fails_at: int, tracker: str) -> Config:
+    recipe = Shown(fault="raise", fault_at=fails_at, fault_on_rank=0)
     return make_config(
-        folder, Shown(), steps=3, telemetry__trackers=[tracker], evaluation__every_steps=3,
+        folder, recipe, steps=6, telemetry__trackers=[tracker], evaluation__every_steps=3,
         checkpoints__every_steps=3,
     )  # fmt: skip
 
 
-def start_twice(config: Config, environment: dict[str, str]) -> list[int]:
+def fail_and_resume(config: Config, **environment: str) -> int:
     os.environ.update(environment)
     os.chdir(config.runs_folder)  # where a tool may write
-    return [train(config), train(change(config, steps=6))]
-
-
-def train_twice(config: Config, **environment: str) -> None:
-    assert run_world(1, start_twice, config, environment) == [[0, 0]]
-
-
-def events_in(folder: Path) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
-    events.Reload()
-    return events
-
-
-@pytest.mark.slow
-@needs("PIL")
-def test_tensorboard_shows_a_resumed_run_once_by_its_name(tmp_path):
-    config = shown_config(tmp_path, "tensorboard")
-    train_twice(config)
-    assert {path.parent.name for path in tmp_path.rglob("events.out.tfevents.*")} == {"run"}, (
-        "the name that --logdir runs shows"
-    )
-    events = events_in(config.folder)
-    for tag in ("train/loss", "train/twice"):
-        assert [e.step for e in events.Scalars(tag)] == STEPS
-    assert [e.step for e in events.Scalars("validation/accuracy")] == [3, 6]
-    texts = {tag: events.Tensors(f"{tag}/text_summary") for tag in ("config", "samples/text")}
-    text = [(e.step, e.tensor_proto.string_val[0].decode()) for e in texts["samples/text"]]
-    assert text == [(step, "    first\n    <b>second</b>") for step in (3, 6)]
-    assert [e.step for e in texts["config"]] == [0, 3], "once for each start"
-    assert "    steps: 6\n" in texts["config"][1].tensor_proto.string_val[0].decode()
-    assert [image.step for image in events.Images("samples/predictions")] == [3, 6]
-
-
-def fail_and_resume(config: Config) -> int:
     with pytest.raises(ValueError, match="told to fail"):
         train(config)
     with mock.patch("ragged.strike"):
         return train(config)
 
 
-def failing_config(folder: Path, fails_at: int, tracker: str) -> Config:
-    recipe = Ragged(validation_samples=0, fault="raise", fault_at=fails_at, fault_on_rank=0)
-    return make_config(
-        folder, recipe, steps=6, checkpoints__every_steps=3, telemetry__trackers=[tracker]
-    )
+@pytest.mark.parametrize(("fails_at", "resumed_from"), [(5, 3), (2, 0)])
+def test_tensorboard_shows_a_resumed_run_once_by_its_name(tmp_path, fails_at, resumed_from):
+    """Also step 4, or 1, which both starts have logged."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-
-@pytest.mark.parametrize("fails_at", [5, 2])
-def test_tensorboard_shows_once_what_a_failed_start_has_logged(tmp_path, fails_at):
-    """Step 4, by a run resumed from step 3; or step 1 and the config, by one from step 0."""
     config = failing_config(tmp_path, fails_at, "tensorboard")
     assert run_world(1, fail_and_resume, config) == [0]
-    events = events_in(config.folder)
-    assert [e.step for e in events.Scalars("train/loss")] == STEPS
+    assert {path.parent.name for path in tmp_path.rglob("events.out.tfevents.*")} == {"run"}, (
+        "the name that --logdir runs shows"
+    )
+    events = EventAccumulator(str(config.folder), size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    for tag in ("train/loss", "train/twice"):
+        assert [e.step for e in events.Scalars(tag)] == [1, 2, 3, 4, 5, 6]
+    assert [e.step for e in events.Scalars("validation/accuracy")] == [3, 6]
+    texts = {tag: events.Tensors(f"{tag}/text_summary") for tag in ("config", "samples/text")}
+    text = [(e.step, e.tensor_proto.string_val[0].decode()) for e in texts["samples/text"]]
+    assert text == [(step, "    first\n    <b>second</b>") for step in (3, 6)]
+    assert [e.step for e in texts["config"]] == [0, resumed_from], "once for each start"
+    assert "    steps: 6\n" in texts["config"][-1].tensor_proto.string_val[0].decode()
+    assert [image.step for image in events.Images("samples/predictions")] == [3, 6]
 
 
 @pytest.mark.slow
 @needs("wandb", "PIL")
 def test_wandb_has_both_starts_under_one_id(tmp_path):
-    config = shown_config(tmp_path, "wandb")
-    train_twice(config, WANDB_MODE="offline")
+    config = failing_config(tmp_path, 5, "wandb")
+    assert run_world(1, partial(fail_and_resume, config, WANDB_MODE="offline")) == [0]
     run_id = json.loads((config.folder / "run.json").read_text())["run"]
     files = sorted(tmp_path.glob(f"wandb/offline-run-*-{run_id}/*.wandb"))
     assert len(files) == 2
