@@ -19,10 +19,18 @@ def wait_for(folder: Path, pattern: str, count: int) -> None:
     assert wait_until(lambda: len(list(folder.glob(pattern))) >= count, 600, 0.01), pattern
 
 
-def prepare(folder: Path, nodes: int) -> list[str]:
-    """Return which locks this process was the first to hold; rank 0 begins."""
+def come(folder: Path, nodes: int) -> int:
+    """Come to the preparation as one of four ranks, after rank 0; return the rank."""
     rank = int(os.environ["RANK"])
     contract.socket.gethostname = lambda: f"host{rank * nodes // 4}"  # type: ignore[attr-defined]
+    if rank:
+        wait_for(folder, "inside_0", 1)
+        (folder / f"outside_{rank}").touch()
+    return rank
+
+
+def prepare(folder: Path, nodes: int) -> list[str]:
+    """Return which locks this process was the first to hold."""
     first_of = []
     alone = contract.first_alone
 
@@ -33,9 +41,7 @@ def prepare(folder: Path, nodes: int) -> list[str]:
             yield is_first
 
     contract.first_alone = noted
-    if rank:
-        wait_for(folder, "inside_0", 1)
-        (folder / f"outside_{rank}").touch()
+    rank = come(folder, nodes)
     with in_turn(folder):
         (folder / f"inside_{rank}").touch()
         if rank == 0:
@@ -57,12 +63,8 @@ def test_the_first_prepares_alone_then_the_first_of_each_node_then_all_at_once(t
 
 
 def prepare_and_fail(folder: Path, how: str) -> int:
-    """Two nodes of two processes, of which the first of all fails; say how many are done then."""
-    rank = int(os.environ["RANK"])
-    contract.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
-    if rank:
-        wait_for(folder, "inside_0", 1)
-        (folder / f"outside_{rank}").touch()
+    """Fail on rank 0 of two nodes; return how many of the others are done when this one begins."""
+    rank = come(folder, nodes=2)
     with suppress(KeyError), in_turn(folder):
         (folder / f"inside_{rank}").touch()
         if rank == 0:

@@ -21,19 +21,18 @@ def node(rank: int, nodes: int = 3, **more) -> Node:
     )
 
 
-def meet(*nodes: Node, seconds: float = 20, address: str = "127.0.0.1") -> list:
-    """Start nodes on one port; return for each the hosts of all nodes, or its error message.
+def meet(*nodes: Node, seconds: float = 20) -> list:
+    """Start nodes on one port; return what each of them gets, or its error message.
 
     A message begins with the exit code of the node.
     """
     port = free_port()
 
-    def call(me: Node) -> list[str] | str:
+    def call(me: Node) -> rendezvous.OtherNodes | str:
         try:
-            found = rendezvous.wait_for_nodes(me, address, port, seconds)
+            return rendezvous.wait_for_nodes(me, "127.0.0.1", port, seconds)
         except ConfigError as error:
             return f"{error.exit_code}: {error}"
-        return [found.nodes[rank].host for rank in range(me.nodes)]
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(call, nodes))
@@ -50,19 +49,12 @@ def send(port: int, message: bytes) -> None:
             threading.Event().wait(0.05)
 
 
-def test_every_node_gets_the_list_of_all_nodes():
-    assert meet(node(2), node(0), node(1)) == [["host0", "host1", "host2"]] * 3
-
-
-def test_a_failure_reaches_all_nodes_through_node_0_and_an_end_is_none():
-    port = free_port()
-
-    def call(me: Node) -> rendezvous.OtherNodes:
-        return rendezvous.wait_for_nodes(me, "127.0.0.1", port, 20)
-
-    with ThreadPoolExecutor(4) as pool:
-        first, *others = pool.map(call, [node(rank, 4) for rank in range(4)])
-    assert not any(one.have_failed for one in (first, *others))
+def test_all_nodes_know_each_other_and_a_failure_reaches_all_but_an_end_is_none():
+    third, first, *others = meet(*(node(rank, 4) for rank in (3, 0, 1, 2)))
+    others.append(third)
+    for one in (first, *others):
+        assert [one.nodes[rank].host for rank in range(4)] == ["host0", "host1", "host2", "host3"]
+        assert not one.have_failed
     others[0].close()
     others[1].tell_failure()
     first.tell_failure()  # at once, before it has read the other's
@@ -94,15 +86,17 @@ def test_two_nodes_of_one_rank_are_refused(monkeypatch):
         assert "b (127.0.0.1)" in told
 
 
-def test_a_restarted_node_replaces_its_first_connection():
+def test_a_restarted_node_replaces_its_first_connection_and_foreign_ones_are_ignored():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         main = pool.submit(rendezvous.wait_for_nodes, node(0), "127.0.0.1", port, 20)
-        send(port, json.dumps(asdict(node(1))).encode() + b"\n")
-        others = [pool.submit(rendezvous.wait_for_nodes, node(1), "127.0.0.1", port, 20)]
+        first = json.dumps(asdict(node(1))).encode() + b"\n"
+        for message in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b"", first):
+            send(port, message)
+        again = pool.submit(rendezvous.wait_for_nodes, node(1), "127.0.0.1", port, 20)
         rendezvous.wait_for_nodes(node(2), "127.0.0.1", port, 20)
         assert [found.host for found in main.result().nodes] == ["host0", "host1", "host2"]
-        assert len(others[0].result().nodes) == 3
+        assert len(again.result().nodes) == 3
 
 
 @pytest.mark.parametrize(
@@ -124,20 +118,6 @@ def test_a_node_that_others_cannot_reach_is_named():
     for told in meet(node(0, 2), unreachable):
         assert "1: host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in told
         assert "GLOO_SOCKET_IFNAME" in told
-
-
-def test_foreign_connections_are_ignored():
-    port = free_port()
-    done: list = []
-    main = threading.Thread(
-        target=lambda: done.append(rendezvous.wait_for_nodes(node(0, 2), "127.0.0.1", port, 20))
-    )
-    main.start()
-    for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b""):
-        send(port, noise)
-    rendezvous.wait_for_nodes(node(1, 2), "127.0.0.1", port, 20)
-    main.join()
-    assert len(done) == 1
 
 
 def test_the_interface_is_that_of_the_variable_or_the_only_one_where_a_name_means_loopback(
