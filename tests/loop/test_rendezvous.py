@@ -56,6 +56,7 @@ def test_all_nodes_know_each_other_and_a_failure_reaches_all_but_an_end_is_none(
         assert [one.nodes[rank].host for rank in range(4)] == ["host0", "host1", "host2", "host3"]
         assert not one.have_failed
     others[0].close()
+    assert not first.have_failed
     others[1].tell_failure()
     first.tell_failure()  # at once, before it has read the other's
     assert not others[0].have_failed
