@@ -117,24 +117,20 @@ def test_a_model_with_sync_batch_norm_is_exported_as_the_plain_one(tmp_path, mon
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-def test_a_run_goes_on_in_another_precision(tmp_path):
-    """From fp16 without it, and back: a checkpoint without a loss scale gives a new one."""
-    config = make_config(tmp_path, steps=2)
-    run_world(1, train_fp16, config, False)
-    run_world(1, train, change(config, steps=4))
-    (scales,) = run_world(1, train_fp16, change(config, steps=6), False)
-    assert scales == [SCALE] * 2
-    assert [record["step"] for record in records(config, "loss")][-1] == 6
+def test_a_run_of_many_items_goes_on_in_another_precision(tmp_path):
+    """From fp16 without it, and back: a checkpoint without a loss scale gives a new one.
 
-
-def test_the_gradient_of_many_items_does_not_overflow(tmp_path):
-    """It is as small as that of a mean, before it is multiplied by the loss scale."""
+    The gradient of a step's 256 samples does not overflow: it is as small as that of a mean,
+    before it is multiplied by the loss scale.
+    """
     config = make_config(
         tmp_path, Ragged(samples=512), steps=2, batches__global_batch_size=256,
         batches__micro_batch_size=256,
     )  # fmt: skip
-    (scales,) = run_world(1, train_fp16, config, False)
-    assert scales == [SCALE] * 2
+    assert run_world(1, train_fp16, config, False) == [[SCALE] * 2]
+    assert run_world(1, train, change(config, steps=4)) == [0]
+    assert run_world(1, train_fp16, change(config, steps=6), False) == [[SCALE] * 2]
+    assert [record["step"] for record in records(config, "loss")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_weights_are_channels_last_where_the_config_says_so(tmp_path, monkeypatch):
