@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import gather_object
-from my_project import devices, sharding
 from my_project.config import Config
-from my_project.records import samples
-from my_project.run_folder import Run
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, records, status, train, weights
+from test_fsdp_on_cpu import ask_for_fsdp
 from world import run_world
 
 PICTURE = b"not looked at"
@@ -96,72 +93,51 @@ def test_the_curve_is_the_same_with_and_without_samples_and_where_they_fail(tmp_
     assert len(folders_of(shown)) == 3, "of rank 0 alone"
 
 
-# ---- by itself -----------------------------------------------------------------------------------
-def show(config: Config, shard: bool = False) -> dict[str, Any]:
-    """Show samples of the untrained model; return what is shown, and what a gather finds then."""
-    rank = int(os.environ.get("RANK", "0"))
-    with devices.start(config) as accelerator:
-        run = Run(config, rank)
-        run.step = 7
-        data_info = config.recipe.prepare_data()
-        _, validation_sets = config.recipe.build_datasets(data_info)
-        torch.manual_seed(1)
-        model = sharding.RecipeModule(config.recipe.build_model(data_info))
-        if shard:
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(model.model[0])
-            fully_shard(model)
-        else:
-            model = accelerator.prepare_model(model, evaluation_mode=True)
-        model.train()
-        shown = samples.show(accelerator, run, model, data_info, validation_sets)
-        ranks = gather_object([rank]) if accelerator.num_processes > 1 else [rank]
-    return {"shown": shown, "ranks": ranks, "is_training": model.training}
+# ---- several processes ---------------------------------------------------------------------------
+def train_on_each(config: Config, sharded: bool) -> int:
+    if sharded:
+        ask_for_fsdp()
+    return train(config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnEachRank(Shown):
-    """Notes each call; samples that one rank cannot read."""
+    """Notes each call; fails on one rank."""
 
     notes: str = ""
-    unreadable_on: int = -1
-
-    def build_datasets(self, data_info: Any) -> Any:
-        train_set, validation_sets = super().build_datasets(data_info)
-        if os.environ.get("RANK") == str(self.unreadable_on):
-            validation_sets["validation"].bad_sample = 0
-        return train_set, validation_sets
+    fails_on: int = -1
 
     def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
+        if os.environ["RANK"] == str(self.fails_on):
+            raise ValueError("no answers on this rank")
         total = sum(float(model(sample["x"][None]).sum()) for sample in samples)
         (Path(self.notes) / os.environ["RANK"]).write_text(f"{folder} {total:.6f}")
         (folder / "picture.png").write_bytes(PICTURE)
         return f"{total:.6f}"
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_the_whole_model_answers_and_rank_0_writes(tmp_path, shard):
+def each_config(folder: Path, **settings: Any) -> Config:
+    recipe = OnEachRank(notes=str(folder), **settings)
+    return shown_config(folder, recipe, steps=1, evaluation__sanity_check=False)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_whole_model_answers_and_rank_0_writes(tmp_path, sharded):
     """Of a sharded model every rank answers, since each holds only a part of it."""
-    config = shown_config(tmp_path, OnEachRank(notes=str(tmp_path)))
-    first, second = run_world(2, show, config, shard)
+    config = each_config(tmp_path)
+    assert run_world(2, train_on_each, config, sharded) == [0, 0]
     paths = [tmp_path / "0", tmp_path / "1"]
-    assert [path.exists() for path in paths] == [True, shard]
+    assert [path.exists() for path in paths] == [True, sharded]
     notes = [path.read_text().split() for path in paths if path.exists()]
     assert len({answer for _, answer in notes}) == 1
     assert len({folder for folder, _ in notes}) == len(notes)
     assert not any(Path(folder).exists() for folder, _ in notes), "thrown away"
-    assert first["shown"] == {
-        "sample": notes[0][1],
-        "pictures": ["samples/step_00000007/picture.png"],
-    }
-    assert second["shown"] == {}
-    assert all(one["is_training"] for one in (first, second))
+    (record,) = records(config, "validation/accuracy")
+    assert record["sample"] == notes[0][1]
+    assert record["pictures"] == ["samples/step_00000001/picture.png"]
 
 
 def test_an_error_in_a_sharded_model_ends_the_run(tmp_path):
     """The other ranks might wait in a gather for the one that failed."""
-    unreadable = OnEachRank(notes=str(tmp_path), unreadable_on=1)
-    for recipe in (Shown(fails=True), unreadable):
-        with pytest.raises(RuntimeError, match="rank"):
-            run_world(2, show, shown_config(tmp_path, recipe), True)
+    with pytest.raises(RuntimeError, match="no answers on this rank"):
+        run_world(2, train_on_each, each_config(tmp_path, fails_on=0), True)
