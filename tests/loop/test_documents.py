@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +13,6 @@ from documents import (
     HAS_LAUNCHERS,
     HAS_TOOLS,
     PROJECT,
-    blocks,
     commands,
     run_as_typed,
     text_of,
@@ -66,10 +63,6 @@ def project(tmp_path):
 SHORT = "--epochs null --steps 2 --evaluation.every_steps null"
 
 
-def run_short(command: str, project: Path) -> subprocess.CompletedProcess:
-    return run_as_typed(f"{command} {SHORT}", project, PYTHONPATH=str(project / "src"))
-
-
 def train_there(command: str, project: Path) -> None:
     """Train in this process of a world, which has imported torch already."""
     os.chdir(project)
@@ -94,31 +87,7 @@ def test_the_commands_of_troubleshooting_run_as_they_stand(project, name):
             run_world(1, train_there, command, project)
         return
     # the C++ compiler takes minutes for a model of any size
-    result = run_short(command.replace("inductor", "aot_eager"), project)
+    command = f"{command.replace('inductor', 'aot_eager')} {SHORT}"
+    result = run_as_typed(command, project, PYTHONPATH=str(project / "src"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert ("2 processes on CPU" in result.stdout) == (name == "by_torchrun")
-
-
-# ---- your own recipe -----------------------------------------------------------------------------
-@pytest.mark.slow
-def test_the_commands_of_watching_runs_run_as_they_stand(project):
-    """Of one run with a profile, in place of the two that the page names."""
-    found = commands(text_of("docs/watching-runs.md"))
-    (train,) = [command for command in found if " train " in command]
-    assert "--steps 30 --profile.steps 20:25" in train
-    train = train.replace("--steps 30 --profile.steps 20:25", "--profile.steps 2:2")
-    result = run_short(train, project)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (project / "runs/image_classification").symlink_to("profiled")
-    for command in found:
-        if " train " not in command and not command.startswith("tensorboard"):
-            words = command.replace("runs/image_classification runs/profiled", "runs/profiled")
-            result = run_as_typed(words, project, PYTHONPATH=str(project / "src"))
-            assert result.returncode == 0, command + result.stdout + result.stderr
-    assert (project / "runs/profiled/report.html").is_file()
-    code, _ = blocks(text_of("docs/watching-runs.md"), "python")
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("import pandas\n", "").split("print(")[0]],
-        cwd=project, env=os.environ | {"PYTHONPATH": str(project / "src")}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""Every command in the README and three pages is run, as it stands but for what makes it short."""
+"""Every command in the README and four pages is run, as it stands but for what makes it short."""
 
 import json
 import os
@@ -9,12 +9,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT, commands, run_as_typed, text_of
+from documents import (
+    HAS_LAUNCHERS,
+    HAS_TOOLS,
+    PROJECT,
+    blocks,
+    commands,
+    run_as_typed,
+    text_of,
+)
 from my_project import __main__
 from world import run_world
 
-PAGES = ("README.md", *(f"docs/{page}.md" for page in ("interruptions", "clusters", "promises")))
-COMMANDS = [command for page in PAGES for command in commands(text_of(page))]
+WATCHING = "docs/watching-runs.md"
+PAGES = ("README.md", WATCHING, "docs/interruptions.md", "docs/clusters.md", "docs/promises.md")
+COMMANDS = [
+    command.replace("--profile.steps 20:25", "--profile.steps 2:2")
+    for page in PAGES
+    for command in sorted(commands(text_of(page)), key=lambda one: "--profile.steps" not in one)
+]
 SHORT = " --steps 4 --evaluation.every_steps null"
 NEEDS_TOOLS = r"my_project[ .](tools|runs|report|doctor|planner|preflight)|--preflight"
 
@@ -23,7 +36,7 @@ def run(command: str, folder: Path, **environment: str) -> subprocess.CompletedP
     return run_as_typed(command, folder, PYTHONPATH=str(PROJECT / "src"), **environment)
 
 
-HERE = r"python -m my_project (runs|report|doctor|predict|evaluate|planner) "
+HERE = r"python -m my_project (runs|report|doctor|predict|evaluate|planner) [^*]*$"  # no shell
 
 
 def call(command: str, folder: Path) -> int:
@@ -77,19 +90,23 @@ def test_every_command_of_the_readme_does_what_it_says(project):
     name = "image_classification-lr=0.003"
     assert (project / f"runs/{name}/export/model.safetensors").is_file()
     assert (project / "weights.safetensors").is_file()
+    if HAS_TOOLS:
+        assert (project / "compared.html").is_file()
+        code, _ = blocks(text_of(WATCHING), "python")
+        code = code.replace("import pandas\n", "").split("print(")[0]
+        assert run(f"python -c {shlex.quote(code)}", project).returncode == 0
     nodes = json.loads((project / "runs/two_nodes/run.json").read_text())
     assert nodes["environment"]["WORLD_SIZE"] == "2"
 
 
 def on_this_machine(project: Path) -> dict[str, str]:
     """Make the nodes of hosts.txt processes of this machine, reached by a shell in place of ssh."""
-    if (project / "hosts.txt").exists():
-        (project / "hosts.txt").write_text("gpu-a slots=1\ngpu-b slots=1\n")
+    (project / "hosts.txt").write_text("gpu-a slots=1\ngpu-b slots=1\n")
     ssh = project / "ssh"
     ssh.write_text('#!/bin/bash\nexec bash -c "$2"\n')
     ssh.chmod(0o755)
-    name = {"WHERE": "multi_node_cpu", "PORT": "29519"} if (project / "hosts.txt").exists() else {}
-    return {"SSH": str(ssh), "ADDRESS": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "-1"} | name
+    where = {"ADDRESS": "127.0.0.1", "PORT": "29519", "WHERE": "multi_node_cpu"}
+    return {"SSH": str(ssh), "CUDA_VISIBLE_DEVICES": "-1"} | where
 
 
 def two_nodes(command: str) -> str:
