@@ -13,11 +13,9 @@ PACKAGE = PROJECT / "src/my_project"
 THERE = [name for name, at in COMMANDS.items() if (PACKAGE / f"{at.replace('.', '/')}.py").exists()]
 
 
-def call(*arguments: str, flags: tuple[str, ...] = (), **options) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *flags, "-m", "my_project", *arguments],
-        capture_output=True, text=True, check=False, **options,
-    )  # fmt: skip
+def call(*arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    command = [sys.executable, *flags, "-m", "my_project", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_commands_are_listed_before_anything_heavy_is_imported():

@@ -20,6 +20,9 @@ from ragged import Noting, Ragged
 from runs import change, make_config, records, train
 from world import run_world
 
+PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
+SHARES = [f"{phase}_share" for phase in PHASES]
+
 
 class Clock:
     """Stands still until it is told to go on."""
@@ -102,10 +105,9 @@ def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
         assert rate == pytest.approx(16 / record["step_seconds"], rel=1e-3)
         assert record["items_per_second"] == pytest.approx(rate / 16, rel=1e-3), "one each step"
     assert log.throughput.of_run() == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
-    names = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
     # half a second of a step, and of each pause, is known: 10 seconds are something else
     seconds = [0.5, 0.25, 7, 0.25, 100, 100]
-    shares = [records(log.config)[2][f"{name}_share"] for name in names]
+    shares = [records(log.config)[2][name] for name in SHARES]
     assert shares == pytest.approx([part / 218 for part in seconds], rel=1e-3)
 
 
@@ -151,7 +153,6 @@ def test_what_a_run_is_continued_with_is_recorded_and_a_change_told(tmp_path, ca
 
 # ---- a whole run ---------------------------------------------------------------------------------
 ALL = {"kind", "step", "epoch", "elapsed_seconds", "time"}
-SHARES = {"data", "forward", "backward", "optimizer", "evaluation", "saving"}
 PER_RANK = {f"{what}_{how}" for what in ("rank_seconds", "data_seconds")
             for how in ("min", "median", "max")}  # fmt: skip
 INTERVAL = {
@@ -161,7 +162,7 @@ INTERVAL = {
 }  # fmt: skip
 FIELDS = {
     "start": {"world_size", "micro_batch_size", "hosts", "resumed_from"},
-    "interval": INTERVAL | PER_RANK | {f"{name}_share" for name in SHARES},
+    "interval": INTERVAL | PER_RANK | {*SHARES},
     "evaluation": {"seconds", "is_best", "validation/accuracy", "validation/auroc"},
     "checkpoint": {"seconds"},
     "stop": {"reason"},
@@ -207,8 +208,7 @@ def test_the_records_of_a_run_that_is_preempted_and_continued(tmp_path):
     for record in records(config, "loss"):
         assert record["steps"] == 4, "also of an interval in which the run was stopped"
         assert record["train/twice"] == 2.0, "the same for the sums of a recipe's scalars"
-        phases = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
-        parts = [record[f"{name}_share"] for name in phases]
+        parts = [record[name] for name in SHARES]
         assert all(part >= 0 for part in parts)
         assert sum(parts) <= 1.001  # rounded
         assert record["slowest_rank"] in (0, 1)

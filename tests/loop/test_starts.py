@@ -18,13 +18,8 @@ def append(path: Path, *records: dict[str, Any]) -> None:
 
 
 def line(event: str, name: str, time: float, **more: Any) -> dict[str, Any]:
-    return {
-        "event": event,
-        "id": name,
-        "launch": name.partition(".")[0],
-        "time": BEGAN + time,
-        **more,
-    }
+    known = {"event": event, "id": name, "launch": name.partition(".")[0]}
+    return known | {"time": BEGAN + time} | more
 
 
 def record(kind: str, step: int, time: float, **more: Any) -> dict[str, Any]:
@@ -146,22 +141,19 @@ def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
     assert found[1]["outcome"] == "killed"
 
 
-def test_a_refusal_and_a_run_that_had_finished_leave_no_line(tmp_path):
-    for codes, cause in (({0: 2}, "setting"), ({0: 0}, "")):
+def test_of_starts_before_the_run_only_one_that_failed_is_written_at_the_end(tmp_path):
+    """Not a refusal, nor one that only showed the result of a finished run."""
+    for code, cause, written in (
+        (2, "setting", []),
+        (0, "", []),
+        (1, "exception", ["start", "end"]),
+    ):
         one = Starts(folder=tmp_path, limit=3, is_written=True)
         one.begin()
-        one.end(codes, [{"cause": cause, "time": 1.0, "step": None}] * bool(cause), "")
-        assert one.finish() == {}
+        one.end({0: code}, [{"cause": cause, "time": 1.0, "step": None}] * bool(cause), "")
         assert lines(tmp_path) == []
-
-
-def test_a_start_that_fails_before_the_run_begins_is_written_at_the_end(tmp_path):
-    one = Starts(folder=tmp_path, limit=3, is_written=True)
-    one.begin()
-    one.end({0: 1}, [{"cause": "exception", "time": 1.0, "step": None}], "")
-    assert lines(tmp_path) == []
-    one.finish()
-    assert [found["event"] for found in lines(tmp_path)] == ["start", "end"]
+        assert one.finish() == {}
+        assert [found["event"] for found in lines(tmp_path)] == written
     assert lines(tmp_path)[1]["cause"] == "exception"
 
 

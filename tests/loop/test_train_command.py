@@ -29,7 +29,6 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "accelerate_configs").symlink_to(PROJECT / "accelerate_configs")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/tiny.yaml").write_text(CONFIG)
-    (tmp_path / "configs/wrong.yaml").write_text(CONFIG + "optim: {lrr: 1}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -127,9 +126,8 @@ def test_stopped_continued_finished_and_shown_again(project):
     assert code == 75, shown
     (step,) = re.findall(r"--- stopped: saved at step (\d+) of 100000 -", shown)
     # the terminal shows the last of them below the block, where the run has ended before
-    assert [one for one in lines if one.replace("^C", "")][
-        -1
-    ] == f"  python -m my_project train {words}"
+    *_, last = (one for one in lines if one.replace("^C", ""))
+    assert last == f"  python -m my_project train {words}"
     assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h"), "the cursor"
     log = next((project / "runs/tiny/logs/node_0").glob("*/rank_00000.log")).read_text()
     assert "\x1b" not in log, "of the bar"

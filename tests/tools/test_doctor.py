@@ -14,7 +14,7 @@ import pytest
 import test_launch
 from my_project import failures, stopping
 from my_project.config import Config, ConfigError
-from my_project.files import writing
+from my_project.files import read_json, writing
 from my_project.run_folder import Run
 from my_project.tools import doctor
 from my_project.tools.doctor import diagnose
@@ -50,7 +50,7 @@ def test_an_exception_is_told_with_rank_host_line_and_file(raised, capsys):
     assert (first["rank"], first["host"], first["step"]) == (1, HERE, 3)
     assert first["what"] == "ValueError: this rank was told to fail"
     assert re.search(r"ragged\.py, line \d+, in strike: raise ValueError", first["at"])
-    assert json.loads(Path(first["says"]).read_text())["rank"] == 1
+    assert read_json(Path(first["says"]))["rank"] == 1
     shown = text_of(raised.folder, capsys).splitlines()
     assert "the same command continues from step 2" in shown[-1], "what to do is last"
 
@@ -89,11 +89,11 @@ def test_a_repaired_run_is_not_blamed_for_what_failed_before(raised, tmp_path, c
 
 
 # ---- what the real functions write, for hosts that are not here ----------------------------------
-def begin(folder: Path, monkeypatch, hosts: tuple[str, ...] = (HERE,), **settings: Any) -> Run:
+def begin(folder: Path, monkeypatch, hosts: tuple[str, ...] = (HERE,)) -> Run:
     """Open a run of one process for each of these hosts, as rank 0 does."""
     monkeypatch.setenv("WORLD_SIZE", str(len(hosts)))
     monkeypatch.setattr(socket, "gethostname", lambda: hosts[0])
-    run = Run(make_config(folder, **settings), rank=0)
+    run = Run(make_config(folder), rank=0)
     run.total_steps = 10
     run.hosts = [*hosts]
     run.begin()
@@ -200,14 +200,9 @@ def test_steps_that_overflowed_on_all_ranks_and_steps_without_items_are_told_apa
         assert found["cause"] == ("not finite" if items else "no items")
         assert ("overflowed" in str(found["likely"])) == bool(items)
         assert ("--precision no" in str(found["remedy"])) == bool(items)
-        assert "--precision" not in str(diagnose_in("no", run)["remedy"])
-
-
-def diagnose_in(precision: str, run: Run) -> dict[str, Any]:
-    about = json.loads((run.folder / "run.json").read_text())
-    about["numerics"] = {"precision": precision}
-    (run.folder / "run.json").write_text(json.dumps(about))
-    return diagnose(run.folder)
+        about = read_json(run.folder / "run.json") | {"numerics": {"precision": "no"}}
+        (run.folder / "run.json").write_text(json.dumps(about))
+        assert "--precision" not in str(diagnose(run.folder)["remedy"])
 
 
 def interval(rank: int, lead: float, step: float = 0.4) -> dict[str, Any]:

@@ -23,12 +23,9 @@ def test_every_file_and_field_of_a_run_folder_is_described(tmp_path):
     )  # fmt: skip
     assert train(change(config, stop_after="0s")) == 75
     assert train(config) == 0
+    recipe = Ragged(fault="raise", fault_at=1, fault_on_rank=0)
     with pytest.raises(ValueError, match="told to fail"):
-        train(
-            change(
-                config, run_name="failed", recipe=Ragged(fault="raise", fault_at=1, fault_on_rank=0)
-            )
-        )
+        train(change(config, run_name="failed", recipe=recipe))
     named = set(re.findall(r"`([^`]+)`", described))
     contents = [json.loads(path.read_text()) for path in tmp_path.glob("*/*.json")]
     contents += [json.loads(path.read_text()) for path in tmp_path.glob("*/errors/*.json")]
@@ -54,17 +51,19 @@ def test_tools_import_no_torch_refuse_what_is_no_run_and_name_a_format_that_they
     about = json.loads(path.read_text())
     assert reader.read_run(config.folder).problems == []
     path.write_text(json.dumps(about | {"format": RUN_FORMAT + 1}))
-    folder = str(config.folder)
-    for command, path in (("runs", str(tmp_path)), ("doctor", folder), ("report", folder)):
-        words = [sys.executable, "-X", "importtime", "-m", "my_project", command, path]
-        words += ["--json"] * (command == "doctor")
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    for command, path in (
+        ("runs", tmp_path),
+        ("doctor --json", config.folder),
+        ("report", config.folder),
+    ):
+        words = [sys.executable, "-X", "importtime", "-m", "my_project", *command.split()]
+        done = subprocess.run([*words, path], capture_output=True, text=True, check=True)
         assert not re.findall(r"\| +(torch|accelerate)$", done.stderr, re.M)
         shown = (config.folder / "report.html").read_text() if command == "report" else done.stdout
         assert "finished" in shown
         assert "of a run folder" in " ".join(f"{shown} {done.stderr}".split())
-        if command == "doctor":
+        if command == "doctor --json":
             found = json.loads(done.stdout)
             assert found == diagnose(config.folder) | {"happened": found["happened"]}
-        words[-1 - (command == "doctor")] = str(tmp_path / "nowhere")
-        assert subprocess.run(words, capture_output=True, check=False).returncode == 2
+        refused = subprocess.run([*words, tmp_path / "nowhere"], capture_output=True, check=False)
+        assert refused.returncode == 2

@@ -124,11 +124,9 @@ class Read(Layers):
 
 
 def test_weights_that_are_read_need_the_same_memory(tmp_path):
-    settings = ["--batches.global_batch_size", "16", "--recipe.depth", "1"]
+    settings = ["--batches.global_batch_size", "16", "--recipe.depth", "1", "--recipe.class_path"]
     fake, real = (
-        simulated(
-            tmp_path, "fsdp2", 1, 2, *settings, "--recipe.class_path", f"test_simulate.{name}"
-        )
+        simulated(tmp_path, "fsdp2", 1, 2, *settings, f"test_simulate.{name}")
         for name in ("Layers", "Read")
     )
     assert real == fake

@@ -3,12 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
-from documents import PROJECT, blocks, commands, text_of, train_as_typed
+from documents import PROJECT, blocks, commands, run_as_typed, text_of, train_as_typed
 from my_project.tools.runs import list_runs
 from terminal import Terminal
 from world import free_port
@@ -31,14 +30,9 @@ def run_cells(cells: list[str], folder) -> str:
     text = "\n".join(cells).replace('"--config"', QUICK)
     text = text.replace('"--steps", "60", ', "").replace("n_trials=8", "n_trials=2")
     text = text.replace("29500", str(free_port()))
-    script = folder / "cells.py"
-    script.write_text(text)
+    (folder / "cells.py").write_text(text)
     path = os.pathsep.join([str(folder / "src"), *filter(None, sys.path)])
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, script], cwd=folder, capture_output=True, text=True, check=False,
-        timeout=600, env=environment,
-    )  # fmt: skip
+    done = run_as_typed("python cells.py", folder, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
