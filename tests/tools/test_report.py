@@ -260,7 +260,7 @@ def attacked(content: Any) -> Any:
     return ATTACK if isinstance(content, str) else content
 
 
-def attack(trained: Path, folder: Path) -> Path:
+def attack(trained: Path, folder: Path, outcome: str) -> Path:
     """Copy a run folder, with an attack in place of each of its texts."""
     found = [attacked(one) | {"kind": one["kind"]} for one in records_of(200, preempted_at=(150,))]
     results = {ATTACK: 0.5, f"{ATTACK}/loss": 0.7, "sample": ATTACK, "pictures": [ATTACK]}
@@ -271,14 +271,14 @@ def attack(trained: Path, folder: Path) -> Path:
     for name, kept in {
         "config.yaml": {"evaluation": {"best_metric": ATTACK}},
         "run.json": {},
-        "status.json": {"outcome": "failed"},
+        "status.json": {"outcome": outcome},
     }.items():
         (run / name).write_text(json.dumps(attacked(read_yaml(run / name)) | kept))
     return run
 
 
 def test_a_strangers_text_stays_text(trained, tmp_path):
-    run, other = attack(trained, tmp_path), attack(trained, tmp_path / "b")
+    run, other = attack(trained, tmp_path, "failed"), attack(trained, tmp_path / "b", ATTACK)
     for page in (report(run), report(run, other)):
         assert page.text.count("parent.postMessage") > 15
         assert page.source.count(SCRIPT) == 1
