@@ -42,7 +42,7 @@ from pathlib import Path
 from my_project.run_folder import Run
 run = Run.__new__(Run)
 run.rank, run.folder = 0, Path(sys.argv[1])
-lock = run._lock(run.folder)
+lock = run._lock()
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -59,7 +59,7 @@ def test_only_a_run_whose_lock_is_held_is_running_and_has_no_cause_of_its_end(tm
         assert summarize(config.folder).run.state == "running"
         late = diagnose(config.folder, time.time() + 7200)
         assert (late["outcome"], late["cause"], late["likely"]) == ("running", "", [])
-        assert late["first"] is None
+        assert (late["first"], late["remedy"]) == (None, [])
         with pytest.raises(TransientError, match=f"in use by process {holder.pid} "):
             Run(config, rank=0)
         holder.communicate()
