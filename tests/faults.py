@@ -12,7 +12,6 @@ is to blame, and the words are in it. Some need root: two hosts, a full disk, a 
 """
 
 import argparse
-import importlib
 import json
 import os
 import random
@@ -27,12 +26,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 from two_hosts import ADDRESSES, PATIENCE, TwoHosts
 
 ROOT = Path(__file__).resolve().parents[1]
+PATHS = [ROOT / folder for folder in ("template/src", "template/tests", "tests")]
 RESULTS = ROOT / "build/faults/results.jsonl"
 CONTROL_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1
 SEED = 30
@@ -86,7 +86,7 @@ def drawn() -> list[Fault]:
         processes = more.pop("processes", draw.choice((1, 2, 2)))
         on_rank = more.pop("on_rank", draw.randrange(processes))
         step = more.pop("step", draw.randrange(1, 10))
-        recipe = {"what": what, "where": where, "step": step, "on_rank": on_rank}
+        recipe = {"fault": what, "fault_in": where, "fault_at": step, "fault_on_rank": on_rank}
         recipe |= more.pop("recipe", {})
         more = {"rank": on_rank, "is_busy": draw.random() < 0.25} | more
         found.append(Fault(kind=kind, words=words, recipe=recipe, processes=processes, **more))
@@ -180,9 +180,8 @@ def is_sound(answer: str) -> bool:
 # ---- running -------------------------------------------------------------------------------------
 def environment(*first: Path) -> dict[str, str]:
     """Return the variables of a run, with folders in which Python looks first."""
-    paths = [*first, ROOT / "template/src", ROOT / "template/tests", ROOT / "tests"]
     binaries = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PATH": binaries}
+    return {"PYTHONPATH": os.pathsep.join(map(str, [*first, *PATHS])), "PATH": binaries}
 
 
 def command(processes: int, *flags: str) -> list[str]:
@@ -237,7 +236,7 @@ def inject(fault: Fault, folder: Path) -> list[int]:
         fault: what to inject.
         folder: an empty one.
     """
-    recipe, what = dict(fault.recipe), fault.recipe["what"]
+    recipe, what = dict(fault.recipe), fault.recipe["fault"]
     with ExitStack() as stack:
         if what == "disk":
             (disk := folder / "runs").mkdir()
@@ -255,7 +254,7 @@ def inject(fault: Fault, folder: Path) -> list[int]:
         text = CONFIG.format(
             recipe=json.dumps(recipe), workers=fault.workers, steps=fault.steps,
             timeout=TIMEOUT_SECONDS, startup=STARTUP_SECONDS,
-            blocks=str(recipe["where"] == "model_blocks").lower(),
+            blocks=str(recipe["fault_in"] == "model_blocks").lower(),
         )  # fmt: skip
         (folder / "run.yaml").write_text(text)
         if fault.kind in ("cut cable", "other code on a host"):
@@ -275,7 +274,7 @@ def on_this_host(fault: Fault, folder: Path) -> list[int]:
     """Start a run, or two; return their exit codes."""
     launchers = [start(folder, *command(fault.processes))]
     if fault.kind == "two starts":
-        if fault.recipe["what"] == "later":
+        if fault.recipe["fault"] == "later":
             wait_for(lambda: steps(folder) > 2, *launchers)
         launchers.append(start(folder, *command(fault.processes)))
     return [ended(launcher) for launcher in launchers]
@@ -286,7 +285,7 @@ def on_two_hosts(hosts: TwoHosts, fault: Fault, folder: Path) -> list[int]:
     paths: list[list[Path]] = [[], []]
     if fault.kind == "other code on a host":
         other = folder / "other"
-        if fault.recipe["what"] == "the recipe":
+        if fault.recipe["fault"] == "the recipe":
             other.mkdir()
             source, old, new = ROOT / "tests/faulty.py", 'float("nan")', 'float("inf")'
             (other / "faulty.py").write_text(source.read_text().replace(old, new))
@@ -301,7 +300,7 @@ def on_two_hosts(hosts: TwoHosts, fault: Fault, folder: Path) -> list[int]:
                  "--join_timeout_seconds", "60")  # fmt: skip
         hosts.start(host, *command(2, *flags), **environment(*paths[host]))
     if fault.kind == "cut cable":
-        wait_for(lambda: steps(folder) > fault.recipe["step"], *hosts.commands)
+        wait_for(lambda: steps(folder) > fault.recipe["fault_at"], *hosts.commands)
         hosts.cable("down")
     return hosts.wait(180)
 
@@ -345,6 +344,8 @@ def sound_run(number: int, folder: Path) -> list[str]:
     Returns:
         What doctor says after each start.
     """
+    from world import run_world
+
     draw = random.Random(f"{SEED} {number}")
     processes = draw.choice((1, 2))
     recipe = {"dropout": draw.choice((0.0, 0.2)), "samples": draw.choice((24, 70))}
@@ -358,37 +359,32 @@ def sound_run(number: int, folder: Path) -> list[str]:
     starts = [["--stop_after", "0s"], []] if draw.random() < 0.3 else [[]]
     answers = []
     for more in starts:
-        if not (child := os.fork()):
-            launched(folder, [*command(processes)[3:], *more])
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        (code,) = run_world(1, launched, folder, [*command(processes)[3:], *more])
         answers.append(doctor(folder))
         if code != (PREEMPTED if more else 0):
             answers[-1] += f"exit code {code}: {(folder / 'output.txt').read_text()}"
     return answers
 
 
-def launched(folder: Path, arguments: list[str]) -> NoReturn:
-    """Launch in this process, which has imported all, and exit."""
+def launched(folder: Path, arguments: list[str]) -> int:
+    """Launch in this process, which has imported all."""
     from my_project import launch
 
     os.chdir(folder)
-    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os._exit(launch.main(arguments))
+    with open("output.txt", "a") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    return launch.main(arguments)
 
 
 def sound_runs(count: int) -> list[int]:
     """Train sound runs that have not been tried; return the numbers in which doctor found fault."""
-    sys.path[:0] = environment()["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = map(str, PATHS)
     from my_project import launch
 
     launch.prepare_environment()
-    for name in (launch.TRAIN, *launch.DEFERRED, "faulty", "torchmetrics.classification"):
-        importlib.import_module(name)
     file = RESULTS.with_name("sound.jsonl")
-    lines = file.read_text().splitlines() if file.exists() else []
-    found = {one["number"]: one for one in map(json.loads, lines)}
+    found = results(file)
     for number in range(count):
         if number not in found:
             with tempfile.TemporaryDirectory() as folder:
@@ -400,29 +396,20 @@ def sound_runs(count: int) -> list[int]:
 
 
 # ---- the table -----------------------------------------------------------------------------------
-def results() -> dict[int, dict[str, Any]]:
-    """Return the newest result of each fault, by its number."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+def results(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the newest result of each fault or sound run, by its number."""
+    lines = path.read_text().splitlines() if path.exists() else []
     return {line["number"]: line for line in map(json.loads, lines)}
 
 
 def table() -> str:
     """Return the table by kind."""
-    found = results()
     rows = ["| fault | tried | named right | exit code right |", "| --- | --- | --- | --- |"]
-    for kind in dict.fromkeys(fault.kind for fault in FAULTS):
-        these = [found[i] for i, fault in enumerate(FAULTS) if fault.kind == kind and i in found]
-        counts = [
-            len(these),
-            *(sum(one[name] for one in these) for name in ("is_right", "exits_right")),
-        ]
-        rows.append(f"| {kind} | {' | '.join(map(str, counts))} |")
-    every = found.values()
-    counts = [
-        len(every),
-        *(sum(one[name] for one in every) for name in ("is_right", "exits_right")),
-    ]
-    return "\n".join([*rows, f"| all | {' | '.join(map(str, counts))} |"])
+    for kind in [*dict.fromkeys(fault.kind for fault in FAULTS), "all"]:
+        these = [one for one in results(RESULTS).values() if kind in (one["kind"], "all")]
+        named, exits = (sum(one[name] for one in these) for name in ("is_right", "exits_right"))
+        rows.append(f"| {kind} | {len(these)} | {named} | {exits} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -436,7 +423,7 @@ def main() -> None:
     if options.sound:
         print(f"{options.sound} sound runs, doctor finds fault in {sound_runs(options.sound)}")
         return
-    left = [i for i in range(len(FAULTS)) if i not in results()]
+    left = [i for i in range(len(FAULTS)) if i not in results(RESULTS)]
     for number in [] if options.table else options.numbers or left:
         fault = FAULTS[number]
         if fault.needs_root and os.geteuid():

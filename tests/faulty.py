@@ -14,36 +14,17 @@ from torch import distributed
 
 @dataclass(frozen=True, kw_only=True)
 class Faulty(Ragged):
-    """Ragged data; one rank meets a fault in one method, in the loss at a step or in a sample."""
+    """Ragged data; one rank meets a fault in any method, or in samples: `fault_in="sample"`."""
 
-    what: str = ""
-    where: str = "loss"  # the name of a method, or sample: in the loader worker that reads it
-    step: int = 0
-    on_rank: int = 0
     detail: str = ""  # a folder to fill, a signal, a number of elements
 
-    def meets(self, where: str, step: int | None = None) -> bool:
-        """Return whether the fault is here; without its own step at any."""
-        rank = int(os.environ.get("RANK", "0"))
-        return (where, rank) == (self.where, self.on_rank) and step in (None, self.step)
-
-    def strike(self, where: str, step: int | None = None) -> None:
-        """Meet the fault, if it is here."""
-        if self.meets(where, step):
-            strike(self.what, where, self.detail)
-
-    def prepare_data(self) -> dict[str, Any]:
-        self.strike("prepare_data")
-        return super().prepare_data()
+    def strike(self, method: str, step: int | None = None) -> None:
+        if self.meets_fault(method, step):
+            strike(self.fault, method, self.detail)
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self.strike("build_datasets")
         train, validation = super().build_datasets(data_info)
-        return (Reading(train, self) if self.where == "sample" else train), validation
-
-    def build_model(self, data_info: dict[str, Any]) -> Any:
-        self.strike("build_model")
-        return super().build_model(data_info)
+        return (Reading(train, self) if self.fault_in == "sample" else train), validation
 
     def collate(self, samples: list[Any]) -> Any:
         self.strike("collate")
@@ -57,14 +38,6 @@ class Faulty(Ragged):
         self.strike("model_blocks")
         return [model[0]]
 
-    def build_metrics(self) -> dict[str, Any]:
-        self.strike("build_metrics")
-        return super().build_metrics()
-
-    def update_metrics(self, model: Any, batch: Any, metrics: Any) -> None:
-        self.strike("update_metrics")
-        super().update_metrics(model, batch, metrics)
-
     def flops_per_item(self, model: Any) -> float:
         self.strike("flops_per_item")
         return 1.0
@@ -74,19 +47,16 @@ class Faulty(Ragged):
         return "model", tensors
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
-        if self.what == "weights" and step == self.step:  # on every rank
+        if self.fault == "weights" and step == self.fault_at:  # on every rank
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))
-        if self.what == "nan":
-            loss_sum, num_items = super().loss(model, batch, step)
-            is_bad = step >= self.step and self.meets("loss")
-            return loss_sum * (float("nan") if is_bad else 1.0), num_items
-        self.strike("loss", step)
+        if self.fault == "nan":  # from its step on
+            step = min(step, self.fault_at)
         return super().loss(model, batch, step)
 
 
 class Reading(torch.utils.data.Dataset):
-    """Samples, one of which is not read without a fault."""
+    """Samples, some of which are not read without a fault."""
 
     def __init__(self, samples: Any, recipe: Faulty) -> None:
         self.samples, self.recipe = samples, recipe
@@ -95,19 +65,15 @@ class Reading(torch.utils.data.Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
-        self.recipe.strike("sample", self.recipe.step if index % 16 == 5 else -1)
+        if index % 16 == 5:
+            self.recipe.strike("sample")
         return self.samples[index]
 
 
-def sleeps_forever() -> None:
-    while True:
-        time.sleep(1)
-
-
-def strike(what: str, where: str, detail: str) -> None:
+def strike(what: str, method: str, detail: str) -> None:
     """Do what a fault does."""
     if what == "raise":
-        raise ValueError(f"told to fail in {where}")
+        raise ValueError(f"told to fail in {method}")
     if what == "signal":
         os.kill(os.getpid(), getattr(signal, detail))
     elif what == "signal launcher":
@@ -115,7 +81,8 @@ def strike(what: str, where: str, detail: str) -> None:
     elif what == "exit":
         os._exit(int(detail))
     elif what == "hang":
-        sleeps_forever()
+        while True:
+            time.sleep(1)
     elif what == "receive":  # from a rank that sends nothing
         distributed.recv(torch.zeros(1), src=1 - distributed.get_rank())
     elif what == "collective":

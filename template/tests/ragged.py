@@ -2,14 +2,16 @@
 
 import os
 import signal
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 # B: samples in a micro-batch, T: positions in a sample, of which the first `length` have a target
+QUIET = {"changes_curve": False}  # a run that met a fault may go on without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,30 +23,41 @@ class Ragged:
     noise: float = 0.0  # standard deviation, from random numbers used when a sample is read
     explode_at: tuple[int, ...] = ()  # steps whose loss is not finite
     empty_at: tuple[int, ...] = ()  # steps with num_items 0
-    fault: str = ""  # raise, hang, leave, out_of_memory or nan; unprepared: data that never come
-    fault_at: int = -1  # step
-    fault_on_rank: int = 1
-    bad_sample: int = -1  # index of a sample that cannot be read
+    fault: str = field(default="", metadata=QUIET)  # one of those of strike(), or nan
+    fault_in: str = field(default="loss", metadata=QUIET)  # method
+    fault_at: int = field(default=-1, metadata=QUIET)  # step, for the methods that are told it
+    fault_on_rank: int = field(default=1, metadata=QUIET)
+    bad_sample: int = -1  # index of a sample that cannot be read, or in which a fault is met
     seconds: float = 0.0  # added to the time of each micro-batch
     slow_rank: int = -1  # the only rank whose micro-batches take longer; -1: all
     unused_parameter: bool = False
     batch_norm: bool = False
-    metrics: str = "auroc"
+
+    def meets_fault(self, method: str, step: int | None = None) -> bool:
+        rank = int(os.environ.get("RANK", "0"))
+        is_here = (method, rank) == (self.fault_in, self.fault_on_rank)
+        return is_here and step in (None, self.fault_at)
+
+    def strike(self, method: str, step: int | None = None) -> None:
+        """Meet the fault, if it is here."""
+        if self.meets_fault(method, step):
+            strike(self.fault)
 
     def prepare_data(self) -> dict[str, Any]:
-        if self.fault == "unprepared":
-            time.sleep(3600)
+        self.strike("prepare_data")
         return {"features": 6}
 
     def build_datasets(self, data_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self.strike("build_datasets")
         train = Samples(self.samples, data_info["features"], self.dtype, 1, self.noise)
-        train.bad_sample = self.bad_sample
+        train.bad_sample, train.fault = self.bad_sample, self.fault
         if self.validation_samples == 0:
             return train, {}
         validation = Samples(self.validation_samples, data_info["features"], self.dtype, 2, 0.0)
         return train, {"validation": validation}
 
     def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        self.strike("build_model")
         layers: list[nn.Module] = [nn.Linear(data_info["features"], 8)]
         if self.batch_norm:
             layers.append(Norm(8))
@@ -54,10 +67,7 @@ class Ragged:
         return model.to(getattr(torch, self.dtype))
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        is_faulty_rank = os.environ.get("RANK", "0") == str(self.fault_on_rank)
-        has_fault = step == self.fault_at and is_faulty_rank
-        if has_fault:
-            strike(self.fault)
+        self.strike("loss", step)
         if self.slow_rank in (-1, int(os.environ.get("RANK", "0"))):
             time.sleep(self.seconds)
         counts = batch["counts"]  # (B, T)
@@ -67,19 +77,19 @@ class Ragged:
         loss_sum = error.sum()
         if step in self.explode_at:
             loss_sum = loss_sum * float("inf")
-        if has_fault and self.fault == "nan":
+        if self.fault == "nan" and self.meets_fault("loss", step):
             loss_sum = loss_sum * float("nan")
         return loss_sum, counts.sum()
 
     def build_metrics(self) -> dict[str, Any]:
         from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
-        return {
-            "accuracy": BinaryAccuracy(),
-            "auroc": BinaryAUROC(),
-        }  # its state is a list of tensors
+        self.strike("build_metrics")
+        # the state of the second is a list of tensors
+        return {"accuracy": BinaryAccuracy(), "auroc": BinaryAUROC()}
 
     def update_metrics(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any) -> None:
+        self.strike("update_metrics")
         score = model(batch["x"])[:, 0, 0].sigmoid()
         for metric in metrics.values():
             metric.update(score, batch["label"])
@@ -158,8 +168,10 @@ def strike(fault: str) -> None:
         raise ValueError("this rank was told to fail")
     if fault == "out_of_memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-    if fault == "leave":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "exit":
+        sys.exit(0)
+    if fault in ("leave", "preempt"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "leave" else signal.SIGTERM)
     while fault == "hang":
         time.sleep(1)
 
@@ -178,13 +190,14 @@ class Samples(torch.utils.data.Dataset):
         self.counts = (torch.arange(9)[None] < lengths).to(torch.float64)
         self.dtype = getattr(torch, dtype)
         self.noise = noise
-        self.bad_sample = -1
+        self.bad_sample, self.fault = -1, ""
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if index == self.bad_sample:
+            strike(self.fault)
             raise ValueError(f"sample {index} cannot be read")
         x = self.x[index]
         if self.noise:

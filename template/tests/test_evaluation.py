@@ -3,9 +3,7 @@
 import argparse
 import dataclasses
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ import torch
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, records, status, train, weights
 from test_metrics import Variational
-from test_resume import interrupt_at, make_disk_slow
-from world import World, run_world
+from test_resume import interrupted_at, make_disk_slow
+from world import run_world
 
 from my_project import commands
 from my_project.config import Config, ConfigError
@@ -29,11 +27,7 @@ NEWEST = {"step": -1}  # of this process
 
 @Recipe
 class Evaluated(Ragged):
-    """Fails, or is killed, in the evaluation after some step, once or always."""
-
-    fault_after: int = -1
-    run: str = dataclasses.field(default="", metadata={"changes_curve": False})  # its folder
-    how: str = dataclasses.field(default="", metadata={"changes_curve": False})
+    """Meets its fault in the evaluation after some step."""
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
         NEWEST["step"] = step
@@ -41,24 +35,23 @@ class Evaluated(Ragged):
 
     def update_metrics(self, model: Any, batch: Any, metrics: Any) -> None:
         torch.rand(3), random.random()  # draws that must not reach the training
-        is_there = NEWEST["step"] == self.fault_after - 1
-        if self.how == "raise at once" or (self.how == "raise" and is_there):
-            raise KeyError("labels")
-        once = Path(self.run) / "killed"
-        if self.how == "kill" and is_there and not once.exists():
-            once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.strike("evaluation", NEWEST["step"])
         super().update_metrics(model, batch, metrics)
 
 
-def config_of(folder: Path, name: str, recipe: dict[str, Any], **settings: Any) -> Config:
-    made = Evaluated(dropout=0.2, noise=0.1, run=str(folder / name), **recipe)
-    return make_config(folder, made, run_name=name, **settings)
+def config_of(folder: Path, name: str, fault: str = "", after: int = 0, **settings: Any) -> Config:
+    """Make the config of a run that meets a fault in the evaluation after a step."""
+    NEWEST["step"] = -1
+    recipe = Evaluated(
+        dropout=0.2, noise=0.1,
+        fault=fault, fault_in="evaluation", fault_at=after - 1, fault_on_rank=0,
+    )  # fmt: skip
+    return make_config(folder, recipe, run_name=name, **settings)
 
 
 def test_a_mistake_in_a_metric_ends_the_run_before_the_first_step(tmp_path):
-    config = config_of(tmp_path, "first", {"how": "raise at once"})
-    with pytest.raises(RuntimeError, match="KeyError: 'labels'"):
+    config = config_of(tmp_path, "first", "raise")
+    with pytest.raises(RuntimeError, match="ValueError: this rank was told to fail"):
         run_world(2, train, config)
     assert [record["kind"] for record in records(config, "kind")] == ["start"]
     assert not checkpoints(config.folder)
@@ -133,13 +126,13 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path, recipe)
 
 
 def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
-    config = config_of(tmp_path, "late", {"how": "raise", "fault_after": 5}, steps=5)
-    whole = config_of(tmp_path, "whole", {}, steps=5)
-    with pytest.raises(KeyError, match="labels"):
+    config = config_of(tmp_path, "late", "raise", after=5, steps=5)
+    whole = config_of(tmp_path, "whole", steps=5)
+    with pytest.raises(ValueError, match="told to fail"):
         train(config)
     assert status(config)["outcome"] == "failed"
     assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000005"]
-    assert train(change(config, recipe__how="")) == 0
+    assert train(change(config, recipe__fault="")) == 0
     assert train(whole) == 0
     assert_same_weights(config, whole)
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5], "no step was taken twice"
@@ -152,7 +145,7 @@ def train_on_a_slow_disk(config: Config) -> int:
 
 @pytest.mark.slow
 def test_the_last_save_is_on_the_disk_before_the_last_evaluation(tmp_path):
-    config = config_of(tmp_path, "killed", {"how": "kill", "fault_after": 4}, steps=4)
+    config = config_of(tmp_path, "killed", "leave", after=4, steps=4)
     with pytest.raises(RuntimeError):
         run_world(1, train_on_a_slow_disk, config)
     assert [folder.name for folder in checkpoints(config.folder)] == ["step_00000004"]
@@ -167,13 +160,12 @@ JUDGED = {  # a run whose last evaluations are its best
 
 @pytest.mark.parametrize("fault_after", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, fault_after):
-    killed = config_of(tmp_path, "killed", {"how": "kill", "fault_after": fault_after}, **JUDGED)
-    whole = config_of(tmp_path, "whole", {"fault_after": fault_after}, **JUDGED)
-    world = World(2, train, killed)
+    killed = config_of(tmp_path, "killed", "leave", fault_after, **JUDGED)
+    whole = config_of(tmp_path, "whole", **JUDGED)
     with pytest.raises(RuntimeError):
-        world.results()
+        run_world(2, train, killed)
     assert status(killed)["outcome"] in ("running", "failed")
-    run_world(2, train, killed)
+    run_world(2, train, change(killed, recipe__fault=""))
     run_world(2, train, whole)
     assert_same_weights(killed, whole)
     for name in ("validation/accuracy", "validation/auroc"):
@@ -191,7 +183,7 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, fault_af
 
 @pytest.mark.slow
 def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp_path):
-    config = config_of(tmp_path, "run", {}, steps=4)
+    config = config_of(tmp_path, "run", steps=4)
     assert train(config) == 0
     before = [(r["kind"], r["step"]) for r in records(config, "kind")]
     assert before[-2:] == [("checkpoint", 4), ("evaluation", 4)]
@@ -214,9 +206,10 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
         "optim__lr": 1e-9,  # nothing gets better
         "telemetry__every_steps": 5,
     }  # fmt: skip
-    config = config_of(tmp_path, "killed", {"how": "kill", "fault_after": 4}, **settings)
+    config = config_of(tmp_path, "killed", "leave", after=4, **settings)
     with pytest.raises(RuntimeError):
         run_world(1, train, config)
+    config = change(config, recipe__fault="")
     assert run_world(1, train, config) == [0]
     assert (status(config)["outcome"], status(config)["step"]) == ("finished", 6)
     assert [r["step"] for r in records(config)] == [5, 6], "the last interval ends with the run"
@@ -229,7 +222,7 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
     longer = change(config, evaluation__patience=4)
     assert run_world(1, train, longer) == [0]
     assert status(config)["step"] == 10
-    all_steps = change(config, run_name="all", steps=4, evaluation__patience=50, recipe__how="")
+    all_steps = change(config, run_name="all", steps=4, evaluation__patience=50)
     assert run_world(1, train, all_steps) == [0]
     assert run_world(1, train, change(all_steps, steps=6)) == [0]
     assert status(all_steps)["step"] == 6
@@ -239,19 +232,18 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
 def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_there_again(
     tmp_path,
 ):
-    first = config_of(tmp_path, "first", {}, steps=4)
+    first = config_of(tmp_path, "first", steps=4)
     assert train(first) == 0
     folder = checkpoints(first.folder)[-1]
     content = read_manifest(folder)
     content["state"]["evaluated_step"] = -1  # as if killed in its evaluation
     (folder / "manifest.json").write_text(manifest_text(content))
     second = config_of(
-        tmp_path, "second", {"how": "raise at once"}, steps=6, evaluation__every_steps=2,
-        resume=str(folder),
-    )  # fmt: skip
-    with pytest.raises(KeyError):
+        tmp_path, "second", "raise", steps=6, evaluation__every_steps=2, resume=str(folder)
+    )
+    with pytest.raises(ValueError, match="told to fail"):
         train(second)
-    assert train(change(second, recipe__how="")) == 0
+    assert train(change(second, recipe__fault="")) == 0
     assert [record["step"] for record in records(second)] == [5, 6]
 
 
@@ -269,7 +261,7 @@ def test_a_resume_and_the_command_evaluate_as_the_uninterrupted_run(tmp_path, ca
     settings |= {"evaluation__every_steps": 2, "optim__ema_decay": 0.9}
     alone, resumed = (make_config(tmp_path, recipe, run_name=name, **settings) for name in "ab")
     assert run_world(1, train, alone) == [0]
-    assert run_world(2, interrupt_at, resumed, 2) == [75, 75]
+    assert run_world(2, train, interrupted_at(resumed, 2)) == [75, 75]
     assert status(resumed)["step"] == 4
     assert len(records(resumed, "validation/loss")) == 1, "that of step 4 is left to the next start"
     assert run_world(4, train, resumed) == [0] * 4

@@ -132,6 +132,7 @@ class Variational(LossOnly):
         return nn.ModuleDict({"encode": nn.Linear(6, 4), "decode": nn.Linear(2, 6)}).double()
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
+        self.strike("loss", step)
         x = batch["x"]
         mean, log_variance = model["encode"](x).chunk(2, -1)
         code = mean + torch.randn_like(mean) * (log_variance / 2).exp()

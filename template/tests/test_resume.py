@@ -1,8 +1,8 @@
 """A run continues where it stopped, in the middle of an epoch, on any number of processes."""
 
+import dataclasses
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -26,17 +26,10 @@ def train_then_again(first: Config, second: Config) -> tuple[int, int]:
     return train(first), train(second)
 
 
-def interrupt_at(config: Config, step: int) -> int:
-    """Train; this process is sent SIGTERM while it computes the given step."""
-    recipe_loss = type(config.recipe).loss
-
-    def loss(self, model, batch, at):
-        if at == step and os.environ.get("RANK", "1") == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return recipe_loss(self, model, batch, at)
-
-    type(config.recipe).loss = loss  # type: ignore[method-assign]
-    return train(config)
+def interrupted_at(config: Config, step: int, rank: int = 1) -> Config:
+    """Have a process be sent SIGTERM while it computes the given step."""
+    fault = {"fault": "preempt", "fault_at": step, "fault_on_rank": rank}
+    return change(config, recipe=dataclasses.replace(config.recipe, **fault))
 
 
 def assert_same(run: Config, reference: Config, tolerance: float) -> None:
@@ -78,7 +71,7 @@ def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tol
 
 def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path, uninterrupted):
     config = change(uninterrupted, runs_folder=str(tmp_path))
-    assert run_world(2, interrupt_at, config, 4) == [75, 75]
+    assert run_world(2, train, interrupted_at(config, 4)) == [75, 75]
     left = status(config)
     # the request of step 4 is read after step 5: six steps are done
     assert (left["outcome"], left["step"]) == ("preempted", 6)
@@ -97,16 +90,16 @@ def make_disk_slow() -> None:
 
 
 def what_is_saved_when_it_leaves(config: Config) -> list[str]:
-    """Stop at step 4 with a slow disk; list the checkpoints at the moment in which main returns."""
+    """Train with a slow disk; list the checkpoints at the moment in which main returns."""
     make_disk_slow()
-    assert interrupt_at(config, 4) == 75
+    assert train(config) == 75
     return [folder.name for folder in checkpoints(config.folder)]
 
 
 @pytest.mark.slow
 def test_no_process_leaves_before_the_state_is_saved(tmp_path):
     """The launcher ends the others soon after the first has left, also in the middle of a save."""
-    config = make_config(tmp_path)
+    config = interrupted_at(make_config(tmp_path), 4)
     assert run_world(2, what_is_saved_when_it_leaves, config) == [["step_00000006"]] * 2
 
 

@@ -4,16 +4,15 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ragged import Ragged, strike
-from runs import make_config, records, status, train
-from test_resume import interrupt_at
+import ragged
+from ragged import Ragged
+from runs import change, make_config, records, status, train
+from test_resume import interrupted_at
 from torch.utils.data._utils import signal_handling
 from world import TESTS, World, run_world
 
@@ -58,9 +57,9 @@ def with_fault(folder: Path, fault: str, at: int = 3, **settings) -> Config:
 
 # ---- hangs ---------------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize(("at", "step"), [pytest.param(3, 3, marks=pytest.mark.slow), (0, 0)])
-def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, at, step):
-    config = with_fault(tmp_path, "hang", at, distributed__startup_timeout_seconds=4)
+@pytest.mark.parametrize(("step", "limit"), [(3, 2), (0, 4)])
+def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, step, limit):
+    config = with_fault(tmp_path, "hang", step, distributed__startup_timeout_seconds=4)
     started = time.monotonic()
     fails(config)
     assert time.monotonic() - started < 300, "long before gloo's own timeout"
@@ -68,43 +67,36 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, at
     assert found.keys() == {0, 1}
     for rank, text in found.items():
         assert text.startswith(f"rank {rank} on {HERE}, step {step}\n")
-        assert f"no progress for {4 if at == 0 else 2} s" in text
+        assert f"no progress for {limit} s" in text
     assert "in strike" in found[1], "the one that hangs"
     assert "in strike" not in found[0]
     places = ("sums.wait()", "in backward", "in agree")  # of the one that waits for it
     assert any(place in found[0] for place in places)
     failed = first_of(config)
     assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (1, "stalled", "strike")
-    assert failed["time"] - failed["progress_time"] >= (4 if at == 0 else 2)
+    assert failed["time"] - failed["progress_time"] >= limit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stuck(Ragged):
-    where: str = ""
-
-    def build_datasets(self, data_info):
-        if self.where == "build_datasets":
-            strike("hang")
-        return super().build_datasets(data_info)
-
+class StuckExport(Ragged):
     def export(self, model, data_info, tensors, folder):
         if folder:
-            strike("hang")
+            ragged.strike("hang")
 
 
 @pytest.mark.slow
 def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
     """The other ranks have nothing left to do: one that had left was named in its place."""
     limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 4}
-    config = make_config(tmp_path, Stuck(), steps=1, **limits)
+    config = make_config(tmp_path, StuckExport(), steps=1, **limits)
     fails(config)
     failed = first_of(config)
     assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (0, "stalled", "strike")
 
 
 def test_data_that_cannot_be_opened_ends_the_run_in_time(tmp_path):
+    recipe = Ragged(fault="hang", fault_in="build_datasets", fault_on_rank=0)
     limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 2}
-    config = make_config(tmp_path, Stuck(where="build_datasets"), **limits)
+    config = make_config(tmp_path, recipe, **limits)
     with pytest.raises(RuntimeError, match="the process died"):
         run_world(1, train, config)
     assert "no progress for 2 s; stalled at strike (" in errors(config)[0]
@@ -142,31 +134,21 @@ def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(
     assert (failed["cause"], failed["at"]["function"]) == ("exception", "strike")
 
 
-def command_with_sys_exit(config: Config) -> None:
-    from my_project import cli
-
-    def loss(self, model, batch, at):
-        sys.exit(0)
-
-    type(config.recipe).loss = loss  # type: ignore[method-assign]
-    cli.run_on_all_ranks(train, config)
-
-
-def test_a_recipe_that_calls_sys_exit_has_failed(tmp_path):
-    config = make_config(tmp_path)
-    with pytest.raises(RuntimeError, match="the process died"):  # by os._exit(1)
-        run_world(1, command_with_sys_exit, config)
-    assert status(config)["outcome"] == "failed"
-    assert status(config)["reason"] == f"rank 0 on {HERE}, step 0: SystemExit: 0"
-    assert status(config)["failure"]["at"]["file"] == __file__
-    assert "sys.exit(0)" in errors(config)[0]
-
-
 def run_under_torchrun(config: Config, restarts: str) -> None:
     from my_project import cli
 
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
     cli.run_on_all_ranks(train, config)
+
+
+def test_a_recipe_that_calls_sys_exit_has_failed(tmp_path):
+    config = make_config(tmp_path, Ragged(fault="exit", fault_at=0, fault_on_rank=0))
+    with pytest.raises(RuntimeError, match="the process died"):  # by os._exit(1)
+        run_world(1, run_under_torchrun, config, "0")
+    assert status(config)["outcome"] == "failed"
+    assert status(config)["reason"] == f"rank 0 on {HERE}, step 0: SystemExit: 0"
+    assert status(config)["failure"]["at"]["file"] == ragged.__file__
+    assert "sys.exit(0)" in errors(config)[0]
 
 
 @pytest.mark.parametrize(("restarts", "code"), [("0", 75), ("3", 0)])
@@ -186,30 +168,6 @@ def test_an_exception_in_a_loader_worker_ends_the_run_and_is_named(tmp_path):
     assert "sample 5 cannot be read" in status(config)["reason"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Killing(Ragged):
-    """A sample kills the loader worker that reads it."""
-
-    def build_datasets(self, data_info):
-        train_set, validation_sets = super().build_datasets(data_info)
-        return Deadly(train_set), validation_sets
-
-
-class Deadly:
-    """A sample that kills the loader worker that reads it."""
-
-    def __init__(self, samples) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int):
-        if index == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.samples[index]
-
-
 def train_with_a_late_signal(config: Config) -> int:
     record_of = stopping.failures.record_of
 
@@ -226,7 +184,7 @@ def train_with_a_late_signal(config: Config) -> int:
 
 
 def test_the_signal_of_a_killed_loader_worker_does_not_interrupt_the_report(tmp_path):
-    config = make_config(tmp_path, Killing(), batches__workers=1)
+    config = make_config(tmp_path, Ragged(bad_sample=5, fault="leave"), batches__workers=1)
     with pytest.raises(RuntimeError):
         run_world(1, train_with_a_late_signal, config)
     assert "a loader worker exited" in errors(config)[0]
@@ -279,26 +237,20 @@ def test_loader_workers_that_inherit_no_handler_ignore_signals_too():
 
 
 def train_signalled_twice(config: Config, seconds_between: float) -> int:
-    from my_project import stopping
+    def strike_twice(fault: str) -> None:
+        strike(fault)
+        time.sleep(seconds_between)
+        strike(fault)
 
     stopping.SECOND_SIGNAL_AFTER_SECONDS = 0.5
-    recipe_loss = type(config.recipe).loss
-
-    def loss(self, model, batch, at):
-        if at == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(seconds_between)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return recipe_loss(self, model, batch, at)
-
-    type(config.recipe).loss = loss  # type: ignore[method-assign]
+    strike, ragged.strike = ragged.strike, strike_twice
     return train(config)
 
 
 def test_a_second_signal_leaves_at_once_but_not_when_it_comes_right_after(tmp_path):
-    config = make_config(tmp_path, run_name="soon")
+    config = interrupted_at(make_config(tmp_path, run_name="soon"), 2, rank=0)
     assert run_world(1, train_signalled_twice, config, 0.1) == [75]
-    config = make_config(tmp_path, run_name="later")
+    config = change(config, run_name="later")
     with pytest.raises(RuntimeError, match="KeyboardInterrupt: second signal, SIGTERM"):
         run_world(1, train_signalled_twice, config, 0.8)
     assert not (config.folder / "checkpoints").exists()
@@ -307,25 +259,13 @@ def test_a_second_signal_leaves_at_once_but_not_when_it_comes_right_after(tmp_pa
 def test_the_first_signal_after_stop_after_is_no_second_one(tmp_path):
     """Told to stop by the clock, and then by the scheduler."""
     config = make_config(tmp_path, stop_after="0s")
-    assert run_world(1, interrupt_at, config, 1) == [75]
+    assert run_world(1, train, interrupted_at(config, 1, rank=0)) == [75]
     assert status(config)["reason"] == "stop_after 0s has elapsed"
 
 
-def train_signalled_at_the_start(config: Config) -> int:
-    build = type(config.recipe).build_model
-
-    def build_model(self, data_info):
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return build(self, data_info)
-
-    type(config.recipe).build_model = build_model  # type: ignore[method-assign]
-    return train(config)
-
-
 def test_a_signal_in_start_up_is_heeded_by_all_after_the_first_steps(tmp_path):
-    config = make_config(tmp_path)
-    assert run_world(2, train_signalled_at_the_start, config) == [75, 75]
+    config = make_config(tmp_path, Ragged(fault="preempt", fault_in="build_model"))
+    assert run_world(2, train, config) == [75, 75]
     assert status(config)["step"] == 2
 
 
