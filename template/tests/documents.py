@@ -78,7 +78,7 @@ def train_as_typed(command: str, more: str = "") -> Any:
 
 def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
     """Train a recipe's config, shortened by some settings, and return its losses."""
-    from runs import change, records, train
+    from runs import change, train, values
 
     from my_project.command_line import parse
 
@@ -87,7 +87,7 @@ def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
     short = {"epochs": None, "evaluation__every_steps": None, "telemetry__every_steps": 1}
     config = change(config, **short | settings)
     assert train(config) == 0
-    return [record["loss"] for record in records(config)]
+    return values(config)
 
 
 def predict_as_typed(command: str) -> str:

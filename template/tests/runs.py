@@ -44,6 +44,11 @@ def records(config: Config, kind: str = "loss") -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if kind in record]
 
 
+def values(config: Config, name: str = "loss") -> list[Any]:
+    """Read one value of all records that have it."""
+    return [record[name] for record in records(config, name)]
+
+
 def weights(folder: Path) -> dict[str, Any]:
     """Read exported or saved weights."""
     from safetensors.torch import load_file

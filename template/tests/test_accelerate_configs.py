@@ -92,12 +92,12 @@ def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypa
     """Accelerate ignores misspelt keys below parallelism_config, which leaves a size at 1."""
     config = make_config(tmp_path)
     monkeypatch.setattr("my_project.devices.use_cpu", lambda: False)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "16",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
     check_launch(config)
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")
     with pytest.raises(ConfigError, match=r"sizes 2 \(dp_replicate\) and 1 \(dp_shard\).* 16"):

@@ -1,17 +1,17 @@
 """An evaluation loses no training: it is tried first, and the state is saved before it."""
 
 import argparse
-import dataclasses
 import json
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, records, status, train, values, weights
 from test_metrics import Variational
 from test_resume import interrupted_at, make_disk_slow
 from world import run_world
@@ -21,11 +21,9 @@ from my_project.config import Config, ConfigError
 from my_project.files import checkpoints, manifest_text, read_manifest
 from my_project.state import EVALUATION
 
-Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
 NEWEST = {"step": -1}  # of this process
 
 
-@Recipe
 class Evaluated(Ragged):
     """Meets its fault in the evaluation after some step."""
 
@@ -75,7 +73,7 @@ class Opened(torch.utils.data.Dataset):
         return self.data[index]
 
 
-@Recipe
+@dataclass(frozen=True, kw_only=True)
 class FromOneFile(Ragged):
     path: str = ""
 
@@ -108,7 +106,6 @@ class SetByItsFirstBatch(torch.nn.Module):
         return x * self.scale
 
 
-@Recipe
 class Initialized(Ragged):
     def build_model(self, data_info: dict[str, Any]) -> Any:
         return torch.nn.Sequential(SetByItsFirstBatch(), super().build_model(data_info))
@@ -122,7 +119,7 @@ def test_trying_the_evaluation_first_leaves_the_curve_as_it_is(tmp_path, recipe)
     for config in (tried, untried):
         run_world(1, train, config)
     assert_same_weights(tried, untried)
-    assert [r["loss"] for r in records(tried)] == [r["loss"] for r in records(untried)]
+    assert values(tried) == values(untried)
 
 
 def test_an_evaluation_that_fails_at_the_end_loses_no_step(tmp_path):
@@ -169,9 +166,8 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, fault_af
     run_world(2, train, whole)
     assert_same_weights(killed, whole)
     for name in ("validation/accuracy", "validation/auroc"):
-        ours, theirs = records(killed, name), records(whole, name)
-        assert [r["step"] for r in ours] == [2, 4, 6, 8]
-        assert [r[name] for r in ours] == [r[name] for r in theirs]
+        assert [record["step"] for record in records(killed, name)] == [2, 4, 6, 8]
+        assert values(killed, name) == values(whole, name)
     left = [[folder.name for folder in checkpoints(c.folder)] for c in (killed, whole)]
     assert left[0] == left[1]
     states = [read_manifest(checkpoints(c.folder)[-1])["state"] for c in (killed, whole)]
@@ -265,10 +261,9 @@ def test_a_resume_and_the_command_evaluate_as_the_uninterrupted_run(tmp_path, ca
     assert status(resumed)["step"] == 4
     assert len(records(resumed, "validation/loss")) == 1, "that of step 4 is left to the next start"
     assert run_world(4, train, resumed) == [0] * 4
-    wanted = [record["validation/loss"] for record in records(alone, "validation/loss")]
+    wanted = values(alone, "validation/loss")
     assert len(wanted) == 3
-    found = [record["validation/loss"] for record in records(resumed, "validation/loss")]
-    assert found == pytest.approx(wanted, rel=1e-6)
+    assert values(resumed, "validation/loss") == pytest.approx(wanted, rel=1e-6)
     checkpoint, last = checkpoints(resumed.folder)
     exported, raw = weights(resumed.folder / "export"), weights(last)
     assert not any(torch.equal(exported[name], raw[name]) for name in exported)

@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,8 @@ def test_exports_have_the_plain_keys_whatever_wrapped_the_model(tmp_path, export
             torch.testing.assert_close(value, weights(export)[key], rtol=1e-4, atol=1e-5)
 
 
-def run_predict(*arguments: str) -> subprocess.CompletedProcess:
-    """Run predict where accelerate, the network and the training data cannot be had."""
+def test_predict_answers_without_accelerate_data_or_network(export):
+    """In a process where accelerate, the network and the training data cannot be had."""
     code = (
         "import socket, sys\n"
         "for name in ('accelerate', 'datasets', 'tensorboard'): sys.modules[name] = None\n"
@@ -68,14 +67,10 @@ def run_predict(*arguments: str) -> subprocess.CompletedProcess:
         "from my_project.commands import predict\n"
         "predict(sys.argv[1:])\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code, "--trust", "ragged.Ragged", *arguments],
+    answer = subprocess.run(
+        [sys.executable, "-c", code, "--trust", "ragged.Ragged", export, "0.5"],
         capture_output=True, text=True, check=False, cwd=TESTS,
     )  # fmt: skip
-
-
-def test_predict_answers_without_accelerate_data_or_network(export):
-    answer = run_predict(str(export), "0.5")
     assert answer.returncode == 0, answer.stderr
     model = Ragged().build_model({"features": 6}).eval()
     model.load_state_dict(weights(export))
@@ -91,7 +86,6 @@ def test_the_command_export_writes_the_weights_of_an_export(export, tmp_path, ca
 
 
 # ---- validation samples --------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
 class Shown(Ragged):
     """With answers for samples: their indices, and a file."""
 
@@ -187,7 +181,6 @@ def test_the_average_of_the_weights_is_what_is_exported(tmp_path):
         torch.testing.assert_close(value, average)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Chosen(Ragged):
     def export(self, model: Any, data_info: Any, tensors: Any, folder: Any) -> Any:
         if folder:

@@ -5,15 +5,15 @@ Several processes have a GPU each, and NCCL; where there is one GPU they share i
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from ragged import Deep, Ragged
-from runs import assert_same_weights, change, make_config, records, status, train, weights
-from test_launch import launch, wait_for_steps
+from runs import assert_same_weights, change, make_config, records, status, train, values, weights
+from test_launch import launch, wait_for_steps, workers
 from torch import nn
 from world import free_port, run_world
 
@@ -51,14 +51,13 @@ def test_one_gpu_trains_like_the_cpu(tmp_path, precision, optimizer, monkeypatch
         settings["optim__init_args"] = {"momentum": 0.9}
     config = make_config(tmp_path, precision=precision, steps=14, **settings)
     run_world(1, train, config)
-    skipped = tuple(step for step, r in enumerate(records(config)) if r["loss"] is None)
+    skipped = tuple(step for step, loss in enumerate(values(config)) if loss is None)
     assert bool(skipped) == (precision == "fp16")
     reference = change(config, run_name="cpu", precision="no", recipe=Ragged(explode_at=skipped))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     run_world(1, train_on_cpu, reference)
     tolerance = 1e-4 if precision == "no" else 0.05
-    for ours, theirs in zip(records(config), records(reference), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
+    assert values(config) == pytest.approx(values(reference), rel=tolerance)
 
 
 def train_on_cpu(config) -> int:
@@ -111,12 +110,7 @@ def test_a_killed_process_is_forked_again_and_ends_with_the_same_weights(tmp_pat
         with launch(folder, *arguments, launcher="my_project.launch", where="gpu") as run:
             if name == "killed":
                 wait_for_steps(folder, 20)
-                (worker,) = (
-                    p
-                    for p in psutil.Process(run.pid).children(recursive=True)
-                    if p.name() == "rank 0"
-                )
-                worker.kill()
+                os.kill(workers(run.pid)[0], signal.SIGKILL)
             shown, _ = run.communicate(timeout=600)
         assert run.returncode == 0, shown
         assert "imports torch itself" not in shown
@@ -140,9 +134,7 @@ def test_a_compiled_model_trains_like_an_eager_one(tmp_path, regional):
     run_world(1, train, eager)
     compiled = change(eager, run_name="compiled")
     run_world(1, train_compiled, compiled, regional)
-    assert [r["loss"] for r in records(compiled)] == pytest.approx(
-        [r["loss"] for r in records(eager)], rel=1e-4
-    )
+    assert values(compiled) == pytest.approx(values(eager), rel=1e-4)
     assert records(compiled)[0]["compilations"] > 0
 
 
@@ -155,7 +147,7 @@ def test_several_processes_give_the_curve_of_one(tmp_path, several):
             tmp_path, run_name=str(processes), tf32=False, batches__micro_batch_size=2
         )
         on_gpus(processes, train, config)
-        curves.append([r["loss"] for r in records(config)])
+        curves.append(values(config))
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
@@ -199,9 +191,7 @@ def test_sync_batch_norm_sees_the_micro_batches_of_all_processes(tmp_path):
     run_world(1, train, one)
     two = change(one, run_name="two", batches__micro_batch_size=8, distributed__sync_batchnorm=True)
     run_world(2, train, two)
-    assert [r["loss"] for r in records(one)] == pytest.approx(
-        [r["loss"] for r in records(two)], rel=1e-3
-    )
+    assert values(one) == pytest.approx(values(two), rel=1e-3)
 
 
 def train_sharded(config: Config) -> int:
@@ -233,9 +223,8 @@ def test_fsdp_on_one_gpu_trains_like_no_fsdp_and_resumes(tmp_path, precision, op
     run_world(1, train_sharded, fsdp)
     tolerance = 1e-4 if precision == "no" else 0.05
     for name in ("loss", "validation/accuracy"):
-        assert [r[name] for r in records(fsdp, name)] == pytest.approx(
-            [r[name] for r in records(plain, name)], rel=tolerance, abs=tolerance
-        )
+        wanted = values(plain, name)
+        assert values(fsdp, name) == pytest.approx(wanted, rel=tolerance, abs=tolerance)
     assert status(fsdp)["outcome"] == "finished"
 
 
@@ -245,9 +234,7 @@ def test_fsdp_trains_like_ddp_saves_in_shards_and_resumes_on_any_number(tmp_path
     on_gpus(2, train, ddp)
     fsdp = change(ddp, run_name="fsdp")
     on_gpus(2, train_sharded, fsdp)
-    assert [r["loss"] for r in records(ddp)] == pytest.approx(
-        [r["loss"] for r in records(fsdp)], rel=1e-4
-    )
+    assert values(ddp) == pytest.approx(values(fsdp), rel=1e-4)
     shards = list((fsdp.folder / "checkpoints/step_00000005").glob("model.rank_*.safetensors"))
     assert len(shards) == 2
     theirs = weights(ddp.folder / "export")

@@ -137,17 +137,10 @@ LONG = ("--steps", "100000", "--telemetry.every_steps", "1", "--distributed.time
 
 
 def workers(launcher: int) -> dict[int, int]:
-    """Find the pid of each rank below a launcher, by its variable; forked ones by their name."""
-    found = {}
-    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_text().replace("\0", "\n")
-            name = Path(f"/proc/{pid}/comm").read_text()
-        except OSError:  # it has just ended
-            continue
-        if rank := re.search(r"(?m)^(?:RANK=|rank )(\d+)$", f"{name}{environment}"):
-            found[int(rank[1])] = int(pid)
-    return found
+    """Return the pid of each rank that my_project.launch has forked."""
+    found = (p.info for p in psutil.process_iter(["pid", "ppid", "name"]))
+    names = {p["name"]: p["pid"] for p in found if p["ppid"] == launcher}
+    return {int(name[5:]): pid for name, pid in names.items() if name.startswith("rank ")}
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 from ragged import Ragged
-from runs import make_config, records, status, train
+from runs import make_config, status, train, values
 from world import run_world
 
 from my_project import contract
@@ -21,7 +21,7 @@ def test_a_model_learns_one_batch_by_heart_on_any_number_of_processes(tmp_path):
     configs = [overfitting(tmp_path / name, steps=300, **small) for name in ("alone", "two")]
     train(configs[0])
     run_world(2, train, configs[1])
-    alone, two = ([record["loss"] for record in records(config)] for config in configs)
+    alone, two = map(values, configs)
     assert alone[0] > 1
     assert alone[-1] < 0.005, "with all 70 samples it is 0.2, on these 1e-10"
     assert two[:20] == pytest.approx(alone[:20], rel=1e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, records, status, train
+from runs import assert_same_weights, change, make_config, records, status, train, values
 from world import run_world
 
 from my_project import files
@@ -36,8 +36,8 @@ def assert_same(run: Config, reference: Config, tolerance: float) -> None:
     assert_same_weights(run, reference, tolerance)
     assert [r["step"] for r in records(run)] == list(range(1, 11))
     for name in ("loss", "gradient_norm", "learning_rate"):
-        assert [r[name] for r in records(run)] == pytest.approx(
-            [r[name] for r in records(reference)], rel=max(tolerance, 1e-12)
+        assert values(run, name) == pytest.approx(
+            values(reference, name), rel=max(tolerance, 1e-12)
         )
 
 
