@@ -2,10 +2,12 @@
 
 import shutil
 import signal
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shell import succeed
+from two_hosts import CONFIG, PROJECT, TwoHosts
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -18,10 +20,7 @@ def pytest_configure():
 @pytest.fixture(scope="session")
 def tracked() -> list[str]:
     """List what git tracks in the repository."""
-    listing = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, text=True
-    )
-    return sorted(listing.stdout.rstrip("\0").split("\0"))
+    return sorted(succeed("git", "ls-files", "-z", cwd=REPOSITORY).rstrip("\0").split("\0"))
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +32,14 @@ def template(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / file, copy, follow_symlinks=False)
     return folder
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    """Start two hosts that share a project's folder; leave nothing of them."""
+    for name in ("src", "accelerate_configs"):
+        (tmp_path / name).symlink_to(PROJECT / name)
+    shutil.copytree(PROJECT / "launch", tmp_path / "launch")
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    with TwoHosts(tmp_path) as hosts:
+        yield hosts

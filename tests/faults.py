@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from two_hosts import ADDRESSES, PATIENCE, TwoHosts
+from two_hosts import ADDRESSES, PATIENCE, TwoHosts, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [ROOT / folder for folder in ("template/src", "template/tests", "tests")]
 RESULTS = ROOT / "build/faults/results.jsonl"
 CONTROL_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1
 SEED = 30
+RUN = "runs/run"
 CONFIG = """\
 run_name: run
 recipe: {{class_path: faulty.Faulty, init_args: {recipe}}}
@@ -211,12 +212,6 @@ def wait_for(condition: Any, *launchers: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
-def steps(folder: Path) -> int:
-    """Return how many records of steps a run has."""
-    path = folder / "runs/run/metrics.jsonl"
-    return path.read_text().count('"interval"') if path.exists() else 0
-
-
 def ended(launcher: subprocess.Popen) -> int:
     """Return the exit code of a launcher; end what is left of it."""
     family = psutil.Process(launcher.pid)
@@ -275,7 +270,7 @@ def on_this_host(fault: Fault, folder: Path) -> list[int]:
     launchers = [start(folder, *command(fault.processes))]
     if fault.kind == "two starts":
         if fault.recipe["fault"] == "later":
-            wait_for(lambda: steps(folder) > 2, *launchers)
+            wait_for(lambda: steps(folder / RUN) > 2, *launchers)
         launchers.append(start(folder, *command(fault.processes)))
     return [ended(launcher) for launcher in launchers]
 
@@ -300,7 +295,7 @@ def on_two_hosts(hosts: TwoHosts, fault: Fault, folder: Path) -> list[int]:
                  "--join_timeout_seconds", "60")  # fmt: skip
         hosts.start(host, *command(2, *flags), **environment(*paths[host]))
     if fault.kind == "cut cable":
-        wait_for(lambda: steps(folder) > fault.recipe["fault_at"], *hosts.commands)
+        wait_for(lambda: steps(folder / RUN) > fault.recipe["fault_at"], *hosts.commands)
         hosts.cable("down")
     return hosts.wait(180)
 
@@ -308,7 +303,7 @@ def on_two_hosts(hosts: TwoHosts, fault: Fault, folder: Path) -> list[int]:
 def doctor(folder: Path) -> str:
     """Ask doctor about the run in a folder."""
     kept = folder / "kept/run"
-    run = kept if kept.exists() else folder / "runs/run"
+    run = kept if kept.exists() else folder / RUN
     asked = [sys.executable, "-m", "my_project", "doctor", str(run)]
     done = subprocess.run(
         asked, cwd=folder, env=os.environ | environment(), capture_output=True, text=True,

@@ -1,11 +1,11 @@
 """The loops that the benchmark compares do the same work: they end with the same weights."""
 
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from shell import succeed
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # The cases of a GPU, with a GPT so small that CPU processes run them.
@@ -22,9 +22,8 @@ loop.main()
 
 def rows(*command: str | Path) -> list[list[str]]:
     """Run a benchmark; return the cells of its table: case, loop, ..., difference of weights."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    printed = succeed(sys.executable, *command)
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import blocks
+from shell import succeed
+from test_generate import RENAMED, Desk, tree
 
 REPOSITORY = Path(__file__).parents[1]
-LOOP = REPOSITORY / "template/src/my_project"
+HOW_TO = (REPOSITORY / "recipes/README.md").read_text()
 SHORT = " --epochs null --steps 3 --evaluation.every_steps null"
 LAYOUTS = {"flat": "your_package", "nested": "src/your_package/vision"}
 DOTTED = {"flat": "your_package", "nested": "your_package.vision"}
@@ -40,11 +43,6 @@ class Classifier(nn.Sequential):
 """
 
 
-def blocks(language: str = "bash") -> list[str]:
-    text = (REPOSITORY / "recipes/README.md").read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
-
-
 def make_repository(folder: Path, layout: str) -> tuple[Path, Path, dict[str, str]]:
     """Make a repository with a package; return them and the environment to work there."""
     repository = folder / "their-repo"
@@ -64,13 +62,8 @@ def make_repository(folder: Path, layout: str) -> tuple[Path, Path, dict[str, st
     return repository, package, environment
 
 
-def succeed(command: str, folder: Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def bash(command: str, folder: Path, environment: dict[str, str]) -> str:
+    return succeed("bash", "-ec", command, cwd=folder, env=environment)
 
 
 def outcome(repository: Path, run: str) -> dict:
@@ -80,50 +73,22 @@ def outcome(repository: Path, run: str) -> dict:
 @pytest.mark.slow
 def test_copied_by_hand_the_loop_and_a_recipe_run(tmp_path: Path):
     repository, package, environment = make_repository(tmp_path, "flat")
-    _, copying, launching = blocks()
-    succeed(copying, REPOSITORY, environment)
-    succeed(launching.strip() + SHORT, repository, environment)
+    _, copying, launching = blocks(HOW_TO, "bash")
+    bash(copying, REPOSITORY, environment)
+    bash(launching.strip() + SHORT, repository, environment)
     run = repository / "runs/image_classification"
     assert outcome(repository, "image_classification")["outcome"] == "finished"
     assert "your_package.image_classification" in (run / "config.yaml").read_text()
-    succeed(copying, REPOSITORY, environment)
+    bash(copying, REPOSITORY, environment)
     assert "0 file(s) written" in copied("image_classification", package)
-    own_model_and_data(repository, package, environment)
 
-
-@pytest.mark.parametrize(("layout", "tools"), [("flat", False), ("nested", True)])
-def test_by_hand_and_by_command_copy_the_same(tmp_path: Path, layout: str, tools: bool):
-    _, copying, _ = blocks()
-    trees = []
-    for way in ("hand", "command"):
-        repository, package, environment = make_repository(tmp_path / way, layout)
-        if way == "hand":
-            if tools:
-                copying = copying.replace("; do  # and", "")
-                copying = copying.replace("tools/report\n", "tools/report; do\n")
-            succeed(copying, REPOSITORY, environment)
-            assert naming("my_project", repository) == []
-            succeed(copying, REPOSITORY, environment)
-            assert (repository / ".gitignore").read_text() == "\n/runs/\n", "once"
-        else:
-            shown = copied("image_classification", package, *(["--tools"] if tools else []))
-            for need in ("accelerate", "torchvision"):  # of the loop, of the recipe
-                assert re.search(rf'^add to your dependencies: .*"{need}>=[\d.]+"', shown, re.M)
-        assert not any(path.is_symlink() for path in repository.rglob("*"))
-        assert (package / "training/tools").exists() == tools
-        trees.append({str(path.relative_to(repository)): path.read_text() for path in
-                      files_of(repository) if not path.name.startswith(".")})  # fmt: skip
-    assert trees[0] == trees[1]
-
-
-def own_model_and_data(repository: Path, package: Path, environment: dict[str, str]) -> None:
-    """Run exactly the text that shows how a model and dataset of one's own become a recipe."""
+    # exactly the text that shows how a model and dataset of one's own become a recipe
     (package / "data.py").write_text(DATA)
     (package / "model.py").write_text(MODEL)
-    own, others = blocks("python")
+    own, others = blocks(HOW_TO, "python")
     (package / "own.py").write_text(own)
     (package / "others.py").write_text(others)
-    (config,) = blocks("yaml")
+    (config,) = blocks(HOW_TO, "yaml")
     for name, path in {
         "own": "own.Own",
         "data": "others.OtherData",
@@ -131,21 +96,35 @@ def own_model_and_data(repository: Path, package: Path, environment: dict[str, s
     }.items():
         (repository / f"configs/{name}.yaml").write_text(config.replace("own.Own", path))
         run = f"python -m your_package.training.train --config configs/{name}.yaml"
-        succeed(run, repository, environment | {"ACCELERATE_USE_CPU": "true"})
+        bash(run, repository, environment | {"ACCELERATE_USE_CPU": "true"})
         result = outcome(repository, name)["result"]
         assert result["validation/loss"] < 0.5, "by chance it were ln 3 = 1.1"
 
 
-def files_of(repository: Path) -> list[Path]:
-    """List the files of a repository, without those of git."""
-    files = sorted(path for path in repository.rglob("*") if path.is_file())
-    return [path for path in files if ".git" not in path.relative_to(repository).parts]
-
-
-def naming(word: str, repository: Path) -> list[str]:
-    """List the lines that say a word, with their files."""
-    texts = ((path, line) for path in files_of(repository) for line in path.read_text().split("\n"))
-    return [f"{path.name}: {line}" for path, line in texts if word in line]
+@pytest.mark.parametrize(("layout", "tools"), [("flat", False), ("nested", True)])
+def test_by_hand_and_by_command_copy_the_same(tmp_path: Path, layout: str, tools: bool):
+    _, copying, _ = blocks(HOW_TO, "bash")
+    trees = []
+    for way in ("hand", "command"):
+        repository, package, environment = make_repository(tmp_path / way, layout)
+        if way == "hand":
+            if tools:
+                copying = copying.replace("; do  # and", "")
+                copying = copying.replace("tools/report\n", "tools/report; do\n")
+            bash(copying, REPOSITORY, environment)
+            files = tree(repository).items()
+            assert [file for file, (content, _) in files if b"my_project" in content] == []
+            bash(copying, REPOSITORY, environment)
+            assert (repository / ".gitignore").read_text() == "\n/runs/\n", "once"
+        else:
+            shown = copied("image_classification", package, *(["--tools"] if tools else []))
+            for need in ("accelerate", "torchvision"):  # of the loop, of the recipe
+                assert re.search(rf'^add to your dependencies: .*"{need}>=[\d.]+"', shown, re.M)
+        assert not any(path.is_symlink() for path in repository.rglob("*"))
+        assert (package / "training/tools").exists() == tools
+        files = tree(repository).items()
+        trees.append({file: it for file, it in files if not Path(file).name.startswith(".")})
+    assert trees[0] == trees[1]
 
 
 def by_command(recipe: str, package: Path, *flags: str) -> subprocess.CompletedProcess:
@@ -164,13 +143,12 @@ def copied(recipe: str, package: Path, *flags: str) -> str:
 def refused(recipe: str, package: Path, *flags: str) -> str:
     """Call it; it must write nothing."""
     above = package.parent.parent
-    before = {path: path.read_bytes() for path in sorted(above.rglob("*")) if path.is_file()}
+    before = tree(above)
     done = by_command(recipe, package, *flags)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
-    after = {path: path.read_bytes() for path in sorted(above.rglob("*")) if path.is_file()}
-    assert after == before
+    assert tree(above) == before
     return done.stderr
 
 
@@ -223,12 +201,12 @@ def test_the_line_that_is_printed_trains(tmp_path: Path):
     size = " --batches.global_batch_size 4 --batches.micro_batch_size 2"
     # one document leaves none for validation
     size += " --evaluation.best_metric null --run_name causal_lm"
-    shown = succeed(line + SHORT + data + size, repository, environment)
+    shown = bash(line + SHORT + data + size, repository, environment)
     assert "finished, all steps done: weights in runs/causal_lm/export" in shown
     assert outcome(repository, "causal_lm")["outcome"] == "finished"
     copied("causal_lm", package, "--tools")
     doctor = f"PYTHONPATH=src python -m {DOTTED['nested']}.training doctor runs/causal_lm"
-    assert "finished" in succeed(doctor, repository, environment)
+    assert "finished" in bash(doctor, repository, environment)
 
 
 def test_a_second_call_updates_what_is_as_it_was_copied(tmp_path: Path):
@@ -337,11 +315,7 @@ def test_what_cannot_be_copied_is_refused(tmp_path, recipe, folder, sentence):
 
 
 def test_a_generated_project_takes_another_recipe(tmp_path: Path, template: Path):
-    generate = [sys.executable, "-m", "cookiecutter", "--no-input", "-o", tmp_path, template]
-    names = ["project_name=Leaf Scanner", "package_name=leafscan"]
-    home = os.environ | {"HOME": str(tmp_path)}
-    subprocess.run([*generate, *names], env=home, capture_output=True, check=True)
-    project = tmp_path / "leaf-scanner"
+    project = Desk(tmp_path).generate(template, **RENAMED)
     package = project / "src/leafscan"
     shown = copied("causal_lm", package)
     assert "2 file(s) written" in shown

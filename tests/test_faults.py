@@ -1,12 +1,12 @@
 """Six of the sixty faults, and ten of the hundred kills across layouts; make faults runs all."""
 
 import random
-import subprocess
 import sys
 
 import faults
 import pytest
-from two_hosts_runs import NEEDS_TWO_HOSTS
+from shell import succeed
+from two_hosts import NEEDS_TWO_HOSTS
 
 SIX = sorted(random.Random(faults.SEED).sample(range(len(faults.FAULTS)), 6))
 
@@ -24,6 +24,6 @@ def test_doctor_names_the_rank_and_the_cause_of_a_fault(number, tmp_path):
 @pytest.mark.slow
 def test_a_run_killed_ten_times_across_layouts_sees_the_same_samples():
     kills = [faults.ROOT / "benchmarks/kills.py", "--kills", "10", "--processes", *"21432"]
-    done = subprocess.run([sys.executable, *kills], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("10 kills, 333 steps, the same samples and weights")
+    assert succeed(sys.executable, *kills).startswith(
+        "10 kills, 333 steps, the same samples and weights"
+    )

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from itertools import chain
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from shell import succeed
 
 UV = Path(sys.executable).with_name("uv")
 
@@ -25,14 +25,6 @@ def bounds(pyproject: Path) -> dict[str, str]:
         name, bound = match.groups()
         assert found.setdefault(name, bound) == bound, f"{name} has two lower bounds"
     return found
-
-
-def call(*command: str | Path, **options) -> str:
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options
-    )
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-8000:]}"
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -57,17 +49,17 @@ def test_quick_tests_pass_with_the_lowest_versions(template, tmp_path):
     }
     clean |= {"PATH": f"{python.parent}:{clean['PATH']}", "ATEN_CPU_CAPABILITY": "avx2"}
     try:
-        call(UV, "venv", "--quiet", "--python", sys.executable, environment, env=clean)
-        call(
+        succeed(UV, "venv", "--quiet", "--python", sys.executable, environment, env=clean)
+        succeed(
             UV, "pip", "install", "--quiet", "--compile-bytecode", "--python", python,
             "--resolution", "lowest-direct", "--constraints", constraints,
             "--requirements", project / "pyproject.toml", "--all-extras", env=clean,
         )  # fmt: skip
-        frozen = call(UV, "pip", "freeze", "--quiet", "--python", python, env=clean)
+        frozen = succeed(UV, "pip", "freeze", "--quiet", "--python", python, env=clean)
         installed = dict(line.split("==") for line in frozen.splitlines())
         newer = {n: installed[n] for n, b in lowest.items() if Version(installed[n]) != Version(b)}
         assert not newer, "not the lowest that pyproject.toml allows"
-        call(
+        succeed(
             python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses", "1",
             "-m", "not slow and not gpu", cwd=project, env=clean,
         )  # fmt: skip

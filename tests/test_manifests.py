@@ -1,11 +1,11 @@
 """The files in launch/ that are read and not run: manifests, network.sh; and the Dockerfile."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import yaml
+from shell import succeed
 
 PROJECT = Path(__file__).parents[1] / "template"
 
@@ -99,12 +99,7 @@ def test_a_manifest_names_the_run_once_and_the_pods_read_it_from_a_label():
     (container,) = job["spec"]["template"]["spec"]["containers"]
     for file, manifest, pod, label in (
         ("kubernetes.yaml", job, container, "batch.kubernetes.io/job-name"),
-        (
-            "kubeflow.yaml",
-            flow,
-            flow["spec"]["trainer"],
-            "jobset.sigs.k8s.io/jobset-name",
-        ),
+        ("kubeflow.yaml", flow, flow["spec"]["trainer"], "jobset.sigs.k8s.io/jobset-name"),
     ):
         text = (PROJECT / "launch" / file).read_text()
         assert re.sub("#.*", "", text).count("my-run") == 1
@@ -116,7 +111,4 @@ def test_a_manifest_names_the_run_once_and_the_pods_read_it_from_a_label():
 
 def test_the_dockerfile_is_clean():
     hadolint = Path(sys.executable).with_name("hadolint")
-    shown = subprocess.run(
-        [hadolint, PROJECT / "Dockerfile"], capture_output=True, text=True, check=False
-    )
-    assert (shown.returncode, shown.stdout) == (0, "")
+    assert succeed(hadolint, PROJECT / "Dockerfile") == ""

@@ -2,12 +2,12 @@
 
 import ast
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from shell import succeed
 
 REPOSITORY = Path(__file__).parents[1]
 TEXT = (REPOSITORY / "docs/accelerate-threads.md").read_text(encoding="utf-8")
@@ -32,12 +32,8 @@ def test_every_test_that_is_named_exists():
 def test_the_document_says_what_the_script_measures():
     for library in ("transformers", "wandb"):
         pytest.importorskip(library)
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "tests/threads.py"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line.split(" | ") for line in done.stdout.splitlines()]
+    printed = succeed(sys.executable, REPOSITORY / "tests/threads.py")
+    lines = [line.split(" | ") for line in printed.splitlines()]
     measured = {thread: rest for thread, *rest in lines}
     assert measured.keys() == {t for t, (theirs, _) in ROWS.items() if theirs != "read"}
     for thread, (_, expected, _, ours) in measured.items():

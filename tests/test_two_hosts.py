@@ -8,60 +8,39 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from two_hosts import ADDRESSES, TwoHosts
-from two_hosts_runs import (
-    CONFIG,
-    NEEDS_TWO_HOSTS,
-    PLAIN,
-    PROJECT,
-    STOPS_AT,
-    assert_finished_with_the_right_weights,
-    run_folder,
-    status,
-    steps,
-    wait_for,
-)
+from two_hosts import ADDRESSES, CONFIG, NEEDS_TWO_HOSTS, PLAIN, PROJECT, STOPS_AT, TwoHosts
 
 pytestmark = NEEDS_TWO_HOSTS
 ENVIRONMENT = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
-    with TwoHosts(tmp_path) as hosts:
-        yield hosts
+OWN = (sys.executable, "-m", "my_project.launch")
+PATIENT = re.sub("timeout_seconds: [0-9.e+]+", "timeout_seconds: 1800", CONFIG)  # the watchdog
 
 
 def launch(
     hosts: TwoHosts,
     *arguments: str,
-    flags: tuple[str, ...] = (),
     processes: int = 2,
-    path: str = str(PROJECT / "tests"),
     launcher: tuple[str, ...] = ("accelerate", "launch"),
-    **more,
+    disks: Sequence[tuple[Path, Path] | None] = (None, None),
 ) -> None:
     """Start the launcher on both hosts, with so many processes each."""
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{PROJECT / 'src'}:{path}"}
-    disks = more.pop("disks", (None, None))
     for host in (0, 1):
         hosts.start(
-            host, *launcher,
-            "--config_file", str(PROJECT / "accelerate_configs/cpu_2_processes.yaml"),
+            host, *launcher, "--config_file", "accelerate_configs/cpu_2_processes.yaml",
             "--num_machines", "2", "--num_processes", str(2 * processes),
             "--machine_rank", str(host), "--main_process_ip", ADDRESSES[0],
-            "--main_process_port", "29500", *flags,
+            "--main_process_port", "29500",
             "-m", "my_project.train", "--config", "tiny.yaml", *arguments,
-            disk=disks[host], **environment, **more,
+            disk=disks[host], **ENVIRONMENT,
         )  # fmt: skip
 
 
 def doctor(hosts: TwoHosts) -> str:
-    command = [sys.executable, "-m", "my_project", "doctor", str(run_folder(hosts))]
+    command = [sys.executable, "-m", "my_project", "doctor", str(hosts.run_folder)]
     environment = os.environ | ENVIRONMENT
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return " ".join(told.stdout.split())
@@ -70,7 +49,7 @@ def doctor(hosts: TwoHosts) -> str:
 @pytest.mark.parametrize(("what", "host"), [("kill", 0), ("stop", 1), ("cable", None)])
 def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
     launch(hosts, *STOPS_AT)
-    wait_for(hosts, lambda: steps(hosts) >= 10)
+    hosts.wait_for(lambda: hosts.steps() >= 10)
     if what == "cable":
         hosts.cable("down")
     else:
@@ -79,8 +58,8 @@ def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
     # 5 s until it is noticed; 30 s more until the launcher kills a process that is stopped; gloo
     # itself would wait for 600
     assert all(code != 0 for code in hosts.wait(300))
-    assert status(hosts)["outcome"] == "failed"
-    paths = (run_folder(hosts) / "errors").glob("*.json")
+    assert hosts.status()["outcome"] == "failed"
+    paths = (hosts.run_folder / "errors").glob("*.json")
     errors = [json.loads(path.read_text()) for path in paths]
     said = {error["host"] for error in errors}
     assert said == {"host0", "host1"}, "a process of each host has left word"
@@ -93,56 +72,48 @@ def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
 
 
 def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
-    launch(hosts, "--steps", "150", launcher=(sys.executable, "-m", "my_project.launch"))
+    launch(hosts, "--steps", "150", launcher=OWN)
     for host in (1, 0):
-        before = steps(hosts)
-        wait_for(hosts, lambda before=before: steps(hosts) >= before + 40)
+        before = hosts.steps()
+        hosts.wait_for(lambda before=before: hosts.steps() >= before + 40)
         os.kill(hosts.workers(host)[0], signal.SIGKILL)
-        wait_for(hosts, lambda: status(hosts)["outcome"] == "failed" or steps(hosts) > 100)
-        wait_for(hosts, lambda: status(hosts)["outcome"] == "running", 120)
+        hosts.wait_for(lambda: hosts.status()["outcome"] == "failed" or hosts.steps() > 100)
+        hosts.wait_for(lambda: hosts.status()["outcome"] == "running", 120)
     assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
     shown = hosts.output(0) + hosts.output(1)
     assert shown.count("resumed from") >= 2
-    assert_finished_with_the_right_weights(hosts, 150)
-
-
-PATIENT = re.sub("timeout_seconds: [0-9.e+]+", "timeout_seconds: 1800", CONFIG)  # the watchdog
-OWN = (sys.executable, "-m", "my_project.launch")
+    hosts.assert_finished_with_the_right_weights(150)
 
 
 def test_a_cut_cable_is_noticed_by_the_launchers_and_the_run_goes_on_once_it_is_back(hosts):
     """Long before gloo and the watchdog would; also by a launcher that was stopped meanwhile."""
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     launch(hosts, "--steps", "200", launcher=OWN)
-    wait_for(hosts, lambda: steps(hosts) >= 30)
+    hosts.wait_for(lambda: hosts.steps() >= 30)
     launchers = [command.pid for command in hosts.commands]
     os.kill(launchers[1], signal.SIGSTOP)
     hosts.cable("down")
-    wait_for(hosts, lambda: "host1: node 1 has not answered" in hosts.output(0))
+    hosts.wait_for(lambda: "host1: node 1 has not answered" in hosts.output(0))
     os.kill(launchers[1], signal.SIGCONT)
-    wait_for(hosts, lambda: "host0: node 0 has not answered" in hosts.output(1))
+    hosts.wait_for(lambda: "host0: node 0 has not answered" in hosts.output(1))
     hosts.cable("up")
     assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
     assert "all processes start again, restart 1" in hosts.output(0)
-    assert_finished_with_the_right_weights(hosts, 200)
-    (line, *_) = [one for one in starts_of(hosts) if one.get("outcome") == "failed"]
+    hosts.assert_finished_with_the_right_weights(200)
+    starts = map(json.loads, (hosts.run_folder / "starts.jsonl").read_text().splitlines())
+    line = next(one for one in starts if one.get("outcome") == "failed")
     assert line["cause"] == "lost node"
-
-
-def starts_of(hosts: TwoHosts) -> list[dict]:
-    lines = (run_folder(hosts) / "starts.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts):
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     launch(hosts, *STOPS_AT, launcher=OWN)
-    wait_for(hosts, lambda: steps(hosts) >= 30)
+    hosts.wait_for(lambda: hosts.steps() >= 30)
     hosts.cable("down")
     for pid in hosts.pids(1):  # as in a power failure
         os.kill(pid, signal.SIGKILL)
     assert hosts.wait(300)[0] == 1
-    left = status(hosts)
+    left = hosts.status()
     assert left["outcome"] == "failed"
     assert left["failure"]["cause"] == "lost node"
     assert left["reason"].startswith("rank 2 on host1, step "), left["reason"]
@@ -155,10 +126,10 @@ def test_a_process_that_hangs_is_ended_once_one_on_the_other_host_was_killed(hos
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     hangs = ("--recipe.fault", "hang", "--recipe.fault_at", "5", "--recipe.fault_on_rank", "0")
     launch(hosts, *STOPS_AT, *hangs, processes=1, launcher=OWN)
-    wait_for(hosts, lambda: steps(hosts) == 3)  # a record is written two steps later
+    hosts.wait_for(lambda: hosts.steps() == 3)  # a record is written two steps later
     time.sleep(2)
     os.kill(hosts.workers(1)[0], signal.SIGKILL)
-    wait_for(hosts, lambda: "all processes start again, restart 1" in hosts.output(0))
+    hosts.wait_for(lambda: "all processes start again, restart 1" in hosts.output(0))
 
 
 def test_a_run_folder_that_is_not_shared_is_refused_at_the_start(hosts):
@@ -207,28 +178,26 @@ def card(where: str, host: int) -> list[str]:
 
 
 def shards(hosts: TwoHosts, step: int) -> list[str]:
-    folder = run_folder(hosts) / f"checkpoints/step_{step:08d}"
+    folder = hosts.run_folder / f"checkpoints/step_{step:08d}"
     return sorted(path.name.split(".")[1] for path in folder.glob("model.rank_*.safetensors"))
 
 
 def test_fsdp2_preempted_on_one_host_goes_on_as_hsdp_with_the_curve_of_ddp(hosts):
     """Each by the flags of its card; the first by accelerate launch, which takes the same."""
     (hosts.folder / "tiny.yaml").write_text(SHARDED)
-    (hosts.folder / "accelerate_configs").symlink_to(PROJECT / "accelerate_configs")
     for host in (0, 1):
         hosts.start(host, "accelerate", "launch", *card("multi_node_fsdp2", host), **ENVIRONMENT)
-    wait_for(hosts, lambda: steps(hosts) >= 3)
+    hosts.wait_for(lambda: hosts.steps() >= 3)
     os.kill(hosts.workers(1)[1], signal.SIGTERM)
     hosts.wait(300)
-    left = status(hosts)
+    left = hosts.status()
     assert left["outcome"] == "preempted", hosts.output(0) + hosts.output(1)
     every_rank = ["rank_00000", "rank_00001", "rank_00002", "rank_00003"]
     assert shards(hosts, left["step"]) == every_rank, "both hosts have saved their shards"
 
     hosts.commands.clear()
-    own = (sys.executable, "-m", "my_project.launch")
     for host in (0, 1):
-        hosts.start(host, *own, *card("multi_node_hsdp", host), **ENVIRONMENT)
+        hosts.start(host, *OWN, *card("multi_node_hsdp", host), **ENVIRONMENT)
     assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
     resumed = f"resumed from runs/tiny/checkpoints/step_{left['step']:08d}"
     assert resumed in hosts.output(0)

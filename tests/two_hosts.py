@@ -1,15 +1,23 @@
 """Two hosts on one machine: a network namespace each, a hostname, a cable; root and iproute2.
 
-Everything on disk is storage that both share, but for what `disks` binds to a folder of each host.
+Everything on disk is storage that both share, but for what `disk` binds to a folder of one host.
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import pytest
+from shell import succeed
+
+ip = partial(succeed, "ip")
 # Time limits of the tests on two hosts are multiples of this: TEST_PATIENCE=5 on a busy machine.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -31,25 +39,56 @@ def available() -> bool:
     return True
 
 
+NEEDS_TWO_HOSTS = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(not available(), reason="needs root and iproute2 for network namespaces"),
+]
+PROJECT = Path(__file__).parents[1] / "template"
+CONFIG = f"""
+run_name: tiny
+recipe: {{class_path: ragged.Ragged, init_args: {{dtype: float64, dropout: 0.2, seconds: 0.05}}}}
+batches: {{global_batch_size: 16, micro_batch_size: 4, workers: 0}}
+steps: 400
+optim: {{lr: 0.01, ema_decay: 0.9}}
+checkpoints: {{every_steps: 20}}
+telemetry: {{every_steps: 1, trackers: []}}
+distributed: {{timeout_seconds: {5 * PATIENCE:g}, startup_timeout_seconds: {60 * PATIENCE:g}}}
+"""
+STOPS_AT = ("--steps", "100000")
+PLAIN = {
+    "PYTHONPATH": f"{PROJECT / 'src'}:{PROJECT / 'tests'}",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def steps(run_folder: Path) -> int:
+    """Return how many records of steps a run has."""
+    path = run_folder / "metrics.jsonl"
+    return path.read_text().count('"interval"') if path.exists() else 0
+
+
 class TwoHosts:
     """Start commands on host 0 and host 1; pull the cable; leave nothing behind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.run_folder = folder / "runs/tiny"
         self.namespaces = [f"cca{os.getpid()}h{i}" for i in (0, 1)]
         self.commands: list[subprocess.Popen] = []
 
     def __enter__(self) -> "TwoHosts":
         (self.folder / "hosts").write_text(HOSTS)
         for name in self.namespaces:
-            _ip("netns", "add", name)
+            ip("netns", "add", name)
         first, second = self.namespaces
-        _ip("link", "add", "veth0", "netns", first, "type", "veth",
+        ip("link", "add", "veth0", "netns", first, "type", "veth",
             "peer", "name", "veth0", "netns", second)  # fmt: skip
         for name, address in zip(self.namespaces, ADDRESSES, strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "veth0")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "veth0", "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "veth0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "veth0", "up")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,7 +97,7 @@ class TwoHosts:
         for command in self.commands:
             command.wait()
         for name in self.namespaces:
-            _ip("netns", "del", name)
+            ip("netns", "del", name)
 
     def start(
         self, host: int, *command: str, disk: tuple[Path, Path] | None = None, **environment: str
@@ -103,12 +142,12 @@ class TwoHosts:
 
     def cable(self, state: str) -> None:
         """Pull the cable ("down") or put it back ("up")."""
-        _ip("-n", self.namespaces[0], "link", "set", "veth0", state)
+        ip("-n", self.namespaces[0], "link", "set", "veth0", state)
 
     def pids(self, host: int | None = None) -> list[int]:
         """List the processes of one host, or of both."""
         names = self.namespaces if host is None else [self.namespaces[host]]
-        return [int(pid) for name in names for pid in _ip("netns", "pids", name).split()]
+        return [int(pid) for name in names for pid in ip("netns", "pids", name).split()]
 
     def workers(self, host: int) -> list[int]:
         """List the training processes of a host by local rank."""
@@ -132,7 +171,33 @@ class TwoHosts:
         deadline = time.monotonic() + seconds * PATIENCE
         return [command.wait(max(0.1, deadline - time.monotonic())) for command in self.commands]
 
+    def wait_for(self, condition: Callable[[], object], seconds: float = 300) -> None:
+        """Wait until something holds, while one of the commands runs."""
+        deadline = time.monotonic() + seconds * PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, self.output(0) + self.output(1)
+            assert any(c.poll() is None for c in self.commands), self.output(0) + self.output(1)
+            time.sleep(0.1)
 
-def _ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-    return done.stdout
+    def status(self) -> dict:
+        return json.loads((self.run_folder / "status.json").read_text())
+
+    def steps(self) -> int:
+        return steps(self.run_folder)
+
+    def assert_finished_with_the_right_weights(self, total: int) -> None:
+        """Compare with those of one process, which is a child of this one, without a network."""
+        import torch
+        from safetensors.torch import load_file
+
+        assert self.status()["outcome"] == "finished", self.output(0)
+        subprocess.run(
+            [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml", "--run_name",
+             "alone", "--recipe.init_args.seconds", "0", "--steps", str(total)],
+            cwd=self.folder, env=os.environ | PLAIN | {"ACCELERATE_USE_CPU": "1"}, check=True,
+            capture_output=True,
+        )  # fmt: skip
+        file = "export/model.safetensors"
+        ours, theirs = (load_file(self.folder / "runs" / name / file) for name in ("tiny", "alone"))
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        assert self.steps() == total, "one record per step"
