@@ -6,7 +6,6 @@ checkpoint in between is on the disk. The recipe's own files do not count.
 """
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any
 FIRST, SAVED, LAST = 2, 4, 4  # the steps of both losses, and that of the checkpoint (steps done)
 
 
-def entered(folder: str) -> list[str]:
+def entered(folder: Path) -> list[str]:
     """Train on this process; return the files that were entered, below the package."""
     import my_project
     from my_project.train import main
@@ -24,9 +23,8 @@ def entered(folder: str) -> list[str]:
     from runs import make_config
 
     package = os.path.dirname(my_project.__file__) + os.sep
-    config = make_config(
-        Path(folder), steps=6, checkpoints__every_steps=SAVED, evaluation__sanity_check=False
-    )
+    settings = {"checkpoints__every_steps": SAVED, "evaluation__sanity_check": False}
+    config = make_config(folder, steps=6, **settings)
     is_on = threading.Event()
     files: set[str] = set()
 
@@ -56,22 +54,3 @@ def entered(folder: str) -> list[str]:
         sys.setprofile(None)
         threading.setprofile(None)
     return sorted(f.removeprefix(package) for f in files if f.startswith(package))
-
-
-def count(template: Path, folder: Path) -> list[str]:
-    """Return the files, counted in processes that import this template's package."""
-    paths = [template / "src", template / "tests", Path(__file__).parent]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    words = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr)
-    return done.stdout.split()
-
-
-if __name__ == "__main__":
-    from step_files import entered as entered_on_this_rank
-    from world import run_world
-
-    print(*run_world(2, entered_on_this_rank, sys.argv[1])[0], sep="\n")

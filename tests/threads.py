@@ -32,7 +32,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState, utils
 from my_project.config import Config
 from ragged import Ragged
-from runs import change, make_config, train, weights
+from runs import change, make_config, records, train, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from world import run_world
@@ -51,7 +51,8 @@ class Noted(Ragged):
     book: str = ""
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        note(self.book, "step", step, batch["index"].tolist())
+        with open(Path(self.book) / os.environ.get("RANK", "0"), "a") as file:
+            file.write(json.dumps([step, batch["index"].tolist()]) + "\n")
         return super().loss(model, batch, step)
 
 
@@ -72,29 +73,10 @@ class Language(Ragged):
         return model(input_ids=tokens, labels=tokens).loss * count, count
 
 
-def note(book: str, *what: Any) -> None:
-    """Append a line to the file of this rank."""
-    with open(Path(book) / os.environ.get("RANK", "0"), "a") as file:
-        file.write(json.dumps(what) + "\n")
-
-
-class NotingSGD(torch.optim.SGD):
-    """Notes the learning rate of its steps."""
-
-    def __init__(self, parameters: Any, book: str, **options: Any) -> None:
-        super().__init__(parameters, **options)
-        self.book = book
-
-    def step(self, closure: Any = None) -> Any:
-        note(self.book, "rate", self.param_groups[0]["lr"])
-        return super().step(closure)
-
-
-def noted(config: Config, kind: str) -> list[list[Any]]:
-    """Return the notes of a kind: rank 0's, then rank 1's."""
+def noted(config: Config) -> list[list[Any]]:
+    """Return the steps and their samples of rank 0, then those of rank 1."""
     files = sorted(Path(config.recipe.book).iterdir())
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    return [rest for first, *rest in lines if first == kind]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def ours(folder: Path, name: str, processes: int = 2, **settings: Any) -> Config:
@@ -102,9 +84,9 @@ def ours(folder: Path, name: str, processes: int = 2, **settings: Any) -> Config
     book = folder / f"book_{name}"
     book.mkdir()
     plain = {"optim__warmup_steps": 0, "optim__clip_norm": 1e9}
-    sgd = {"optim__class_path": "threads.NotingSGD", "optim__init_args": {"book": str(book)}}
+    sgd = {"optim__class_path": "torch.optim.SGD"}
     recipe = Noted(book=str(book))
-    config = change(make_config(folder, recipe, run_name=name), **plain | sgd | settings)
+    config = make_config(folder, recipe, run_name=name, **plain | sgd | settings)
     run_world(processes, train, config)
     return config
 
@@ -161,13 +143,13 @@ def schedules(folder: Path) -> Rows:
 
     def mine(schedule: str) -> list[float]:
         plan = {"optim__schedule": schedule, "optim__final_lr_fraction": 0.0, "steps": STEPS}
-        return [rate for (rate,) in noted(ours(folder, schedule, **plan), "rate")][:STEPS]
+        return [record["learning_rate"] for record in records(ours(folder, schedule, **plan))]
 
     def sizes(found: Any) -> str:
         return f"steps of {' and '.join(map(str, sorted(set(found))))} micro-batches"
 
     cosines, linears = mine("cosine"), mine("linear")
-    accumulated = noted(ours(folder, "accumulated", batches__global_batch_size=32), "step")
+    accumulated = noted(ours(folder, "accumulated", batches__global_batch_size=32))
     parts = Counter(step for step, _ in accumulated[: len(accumulated) // 2])  # of rank 0
     windows = run_world(2, steps, 70, linear, 0, 4)[0]
     falls = [1 - step / STEPS for step in range(STEPS)]
@@ -234,7 +216,7 @@ def resumes(folder: Path) -> Rows:
 
     whole, stopped = ours(folder, "whole"), ours(folder, "stopped", steps=6)
     run_world(2, train, change(stopped, steps=10))  # the second epoch has steps 4 to 7
-    read_by = [[n for n in noted(one, "step") if n[0] >= 6] for one in (stopped, whole)]
+    read_by = [[n for n in noted(one) if n[0] >= 6] for one in (stopped, whole)]
     right = "goes on with the next sample"
     mine = right if read_by[0] == read_by[1] else "goes on in another order"
     return {
