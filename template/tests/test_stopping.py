@@ -111,9 +111,8 @@ def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     assert f"rank 0 on {HERE}, step 3\n" in found[0]
     assert "lost contact with another process" in status(config)["reason"]
     hosts = json.loads((config.folder / "run.json").read_text())["hosts"]
-    corrected = launch.correct_status(config.folder, status(config), [first_of(config)])
+    corrected = launch.as_failed(config.folder, status(config), [first_of(config)])
     assert hosts == [HERE, HERE]
-    assert status(config) == corrected
     assert f"No report from rank 1 on {HERE}" in corrected["reason"]
 
 
@@ -126,10 +125,10 @@ def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(
     assert "ValueError: this rank was told to fail" in found[1]
     assert "Traceback" in found[1]
     assert "lost contact with another process" in found[0]
-    launch.correct_status(config.folder, status(config), [first_of(config)])
-    reason = status(config)["reason"]
+    failed = launch.as_failed(config.folder, status(config), [first_of(config)])
+    reason = failed["reason"]
     assert reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
-    failed = status(config)["failure"]
+    failed = failed["failure"]
     assert (failed["rank"], failed["host"], failed["step"]) == (1, HERE, 3)
     assert (failed["cause"], failed["at"]["function"]) == ("exception", "strike")
 

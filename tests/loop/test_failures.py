@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from my_project import failures, starts
 from my_project.config import ConfigError
-from my_project.launch import correct_status
+from my_project.launch import as_failed
 from my_project.run_folder import Run
 from my_project.state import NotFiniteError
 from my_project.stopping import failures_recorded
@@ -130,5 +130,5 @@ def test_the_status_names_the_cause_whichever_rank_reports_first(tmp_path):
             run.fail(failure)
         assert run.status()["failure"]["reason"] == "it failed"
         for noted in (lost, bug):
-            corrected = correct_status(run.folder, failures.as_status(noted), [lost, bug, last])
+            corrected = as_failed(run.folder, failures.as_status(noted), [lost, bug, last])
             assert corrected["failure"]["reason"] == "it failed"

@@ -115,7 +115,6 @@ LATE = TransientError("a node is late.")
         ("evaluate", "running", "running", 0, None, None, 0),  # of a run that is under way
         ("train", "", "running", 1, LATE, None, 1),
         ("train", "", "", 1, WRONG, None, 2),
-        ("train", "", "running", 0, WRONG, None, 1),  # of a start before the last, with restarts
     ],
 )
 def test_the_exit_code_is_the_runs_outcome(
@@ -132,7 +131,7 @@ def test_the_exit_code_is_the_runs_outcome(
     class FakeWorkers:
         """Stands for the training processes."""
 
-        killed, others, was_killed = (), None, False
+        killed, others = (), None
         stop_signal = "SIGTERM" if stopped else ""
         stop_signal_time = stopped or math.inf
 

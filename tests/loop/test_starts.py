@@ -63,7 +63,7 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     assert seconds == pytest.approx(wanted, abs=0.02)
     assert found["launcher"]["seconds"] == 100
     assert found["launcher"]["kept"] == pytest.approx(0.38)
-    assert starts.in_words(found) == "29% of 2 min 10 s since the first launch"
+    assert starts.in_words({"goodput": found}) == "29% of 2 min 10 s since the first launch"
     assert found["unknown_starts"] == 0
 
 
@@ -117,7 +117,7 @@ def test_the_line_of_a_start_comes_with_the_run_into_its_folder(tmp_path):
     folder.rename(tmp_path / "old")
     begin(one, 0)
     one.end({0: -9}, [], "")
-    assert [found["id"] for found in lines(tmp_path / "old")] == [append_to_old.id]
+    assert [found["id"] for found in lines(tmp_path / "old")] == [append_to_old.id] * 2
     first, *_, last = lines(folder)
     assert (first["event"], first["nodes"], first["world_size"]) == ("start", 2, 4)
     assert first["checkpoint"] is None
@@ -152,7 +152,7 @@ def test_of_starts_before_the_run_only_one_that_failed_is_written_at_the_end(tmp
         one.begin()
         one.end({0: code}, [{"cause": cause, "time": 1.0, "step": None}] * bool(cause), "")
         assert lines(tmp_path) == []
-        assert one.finish() == {}
+        one.write()
         assert [found["event"] for found in lines(tmp_path)] == written
     assert lines(tmp_path)[1]["cause"] == "exception"
 

@@ -14,7 +14,6 @@ from .files import checkpoints, format_metric, format_seconds, read_manifest, re
 from .process import PREEMPTED
 from .starts import in_words
 
-GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
 WIDTH = 80  # of the rule above a block
 
 
@@ -25,19 +24,17 @@ class Ending:
     folder: Path
     logs: Path
     status: dict[str, Any]  # the content of status.json
-    goodput: dict[str, Any]  # of starts.py; {} where it is not known
     is_new: bool  # whether this start has changed it
     is_first_node: bool  # the others show one line
     failures: list[dict[str, Any]]  # error files of this start (failures.py), the first first
     stop_signal: str  # which the launcher has received
     stop_signal_time: float = float("inf")  # seconds since 1970
-    was_killed: bool  # by a second signal
     command: str  # what continues the run; "" where that is not known
     codes: dict[int, int]  # exit codes of this node's processes, by rank; -n: ended by signal n
 
     @property
     def kind(self) -> str:
-        """Return finished, preempted, stopped (nothing saved), refused, failed, or unknown."""
+        """Return finished, preempted, stopped (nothing saved), refused or failed."""
         state = self.status.get("outcome")
         if self.is_new and state == "preempted":
             return "preempted"
@@ -48,14 +45,8 @@ class Ending:
         follows = self.status.get("failure", {}).get("cause") in CONSEQUENCES
         unsaved = not self.is_new or state == "running" or follows
         failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
-        if (
-            self.stop_signal
-            and not is_success
-            and (self.was_killed or (unsaved and not failed_before))
-        ):
+        if self.stop_signal and unsaved and not failed_before:
             return "stopped"
-        if is_success:
-            return "unknown"
         is_refused = self._first.get("cause") == "setting" and not self._first["step"]
         return "refused" if is_refused else "failed"
 
@@ -68,18 +59,11 @@ class Ending:
         if kind == "finished":
             return 0
         codes = [one["exit_code"] for one in self.failures if one["cause"] == "setting"]
-        if codes and kind != "unknown":
-            return max(codes)
-        return 1
+        return max(codes, default=1)
 
     @property
     def _first(self) -> dict[str, Any]:
         return first_failure(self.failures)
-
-    def _goodput(self) -> str:
-        """Return how much of the time trained; "" where nearly all of it did."""
-        kept = self.goodput.get("calendar", {}).get("kept", 1.0)
-        return in_words(self.goodput) if kept < GOOD else ""
 
     def print(self) -> None:
         """Print the block; on other nodes than the first one line."""
@@ -92,16 +76,9 @@ class Ending:
                 reason = f"{self._first['reason']}; see {self.logs}"
             print(f"{self.folder}: {kind}: {reason or self.stop_signal}", flush=True)
         elif kind == "finished":
-            print_finished(self.folder, self.status, self._goodput())
+            print_finished(self.folder, self.status)
         elif kind in ("preempted", "stopped"):
             self._print_stopped()
-        elif kind == "unknown":
-            print(
-                f"error: the processes exited with 0, but {self.folder}/status.json does not say"
-                " finished: some code in them called os._exit. The same command continues the run.",
-                file=sys.stderr,
-                flush=True,
-            )
         else:
             self._print_failed()
 
@@ -113,7 +90,7 @@ class Ending:
             title = f"stopped: saved at step {step} of {steps}"
             pairs[0] = ("reason", self.status.get("reason", ""))
             pairs += [("note", self.status.get("note", "")), *links(self.status)]
-            pairs.append(("goodput", self._goodput()))
+            pairs.append(("goodput", in_words(self.status)))
         print_block(title, [*rows(pairs), *self._next("the same command")])
 
     def _next(self, what: str) -> list[str]:
@@ -140,7 +117,7 @@ class Ending:
             ("error", reason),
             ("at", "" if follows else place_of(failure.get("at"))),
             ("ranks", ranks),
-            ("goodput", self._goodput()),
+            ("goodput", in_words(self.status)),
             ("logs", str(self.folder / "logs")),
             ("doctor", doctor),
         ]
@@ -166,14 +143,14 @@ def how_it_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}"
 
 
-def print_finished(folder: Path, status: dict[str, Any], goodput: str = "") -> None:
+def print_finished(folder: Path, status: dict[str, Any]) -> None:
     """Show how a finished run ended, and what can be done with it."""
     results = [f"{name} {format_metric(value)}" for name, value in status.get("result", {}).items()]
     pairs = [
         ("steps", f"{status.get('step')} of {status.get('steps')}, {status.get('reason')}"),
         ("note", status.get("note", "")),
         ("time", f"{format_seconds(status.get('seconds', 0))} in the last start"),
-        ("goodput", goodput),
+        ("goodput", in_words(status)),
         ("best", best_of(folder)),
         ("result", ", ".join(results)),
         ("weights", str(folder / "export")),

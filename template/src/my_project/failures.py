@@ -64,8 +64,9 @@ def first_failure(failures: list[dict[str, Any]]) -> dict[str, Any]:
     Of ranks that all skipped too many steps it is one whose own loss was not finite.
 
     Args:
-        failures: of one launch, sorted by time.
+        failures: of one launch.
     """
+    failures = sorted(failures, key=lambda one: one["time"])
     roots = [one for one in failures if one["cause"] not in CONSEQUENCES]
     roots.sort(key=lambda one: (one["cause"] == "stopped", one.get("loss_is_finite", False)))
     return next(iter(roots or late(failures) or failures), {})

@@ -8,10 +8,10 @@
 Takes the options of accelerate launch, whose own translation makes environment variables of them
 and of the config file. Where several nodes meet is --main_process_ip and --main_process_port, or
 main_process_port in the config file: of node 0, the same on all nodes, and another for each run.
-One node takes a free port where the file has 0. In this order:
+One node takes a free port. In this order:
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
 2. with several nodes, waits until all are there and reach each other (rendezvous.py);
-3. with --preflight, checks the cluster (tools/preflight.py), and exits with 1 if that fails;
+3. with --preflight, checks the cluster (tools/preflight.py), and exits if that fails;
 4. trains, in processes that are forked from this one, so that they need not import anything;
    shows what rank 0 prints, and writes the output of each process to a file of its own in
    <run folder>/logs/node_<n>/;
@@ -52,7 +52,6 @@ from .commands import run as run_command
 from .config import Config, ConfigError
 from .end_block import Ending, how_it_ended, unexplained
 from .files import (
-    lock_of,
     read_json,
     read_status,
     wait_until,
@@ -61,7 +60,7 @@ from .files import (
 )
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
-from .starts import Starts, failed, is_locked, last_record, read_errors
+from .starts import Starts, failed, goodput, last_record, read_errors
 from .workers import Workers, in_a_child, start_method, stop_at_end_of_input
 
 TRAIN = f"{__package__}.train"
@@ -91,7 +90,7 @@ class Launch:
     world_size: int  # processes over all nodes
     node_rank: int
     address: str  # of node 0
-    port: int  # there; one node with main_process_port 0 takes a free one, in environments
+    port: int  # there
     precision: str
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module
@@ -116,11 +115,8 @@ class Launch:
         options = argparse.Namespace(**vars(self.options))  # they change it
         if not (options.multi_gpu or options.use_fsdp) or options.cpu:
             return [prepare_simple_launcher_cmd_env(options)[1]]
-        if not options.main_process_port:  # on one node 29500 may be that of another run
-            options.main_process_port = get_free_port() if self.nodes == 1 else self.port
+        options.main_process_port = get_free_port() if self.nodes == 1 else self.port
         common = prepare_multi_gpu_env(options)
-        if getattr(options, "standalone", False):  # that port is in use
-            options.main_process_port = get_free_port()
         if not check_cuda_p2p_ib_support():  # as accelerate launch does
             common = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | common
         common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | common
@@ -321,12 +317,6 @@ def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[st
     return read_status(folder)
 
 
-def log_folder(launch: Launch) -> Path:
-    """Return the folder for the output of this node's processes of this start."""
-    start = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    return launch.run_folder / "logs" / f"node_{launch.node_rank}" / f"{start}_{os.getpid()}"
-
-
 def import_all(config: Config) -> None:
     """Import what the processes will need, here, once.
 
@@ -358,9 +348,13 @@ def train(config: Config | None, arguments: tuple[str, ...]) -> None:
 
 
 def run_module(
-    launch: Launch, workers: Workers, module: str, logs: Path | None, starts: Starts
-) -> dict[int, int]:
-    """Run a module in all processes of this node; return their exit codes, by rank.
+    launch: Launch,
+    workers: Workers,
+    module: str,
+    logs: Path | None = None,
+    starts: Starts = NO_RESTARTS,
+) -> tuple[dict[int, int], list[dict[str, Any]]]:
+    """Run a module in all processes of this node.
 
     Args:
         launch: the settings.
@@ -368,6 +362,10 @@ def run_module(
         module: the module.
         logs: the folder for the output of its processes; None for this terminal only.
         starts: those of this launch.
+
+    Returns:
+        The exit codes of the processes by rank, in the order in which they ended, and the error
+        files that they have left.
     """
     os.environ.pop(LOGS, None)
     if module == TRAIN and launch.config:
@@ -382,9 +380,13 @@ def run_module(
             (logs / RESERVE).write_bytes(bytes(RESERVE_BYTES))
         os.environ[LOGS] = str(logs.absolute())
     os.environ[START] = starts.id
-    environments = launch.environments(starts.attempt)
-    starts.begin()
-    return workers.run(function, environments, starts.may_kill)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
+        os.environ[failures.FOLDER] = errors
+        environments = launch.environments(starts.attempt)
+        starts.begin()
+        codes = workers.run(function, environments, starts.may_kill)
+        found = [one for one in map(read_json, Path(errors).glob("*.json")) if "reason" in one]
+    return codes, found
 
 
 def _run_as_main(module: str, arguments: tuple[str, ...]) -> None:
@@ -429,16 +431,16 @@ def start(launch: Launch, command: str = "") -> Ending | int:
         workers.others = wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
     else:
         print(summary(launch), flush=True)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
-        os.environ[failures.FOLDER] = errors
-        if launch.own.preflight:
-            codes = run_module(launch, workers, PREFLIGHT, None, NO_RESTARTS)
-            if workers.stop_signal:
-                return PREEMPTED
-            if any(codes.values()):
-                print("preflight failed, so nothing was trained; see the errors above", flush=True)
-                return print_setting_error(read_failures(Path(errors))) or 1
-        return run(launch, workers, Path(errors), command)
+    for module in [PREFLIGHT] * launch.own.preflight + [launch.module]:
+        if module == TRAIN:
+            return run(launch, workers, command)
+        codes, _ = run_module(launch, workers, module)
+        if workers.stop_signal:
+            return PREEMPTED
+        if any(codes.values()):
+            print(f"{module} failed; see the errors above", flush=True)
+            return next(max(code, 1) for code in codes.values() if code)
+    return 0
 
 
 def end(ending: Ending | int) -> int:
@@ -450,16 +452,12 @@ def end(ending: Ending | int) -> int:
     return ending.exit_code
 
 
-def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending | int:
-    """Run the module, and again after failures that need not repeat."""
+def run(launch: Launch, workers: Workers, command: str) -> Ending:
+    """Train, and again after failures that need not repeat."""
     folder = launch.run_folder
     before = read_status(folder)
-    if launch.module != TRAIN:
-        codes = run_module(launch, workers, launch.module, None, NO_RESTARTS)
-        one = next((code if code > 0 else 1 for code in failed(codes).values()), None)
-        return print_setting_error(read_failures(errors)) or one or max(codes.values())
-    logs = log_folder(launch)
-    made = [path for path in (logs, *logs.parents) if not path.exists()]
+    began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    logs = folder / "logs" / f"node_{launch.node_rank}" / f"{began}_{os.getpid()}"
     starts = Starts(
         folder=folder,
         limit=launch.own.max_restarts,
@@ -468,8 +466,7 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
         world_size=launch.world_size,
     )
     while True:
-        codes = run_module(launch, workers, launch.module, logs, starts)
-        found = read_failures(errors)
+        codes, found = run_module(launch, workers, TRAIN, logs, starts)
         if lost := workers.others and workers.others.lost:
             found.append(report_lost_node(launch, lost, starts))
         record_end(logs, workers, codes, starts.count)
@@ -480,63 +477,48 @@ def run(launch: Launch, workers: Workers, errors: Path, command: str) -> Ending 
             or not starts_again(launch, starts, workers, codes, found)
         ):
             break
-        for path in errors.glob("*.json"):
-            path.unlink()
     workers.ignore_signals()
+    starts.write()
     status = wait_for_status(folder, before, 1 if lost else launch.nodes)
-    token = read_json(folder / "run.json").get("launch", "") if status != before else ""
-    if token:
-        found = sorted([*found, *read_errors(folder, token)], key=lambda one: one["time"])
+    is_new = status != before
+    if is_new:
+        found += read_errors(folder, read_json(folder / "run.json").get("launch", ""))
+    if is_new and launch.node_rank == 0:
         # a process on a full disk, or on a node that is lost, has not written that it failed
-        of_failed = ("failed", "running") if failed(codes) else ("failed",)
-        outcome = "" if launch.node_rank else status.get("outcome")
-        if found and outcome in of_failed:
-            status = correct_status(folder, status, found)
-        elif outcome == "running" and not workers.stop_signal:  # also by os._exit(0)
-            status = write_failed(folder, status, {"reason": unexplained(codes)})
+        if found and status.get("outcome") in ("failed", "running"):
+            status = as_failed(folder, status, found)
+        elif status.get("outcome") == "running" and not workers.stop_signal:  # also by os._exit(0)
+            status |= {"outcome": "failed", "reason": unexplained(codes)}
+        status["goodput"] = goodput(folder)
+        with suppress(OSError):  # a full disk
+            write_atomically(folder / "status.json", json.dumps(status) + "\n")
     ending = Ending(
         folder=folder,
         logs=logs,
         status=status,
-        goodput=starts.finish(),  # which reads the status again
-        is_new=status != before,
+        is_new=is_new,
         is_first_node=launch.node_rank == 0,
         failures=found,
         stop_signal=workers.stop_signal,
         stop_signal_time=workers.stop_signal_time,
-        was_killed=workers.was_killed,
         command=command,
         codes=codes,
     )
     # what the recipe has raised, and what other nodes may look at, stays for doctor
-    at = found[0]["at"] if found else None
-    stays = launch.nodes > 1 or (at and Path(at["file"]).parent != Path(__file__).parent)
-    if ending.kind == "refused" and not ending.is_new and not stays:
+    at = failures.first_failure(found).get("at")
+    is_ours = not at or Path(at["file"]).parent == Path(__file__).parent
+    if ending.kind == "refused" and not is_new and launch.nodes == 1 and is_ours:
         shutil.rmtree(logs, ignore_errors=True)
-        with suppress(OSError):  # up to the first folder that is not empty
-            for path in made[1:]:
-                if path == folder and not is_locked(folder) and os.listdir(path) == [".lock"]:
-                    lock_of(folder).unlink()
-                path.rmdir()
     return ending
 
 
-def correct_status(
-    folder: Path, status: dict[str, Any], found: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Write into status.json which failure was first, by the error files of all ranks."""
+def as_failed(folder: Path, status: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of a run that has failed, by the error files of all ranks."""
     hosts = read_json(folder / "run.json").get("hosts", [])
     reported = {one["rank"] for one in found}
     silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in reported]
-    return write_failed(folder, status, failures.as_status(failures.first_failure(found), silent))
-
-
-def write_failed(folder: Path, status: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """Write into status.json that the run has failed, with facts about it; return all of it."""
-    status |= facts | {"outcome": "failed"}
-    with suppress(OSError):  # a full disk
-        write_atomically(folder / "status.json", json.dumps(status) + "\n")
-    return status
+    facts = failures.as_status(failures.first_failure(found), silent)
+    return status | facts | {"outcome": "failed"}
 
 
 def starts_again(
@@ -598,24 +580,6 @@ def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: in
     with suppress(OSError):  # a full disk
         (logs / RESERVE).unlink(missing_ok=True)
         write_atomically(logs / "launcher.json", json.dumps(ended) + "\n")
-
-
-def read_failures(errors: Path) -> list[dict[str, Any]]:
-    """Read the error files that processes of this node have left, the first failure first."""
-    return [one for path in sorted(errors.glob("*.json")) if "reason" in (one := read_json(path))]
-
-
-def print_setting_error(found: list[dict[str, Any]]) -> int:
-    """Print again the ConfigError with which a process exited.
-
-    Returns:
-        Its exit code; 0 without such an error.
-    """
-    for failure in found:
-        if failure["cause"] == "setting":
-            print(f"error: {failure['reason']}", file=sys.stderr, flush=True)
-            return failure["exit_code"]
-    return 0
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ from .files import (
     read_json,
     read_status,
     step_of,
-    write_atomically,
 )
 from .process import PREEMPTED
 
 CAUSES = ("lost contact", "lost node", "device error")
+GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
 REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
 EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
@@ -72,7 +72,8 @@ class Starts:
 
     def __post_init__(self) -> None:
         self._about_before = read_json(self.folder / "run.json")
-        self._unended = unended(self.folder) if self.is_written else []
+        if self.is_written and not is_locked(self.folder):
+            append(self.folder, unended(self.folder))
 
     @property
     def id(self) -> str:
@@ -100,7 +101,7 @@ class Starts:
             seconds: since the first has failed, here or on another node.
         """
         if self._lines and self.has_begun:
-            self._write()
+            self.write()
         if seconds < 0:  # none has failed
             return False
         is_saving = codes.get(0, 0) is None and any(self.folder.glob("checkpoints/.step_*.partial"))
@@ -159,47 +160,40 @@ class Starts:
             return
         has_begun = self.has_begun
         failures = [*failures, *read_errors(self.folder, self.id)]
-        cause = first_failure(sorted(failures, key=lambda one: one["time"])).get("cause", "")
+        cause = first_failure(failures).get("cause", "")
         if not has_begun and (cause == "setting" or not any(codes.values())):
             self._lines = []  # a refusal, or it had finished before
             return
         status = read_status(self.folder) if has_begun else {}
         signals = [Signals(-code).name for code in codes.values() if code < 0]
         outcome = status.get("outcome")
-        if outcome in ENDED or stop:
-            outcome, cause = outcome if outcome in ENDED else "preempted", stop
-        else:
-            outcome, cause = ("killed", signals[0]) if signals else ("failed", cause)
+        if outcome not in ENDED:
+            outcome = "preempted" if stop else "killed" if signals else "failed"
+        cause = stop if outcome in ENDED else (signals or [cause])[0]
         line = {"event": "end", "id": self.id, "time": self._began}
         line |= progress(self.folder, began, status, [one["step"] or 0 for one in failures])
         self._lines.append(line | {"outcome": outcome, "cause": cause})
         if has_begun:
-            self._write()
+            self.write()
 
-    def finish(self) -> dict[str, Any]:
-        """Write what is left, and goodput into status.json; return that, {} where not known."""
-        if self._lines:
-            self._write()
-        if not (self.is_written and self.has_begun):
-            return {}
-        shares = goodput(self.folder)
-        with suppress(OSError):  # a full disk
-            status = read_json(self.folder / "status.json") | {"goodput": shares}
-            write_atomically(self.folder / "status.json", json.dumps(status) + "\n")
-        return shares
+    def write(self) -> None:
+        """Append what has not been written."""
+        if append(self.folder, self._lines):  # else it is tried again at the end
+            self._lines = []
 
-    def _write(self) -> None:
-        """Append the lines, and one for a start before whose launcher was killed."""
-        path = self.folder / "starts.jsonl"
-        # --resume never has moved the start before aside
-        added = [*(self._unended if path.exists() else []), *self._lines]
-        step = newest_checkpoint(self.folder)
-        text = "".join(json.dumps({"checkpoint": step} | line) + "\n" for line in added)
-        with suppress(OSError), path.open("ab+") as file:  # a full disk: tried again at the end
-            file.seek(max(0, file.tell() - 1))
-            is_cut = file.read() not in (b"", b"\n")
-            file.write(b"\n" * is_cut + text.encode())
-            self._lines, self._unended = [], []
+
+def append(folder: Path, lines: list[dict[str, Any]]) -> bool:
+    """Append lines to starts.jsonl; return False on a full disk."""
+    if not lines:
+        return True
+    step = newest_checkpoint(folder)
+    text = "".join(json.dumps({"checkpoint": step} | line) + "\n" for line in lines)
+    with suppress(OSError), (folder / "starts.jsonl").open("ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        is_cut = file.read() not in (b"", b"\n")
+        file.write(b"\n" * is_cut + text.encode())
+        return True
+    return False
 
 
 # ---- what a launch leaves in the run folder ------------------------------------------------------
@@ -211,10 +205,9 @@ def checked(failure: Any) -> dict[str, Any]:
 
 
 def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
-    """Read the error files of a launch (its token) from a run folder, the first failure first."""
+    """Read the error files of a launch (its token) from a run folder."""
     paths = (folder / "errors").glob("*_rank_*_step_*.json")
-    found = [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
-    return sorted(found, key=lambda failure: failure["time"])
+    return [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
 
 
 def is_locked(folder: Path) -> bool | None:
@@ -278,12 +271,8 @@ def progress(
     last = last_record(folder)
     if last.get("time", 0) >= began:
         steps = [*steps, last["step"]]
-    has_stepped = (status.get("first_step_time") or 0) >= began
-    return {
-        "first_step_time": status["first_step_time"] if has_stepped else None,
-        "from_step": status.get("from_step") if has_stepped else None,
-        "step": max([0, *steps, status.get("step", 0)]),
-    }
+    known = {name: status.get(name) for name in ("first_step_time", "from_step")}
+    return known | {"step": max([0, *steps, status.get("step", 0)])}
 
 
 def unended(folder: Path) -> list[dict[str, Any]]:
@@ -310,12 +299,8 @@ def each_start(folder: Path) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in lines(folder):
         if line["event"] == "start":
-            about = {
-                "began": line["time"],
-                "checkpoint_before": line.get("checkpoint"),
-                "time": None,
-            }
-            found[line["id"]] = line | about
+            before = {"began": line["time"], "checkpoint_before": line.get("checkpoint")}
+            found[line["id"]] = line | before | {"time": None, "first_step_time": None}
         elif line["id"] in found:
             found[line["id"]] |= line
     return sorted(found.values(), key=lambda start: start["began"])
@@ -324,7 +309,6 @@ def each_start(folder: Path) -> list[dict[str, Any]]:
 # ---- goodput -------------------------------------------------------------------------------------
 PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
 PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
-FIELDS = ("step", "time", "seconds", "data_share")  # of a record: there may be a million of them
 
 
 def goodput(folder: Path) -> dict[str, Any]:
@@ -337,35 +321,56 @@ def goodput(folder: Path) -> dict[str, Any]:
     """
     if not (starts := each_start(folder)):
         return {}
+    kept_step = math.inf  # from which later starts have continued
+    for start in reversed(starts):
+        is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
+        start["kept_step"] = min(kept_step, (start.get("checkpoint") or 0) if is_lost else math.inf)
+        start["is_lost"] = is_lost or (start.get("step") or 0) > start["kept_step"]
+        if start.get("from_step") is not None:
+            kept_step = min(kept_step, start["from_step"])
+        start |= {"last": start["began"], "kept_until": 0.0, "data_until": 0.0}
     began = [start["began"] for start in starts]
-    records: list[list[dict[str, Any]]] = [[] for _ in starts]
+    sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     unknown_starts = 0
     path = folder / "metrics.jsonl"
     for record in filter(None, each_record(path) if path.exists() else ()):
-        values = {name: record.get(name) for name in FIELDS}
-        known: dict[str, Any] = {name: x if is_number(x) else 0 for name, x in values.items()}
-        known["kind"] = kind_of(record)
-        at = bisect_right(began, known["time"]) - 1
-        if at >= 0 and known["time"] <= (starts[at]["time"] or math.inf):
-            records[at].append(known)
-        else:
-            unknown_starts += known["kind"] == "start"
-    sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    continued = None
-    for start, own in zip(reversed(starts), reversed(records), strict=True):
-        start["time"] = start["time"] or max([start["began"], *(one["time"] for one in own)])
-        parts = parts_of(start, own, continued)
-        sums = {name: sums[name] + parts[name] for name in PARTS}
-        steps = [step for step in (continued, start.get("from_step")) if step is not None]
-        continued = min(steps, default=None)
+        when, kind = number(record, "time"), kind_of(record)
+        start = starts[max(0, bisect_right(began, when) - 1)]
+        if not start["began"] <= when <= (start["time"] or math.inf):
+            unknown_starts += kind == "start"
+            continue
+        start["last"] = when
+        if kind == "start" or record["step"] > start["kept_step"]:
+            continue
+        first = start["first_step_time"] = start["first_step_time"] or when
+        start["kept_until"] = max(first, when)
+        if when > first and kind == "interval":
+            since = max(first, start["data_until"])
+            sums["data"] += number(record, "data_share") * (when - since)
+            start["data_until"] = when
+        elif when > first and kind in PAUSES:
+            sums[PAUSES[kind]] += number(record, "seconds")
+    for start in starts:
+        ended = start["time"] = start["time"] or start["last"]
+        first = start["first_step_time"] or ended
+        kept_until = max(first, start["kept_until"])
+        sums["startup"] += first - start["began"]
+        sums["kept"] += kept_until - first
+        sums["lost" if start["is_lost"] else "ending"] += ended - kept_until
+    pauses = sums["data"] + sums["saving"] + sums["evaluation"]
+    sums["kept"] = max(0.0, sums["kept"] - pauses)
     launcher = sum(sums.values())
-    calendar = max(start["time"] for start in starts) - starts[0]["began"]
-    calendar = max(calendar, launcher)
+    calendar = max(launcher, max(start["time"] for start in starts) - began[0])
     return {
         "launcher": shares(sums, launcher),
         "calendar": shares(sums | {"down": calendar - launcher}, calendar),
         "unknown_starts": unknown_starts,
     }
+
+
+def number(record: dict[str, Any], name: str) -> float:
+    """Return a number of a record; 0 where it is damaged."""
+    return record[name] if is_number(record.get(name)) else 0.0
 
 
 def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
@@ -374,43 +379,11 @@ def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
     return {"seconds": round(whole, 1)} | found
 
 
-def parts_of(
-    start: dict[str, Any], records: list[dict[str, Any]], continued: int | None
-) -> dict[str, float]:
-    """Return the seconds of each of PARTS in a start.
-
-    Args:
-        start: see each_start.
-        records: written in it, of steps that no later start has dropped.
-        continued: the least step from which a later one continued; None: none has got so far.
-    """
-    found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
-    kept_step = continued
-    if kept_step is None:
-        kept_step = (start.get("checkpoint") or 0) if is_lost else math.inf
-    known = [one for one in records if one["kind"] != "start" and one["step"] <= kept_step]
-    first = start.get("first_step_time") or next((one["time"] for one in known), start["time"])
-    last = kept_until = first
-    for record in known:
-        kept_until = max(kept_until, record["time"])
-        if record["time"] > first and record["kind"] == "interval":
-            found["data"] += record["data_share"] * (record["time"] - last)
-            last = record["time"]
-        elif record["time"] > first and record["kind"] in PAUSES:
-            found[PAUSES[record["kind"]]] += record["seconds"]
-    is_lost |= (start.get("step") or 0) > kept_step
-    found["startup"] = first - start["began"]
-    found["lost" if is_lost else "ending"] = start["time"] - kept_until
-    pauses = found["data"] + found["saving"] + found["evaluation"]
-    return found | {"kept": max(0.0, kept_until - first - pauses)}
-
-
-def in_words(shares: dict[str, Any]) -> str:
-    """Return what goodput says of the calendar, as a line; "" where it is not known."""
-    if not shares:
+def in_words(status: dict[str, Any]) -> str:
+    """Return the goodput in a status.json as a line; "" where it is good or not known."""
+    calendar = status.get("goodput", {}).get("calendar", {"kept": 1.0})
+    if calendar["kept"] >= GOOD:
         return ""
-    calendar = shares["calendar"]
     return f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
 
 
@@ -434,18 +407,13 @@ def requeue(folder: Path, marks: list[int], code: int) -> tuple[int, str]:
         marks: when this launch began.
         code: exit code of this launch.
     """
-    newest, began = newest_checkpoint(folder), marks[-1]
-    newest = -1 if newest is None else newest
-    at = f"the newest checkpoint is of step {newest}" if newest >= 0 else "there is no checkpoint"
-    if code == 1 and newest > began:
-        before = f"step {began}" if began >= 0 else "none"
-        return PREEMPTED, f"to be started again after an error: {at}, and was {before} before"
-    if code == 1:
-        return 1, f"not to be started again after an error: {at}, as when this job began"
-    mark = marks[-STUCK_LAUNCHES:]
-    if code == PREEMPTED and len(mark) == STUCK_LAUNCHES and newest <= mark[0]:
-        count = STUCK_LAUNCHES
-        return 1, f"not to be started again: {at}, and the last {count} jobs wrote no newer one"
-    if code == PREEMPTED:
-        return code, f"to be started again: {at}"
-    return code, ""
+    if code not in (1, PREEMPTED):
+        return code, ""
+    newest = newest_checkpoint(folder)
+    at = (
+        "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest}"
+    )
+    tries = 1 if code == 1 else STUCK_LAUNCHES
+    if len(marks) >= tries and marks[-tries] >= (-1 if newest is None else newest):
+        return 1, f"not to be started again: {at}; launches that wrote no newer one: {tries}"
+    return PREEMPTED, f"to be started again: {at}"

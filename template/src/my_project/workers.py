@@ -42,8 +42,6 @@ class Workers:
         self.killed: list[int] = []  # ranks that were ended since another one had failed
         self.stop_signal = ""  # the name of the first stop signal
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
-        self.stop_signal_at = float("inf")  # time.monotonic()
-        self.was_killed = False  # by a second stop signal
         self.others: Any = None  # with several nodes rendezvous.OtherNodes
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
         for number in SIGNALS:
@@ -53,7 +51,6 @@ class Workers:
     def _handle(self, number: int, _: object) -> None:
         if not self.stop_signal:
             self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
-            self.stop_signal_at = time.monotonic()
             if not self.running:
                 raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
             with suppress(OSError):  # a closed terminal; print may be what was interrupted
@@ -62,8 +59,7 @@ class Workers:
                 with suppress(ProcessLookupError):
                     if worker.exitcode is None:
                         os.kill(worker.pid, signal.SIGTERM if number == signal.SIGHUP else number)
-        elif time.monotonic() - self.stop_signal_at > KILL_AFTER_SECONDS:
-            self.was_killed = True
+        elif time.time() - self.stop_signal_time > KILL_AFTER_SECONDS:
             kill_all(self.running)
 
     def ignore_signals(self) -> None:
