@@ -50,7 +50,7 @@ def test_where_follows_from_the_gpus_and_the_global_batch(
     monkeypatch, gpus, options, batch, chosen
 ):
     monkeypatch.setattr(train_command, "count_gpus", lambda: gpus)
-    path, processes, _ = choose(read_options(options.split())[0], batch)
+    path, processes = choose(read_options(options.split())[0], batch)
     assert (path.stem, processes) == chosen
 
 

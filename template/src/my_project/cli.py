@@ -1,4 +1,4 @@
-"""How a process that trains or evaluates runs: its exit code, and what it logs."""
+"""How a command runs: its exit code, what it says of an error, and what it logs."""
 
 import gc
 import logging
@@ -14,27 +14,36 @@ from .process import PREEMPTED, process_name, world, write_logs
 from .safety.redaction import MaskedFormatter
 
 
-def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
-    """Run main on this rank and exit with its code.
+def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Exception) -> NoReturn:
+    """Run a command and exit with its code.
 
     A ConfigError, which the user can fix, exits with a message and its own code; any other
-    exception exits with 1, after an error file is written (failures.py) and the traceback logged.
+    exception exits with 1, after an error file is written (failures.py) and the traceback printed.
     """
-    gc.enable()  # parse_command_line has turned it off for the imports
-    write_logs()
-    set_up_logging()
     code = 1
     try:
-        code = main(argument)
+        code = main(*arguments) or 0
     except ConfigError as error:
         exit_with_error(error)
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
         code = 130
-    except (Exception, SystemExit) as error:  # a recipe's sys.exit(0) is no success
+    except failures as error:
         report_once(error)
-        text = record_of(error)["details"]
-        logging.getLogger(OUTPUT).error("%s failed\n%s", process_name(), text)
+        name = f"[{process_name()}] " * (world()[0] > 1)
+        print(f"{name}{record_of(error)['details']}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
+    """Run a command that each rank of a launch runs."""
+    gc.enable()  # parse_command_line has turned it off for the imports
+    write_logs()
+    set_up_logging()
+    try:
+        run(main, *arguments, failures=(Exception, SystemExit))  # a sys.exit(0) is no success
+    except SystemExit as end:
+        code: Any = end.code
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # on another code torchrun would restart the preempted run at once
     sys.stdout.flush()
@@ -44,25 +53,9 @@ def run_on_all_ranks(main: Callable[[Any], int], argument: Any) -> NoReturn:
     raise SystemExit(code)
 
 
-OUTPUT = "stderr"  # the logger of what only the log file shows under launch.py
-
-
 def _is_of_project(record: logging.LogRecord) -> bool:
     """Return whether the project's own code logs this, and not a library or Python's warnings."""
-    is_library = library_of(record.pathname) is not None
-    return not is_library and record.name not in (OUTPUT, "py.warnings")
-
-
-class _Screen(logging.StreamHandler):
-    """Log to sys.stdout as it is at the time: `evaluate --json` keeps it for the JSON."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the current sys.stdout."""
-        return sys.stdout
+    return library_of(record.pathname) is None and record.name != "py.warnings"
 
 
 def set_up_logging() -> None:
@@ -73,7 +66,7 @@ def set_up_logging() -> None:
     """
     rank = world()[1]
     prefix = f"[{process_name()}] %(levelname)s " if rank else ""
-    shown, kept = _Screen(), logging.StreamHandler(sys.stderr)
+    shown, kept = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     shown.addFilter(_is_of_project)
     kept.addFilter(lambda record: not _is_of_project(record))
     for handler in (shown, kept):

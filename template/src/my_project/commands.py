@@ -9,14 +9,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from . import cli
+from .cli import run, run_on_all_ranks
 from .config import Config, ConfigError
-from .failures import exit_with_error, record_of, report_once
 from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .safety.search_path import run_folder
@@ -24,37 +22,14 @@ from .safety.search_path import run_folder
 NUM_SAMPLES = 16
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with the error."""
-        exit_with_error(ConfigError(f"{message}; --help lists all options."))
-
-
-def make_parser(description: str | None, command: str = "") -> Parser:
+def make_parser(description: str | None, command: str = "") -> argparse.ArgumentParser:
     """Return an argument parser for a command; its name is by default that of its module."""
-    return Parser(
+    return argparse.ArgumentParser(
         prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
         description=cleandoc(description or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-
-def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
-    """Run a single-process command and exit with its code, or with a ConfigError and its code."""
-    try:
-        raise SystemExit(main(*arguments) or 0)
-    except ConfigError as error:
-        exit_with_error(error)
-    except Exception as error:
-        report_once(error)
-        print(record_of(error)["details"], file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 # ---- evaluate ------------------------------------------------------------------------------------
@@ -76,10 +51,13 @@ def evaluate(words: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args(words)
     LAUNCHER.watch()  # before torch is imported
-    cli.run_on_all_ranks(print_evaluation, arguments)
+    output = sys.stdout
+    if arguments.json:  # standard output is for the JSON alone
+        sys.stdout = sys.stderr
+    run_on_all_ranks(print_evaluation, arguments, output)
 
 
-def print_evaluation(arguments: argparse.Namespace) -> int:
+def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
     """Evaluate and print the metrics, a line each or, with --json, as JSON.
 
     The weights are those that training evaluates: a checkpoint's EMA, if it has one.
@@ -91,9 +69,6 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
     from .checkpoint import resuming
     from .files import finite, format_metric
 
-    output = sys.stdout
-    if arguments.json:  # standard output is for the JSON alone
-        sys.stdout = sys.stderr
     folder = export.weights_folder(Path(arguments.folder))
     config = export.config_beside(folder, arguments.trust, Path(arguments.folder))
     devices.check_launch(config)
@@ -127,7 +102,6 @@ def print_evaluation(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
                 print(found, file=output)
-                sys.stdout = output
             else:
                 print(folder)
                 width = max(map(len, results), default=0)

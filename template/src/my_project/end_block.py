@@ -5,7 +5,6 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +102,7 @@ class Ending:
         failure = self._first
         follows = failure.get("cause") in CONSEQUENCES  # where this rank noticed it says little
         frames = [] if follows else failure.get("frames", [])
+        calls = [f"  {place_of(one)}" for one in frames if not one["library"]]
         step = failure.get("step")
         title = "failed" + (f" after step {step} of {self.status.get('steps')}" if step else "")
         if failure:
@@ -115,14 +115,13 @@ class Ending:
         doctor = command_line("doctor", self.folder) if has_tool("doctor") else ""
         pairs = [
             ("error", reason),
-            ("at", "" if follows else place_of(failure.get("at"))),
             ("ranks", ranks),
             ("goodput", in_words(self.status)),
             ("logs", str(self.folder / "logs")),
             ("doctor", doctor),
         ]
-        traceback = ["traceback, the innermost frame last:", *folded(frames)] if frames else []
-        lines = [*traceback, *rows(pairs), *self._next("fix it; then the same command")]
+        traceback = ["traceback without the libraries, the innermost call last:"] * bool(calls)
+        lines = [*traceback, *calls, *rows(pairs), *self._next("fix it; then the same command")]
         print_block(title, lines, to=sys.stderr)
 
 
@@ -207,17 +206,3 @@ def place_of(at: dict[str, Any] | None) -> str:
         return ""
     place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
     return f"{place}: {at['code']}" if at["code"] else place
-
-
-def folded(frames: list[dict[str, Any]]) -> list[str]:
-    """Return a traceback as lines, in which the frames of a library are folded into one."""
-    lines = []
-    for library, group in groupby(frames, key=lambda one: one["library"]):
-        some = list(group)
-        if library:
-            lines.append(f"  ... {len(some)} frame{'s' * (len(some) > 1)} in {library}")
-            continue
-        for one in some:
-            lines.append(f"  {short_path(one['file'])}, line {one['line']}, in {one['function']}")
-            lines.append(f"    {one['code']}")
-    return lines

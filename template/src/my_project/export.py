@@ -3,13 +3,11 @@
 import dataclasses
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 
 from .checkpoint.shards import TensorReader, model_tensors, plain_name
@@ -40,15 +38,7 @@ def load(
                 f"{folder} has no {name}; give an export, such as runs/<name>/export."
             )
     config = read_config(folder / "config.yaml", trusted, given)
-    try:
-        data_info = json.loads((folder / "data_info.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder}/data_info.json cannot be read: {error}.") from error
-    if not isinstance(data_info, dict):
-        raise ConfigError(
-            f"{folder}/data_info.json holds a {type(data_info).__name__}; it must hold the dict"
-            " that the recipe's prepare_data returned."
-        )
+    data_info = json.loads((folder / "data_info.json").read_text(encoding="utf-8"))
     return config, data_info, load_model(folder, config.recipe, data_info).eval()
 
 
@@ -56,14 +46,12 @@ def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Mo
     """Build the model of an export and load its weights, by the recipe's `load` if it has one.
 
     Raises:
-        ConfigError: the weights are missing, damaged, or do not fit the model.
+        ConfigError: the weights are missing, damaged, or do not fit the model; the recipe's `load`
+            raises errors of its own.
     """
-    try:
-        if load_of := optional(recipe, "load"):
-            loaded: nn.Module = load_of(data_info, folder)
-            return loaded
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: the weights cannot be loaded: {error}") from error
+    if load_of := optional(recipe, "load"):
+        loaded: nn.Module = load_of(data_info, folder)
+        return loaded
     model: nn.Module = recipe.build_model(data_info)
     TensorReader(folder, "model").fill(model.state_dict())
     return model
@@ -128,9 +116,6 @@ def temporary_folder() -> Path:
     """Create and return a temporary folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    about = folder.lstat()
-    if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022 or folder.is_symlink():
-        raise ConfigError(
-            f"{folder} belongs to, or is writable by, other users; remove it, or set TMPDIR."
-        )
+    if folder.lstat().st_uid != os.getuid():  # nor is it another user's link
+        raise ConfigError(f"{folder} belongs to another user; remove it, or set TMPDIR.")
     return folder

@@ -112,14 +112,9 @@ def library_of(file: str) -> str | None:
 def frames_of(error: BaseException) -> list[dict[str, Any]]:
     """Return the frames of an exception; of one in a loader worker those in the worker."""
     message = str(error)
-    if WORKER_TRACEBACK in message:
-        found = FRAME.findall(message.split(WORKER_TRACEBACK, 1)[1])
-        if found:
-            return [frame(file, int(line), name, code) for file, line, name, code in found]
-    frames = frames_in(traceback.extract_tb(error.__traceback__))
-    if isinstance(error, SyntaxError) and error.filename:
-        frames.append(frame(error.filename, error.lineno or 0, "<module>", error.text or ""))
-    return frames
+    if found := FRAME.findall(message.partition(WORKER_TRACEBACK)[2]):
+        return [frame(file, int(line), name, code) for file, line, name, code in found]
+    return frames_in(traceback.extract_tb(error.__traceback__))
 
 
 def frames_in(stack: traceback.StackSummary) -> list[dict[str, Any]]:

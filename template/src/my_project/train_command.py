@@ -36,13 +36,14 @@ from .loading.layout import batch_layout
 from .safety.redaction import mask_command
 from .workers import in_a_child
 
+COMMAND = f"python -m {__package__} train"
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
 
 
 def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return this command's options, and the words for the train module."""
-    parser = commands.Parser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=COMMAND, add_help=False, allow_abbrev=False)
     parser.add_argument("--where", default="")
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--preflight", action="store_true")
@@ -71,20 +72,16 @@ def find_where(name: str) -> Path:
     return found
 
 
-def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, int, str]:
-    """Choose the accelerate config and the number of processes.
-
-    Returns:
-        The path, the number, and why, as one line.
-    """
+def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, int]:
+    """Choose the path of the accelerate config and the number of processes."""
     gpus = count_gpus()
     dividing = [n for n in range(1, gpus + 1) if global_batch_size % n == 0]
     fitting = options.num_processes or max(dividing, default=1)
-    shown = f"{gpus} GPU{'s' * (gpus != 1)}"
     if not options.where:
         kinds = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
-        reason = f"torch sees {shown}; --where chooses another"
-        return find_where(kinds[fitting > 1]), fitting, reason
+        path = find_where(kinds[fitting > 1])
+        print(f"{path}: torch sees {gpus} GPUs; --where chooses another", flush=True)
+        return path, fitting
     path = find_where(options.where)
     where = read_yaml(path)
     if (where.get("num_machines") or 1) > 1:
@@ -94,8 +91,8 @@ def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, i
         )
     in_file = where.get("num_processes") or 1
     if options.num_processes or launch.uses_cpu(where) or in_file == 1 or not gpus:
-        return path, options.num_processes or in_file, ""
-    return path, fitting, shown
+        return path, options.num_processes or in_file
+    return path, fitting
 
 
 # ---- a dry run -----------------------------------------------------------------------------------
@@ -118,7 +115,7 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
         ending = launch.start(started, command=command)
         if isinstance(ending, int) or ending.kind != "finished":
             return launch.end(ending)
-        print_estimate(config, started.run_folder)
+        print_estimate(config, started.config.folder)
     return 0
 
 
@@ -146,11 +143,9 @@ def main(arguments: list[str]) -> int:
     options, settings = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as the processes that are started find it
-    config = parse(settings, __doc__ or "", f"python -m {__package__} train")
-    path, processes, reason = choose(options, config.batches.global_batch_size)
+    config = parse(settings, __doc__ or "", COMMAND)
+    path, processes = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
-    if reason:
-        print(f"{path}: {reason}", flush=True)
     flags = ["--config_file", str(path)]
     if processes != (read_yaml(path).get("num_processes") or 1):
         flags += ["--num_processes", str(processes)]
@@ -158,7 +153,7 @@ def main(arguments: list[str]) -> int:
         flags.append("--preflight")
     typed = shlex.join(mask_command(arguments))
     typed = re.sub(r" --resume[ =]never\b", "", typed)  # it would start again from step 0
-    command = f"python -m {__package__} train {typed}"
+    command = f"{COMMAND} {typed}"
     if options.dry_run:
         return dry_run(config, flags, settings, command)
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
