@@ -50,12 +50,6 @@ def test_without_tools_everything_else_works_and_names_no_command_that_is_gone(
     printed += failed.stdout + failed.stderr
     assert not [name for name in TOOLS if f"leafscan {name}" in printed]
 
-    nodes = ["--config_file", "accelerate_configs/cpu_2_processes.yaml", "--preflight"]
-    words = ["launch", *nodes, "-m", "leafscan.train", "--config", config[0], *SHORT]
-    refused = desk.run(*python, "leafscan", *words, cwd=project)
-    assert refused.returncode == 2
-    assert "--preflight needs the folder tools/" in refused.stderr
-
     desk.succeed("make", "lint", cwd=project)
     tests = [sys.executable, str(REPOSITORY / "tests/in_project.py"), str(project)]
     tests += ["-m", "not slow and not gpu"]

@@ -49,7 +49,9 @@ quoted() {
 }
 
 # The nodes read from a pipe to which nothing is written. When this script closes the pipe or ends,
-# by SIGKILL too, they read end of file.
+# by SIGKILL too, they read end of file, and a process beside each launcher tells it to stop.
+# shellcheck disable=SC2016 # the text in single quotes is expanded by the other host's bash
+node='source launch/network.sh; ({ cat; kill -TERM $$; } <&0 >/dev/null 2>&1 &); exec "$@" </dev/null'
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 mkfifo "$folder/pipe"
@@ -61,9 +63,7 @@ close_pipe() {
 trap 'echo "stopping all nodes" >&2; close_pipe' INT TERM HUP
 
 for rank in "${!hosts[@]}"; do
-    # shellcheck disable=SC2016 # the text in single quotes is expanded by the other host's shell
-    command="cd$(quoted "$PWD") && exec bash -c$(quoted 'source launch/network.sh; exec "$@"' node \
-        "$python" -m my_project.launch --stop_at_end_of_input \
+    command="cd$(quoted "$PWD") && exec bash -c$(quoted "$node" node "$python" -m my_project.launch \
         --config_file "accelerate_configs/${WHERE:-multi_node}.yaml" \
         --num_machines "${#hosts[@]}" --num_processes "$((slots * ${#hosts[@]}))" \
         --machine_rank "$rank" --main_process_ip "${ADDRESS:-${hosts[0]}}" \

@@ -46,6 +46,7 @@ def parsed(where: str, *flags: str) -> launch.Launch:
         ("multi_node", ["--num_machines", "3"], "16, but must be a multiple of --num_machines 3"),
         ("multi_node", ["--machine_rank", "2"], "--machine_rank is 2, but must be between 0 and 1"),
         ("cpu", ["--num_processes", "2"], "--num_processes is 2, but "),
+        ("cpu", ["-m", "my_project.tools.doctor"], "add -m my_project.train after the options"),
     ],
 )
 def test_a_wrong_launch_is_refused(where, flags, sentence):
@@ -97,28 +98,27 @@ LATE = TransientError("a node is late.")
 
 
 @pytest.mark.parametrize(
-    ("module", "before", "after", "code", "error", "stopped", "wanted"),
+    ("before", "after", "code", "error", "stopped", "wanted"),
     [
-        ("train", "running", "finished", 0, None, None, 0),
-        ("train", "finished", "finished", 0, None, None, 0),  # again: it only shows the result
-        ("train", "running", "finished", 1, None, None, 0),  # trouble after the end
-        ("train", "running", "preempted", 1, None, None, 75),
-        ("train", "running", "preempted", 0, None, None, 75),  # of workers with restarts
-        ("train", "preempted", "preempted", 1, None, None, 1),  # refused before it began
-        ("train", "running", "failed", 1, None, None, 1),
-        ("train", "running", "failed", 1, None, 5.0, 75),  # they leave in start-up, one by one
-        ("train", "running", "failed", 1, LATE, 5.0, 75),
-        ("train", "running", "failed", 1, LATE, math.inf, 1),  # as when srun ends the other nodes
-        ("train", "", "running", -9, None, None, 1),
-        ("train", "running", "running", 0, None, None, 1),  # a recipe called os._exit(0)
-        ("train", "", "", 0, None, None, 1),  # the same, before the run began
-        ("evaluate", "running", "running", 0, None, None, 0),  # of a run that is under way
-        ("train", "", "running", 1, LATE, None, 1),
-        ("train", "", "", 1, WRONG, None, 2),
+        ("running", "finished", 0, None, None, 0),
+        ("finished", "finished", 0, None, None, 0),  # again: it only shows the result
+        ("running", "finished", 1, None, None, 0),  # trouble after the end
+        ("running", "preempted", 1, None, None, 75),
+        ("running", "preempted", 0, None, None, 75),  # of workers with restarts
+        ("preempted", "preempted", 1, None, None, 1),  # refused before it began
+        ("running", "failed", 1, None, None, 1),
+        ("running", "failed", 1, None, 5.0, 75),  # they leave in start-up, one by one
+        ("running", "failed", 1, LATE, 5.0, 75),
+        ("running", "failed", 1, LATE, math.inf, 1),  # as when srun ends the other nodes
+        ("", "running", -9, None, None, 1),
+        ("running", "running", 0, None, None, 1),  # a recipe called os._exit(0)
+        ("", "", 0, None, None, 1),  # the same, before the run began
+        ("", "running", 1, LATE, None, 1),
+        ("", "", 1, WRONG, None, 2),
     ],
 )
 def test_the_exit_code_is_the_runs_outcome(
-    module, before, after, code, error, stopped, wanted, tiny, monkeypatch
+    before, after, code, error, stopped, wanted, tiny, monkeypatch
 ):
     """Of processes that a signal has stopped (seconds since 1970) or that an error has ended."""
     path = tiny / "runs/tiny/status.json"
@@ -127,6 +127,7 @@ def test_the_exit_code_is_the_runs_outcome(
     def write_status(outcome: str) -> None:
         lost = {"failure": {"cause": "lost contact"}} if outcome == "failed" else {}
         path.write_text(json.dumps({"outcome": outcome} | lost) if outcome else "")
+        path.with_name("run.json").write_text(json.dumps({"launch": outcome}))
 
     class FakeWorkers:
         """Stands for the training processes."""
@@ -146,8 +147,7 @@ def test_the_exit_code_is_the_runs_outcome(
 
     write_status(before)
     monkeypatch.setattr(launch, "Workers", FakeWorkers)
-    flags = ["--config_file", f"{WHERE}/cpu.yaml", "-m", f"my_project.{module}"]
-    assert launch.main([*flags, "--config", "tiny.yaml"]) == wanted
+    assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN]) == wanted
 
 
 # ---- several nodes ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from my_project.starts import Starts, goodput, lines
 from test_launch import CONFIG
 
 BEGAN = 1_790_000_000.0
+ABOUT = {"nodes": 1, "world_size": 1}
 
 
 def append(path: Path, *records: dict[str, Any]) -> None:
@@ -108,10 +109,10 @@ def begin(one: Starts, step: int) -> None:
 def test_the_line_of_a_start_comes_with_the_run_into_its_folder(tmp_path):
     """With --resume never the folder that was there moves aside while the processes start."""
     folder = tmp_path / "run"
-    append_to_old = Starts(folder=folder, limit=3, is_written=True)
+    append_to_old = Starts(folder=folder, limit=3, about=ABOUT)
     begin(append_to_old, 0)
     save(folder, 4)
-    one = Starts(folder=folder, limit=3, is_written=True, nodes=2, world_size=4)
+    one = Starts(folder=folder, limit=3, about={"nodes": 2, "world_size": 4})
     one.begin()
     one.may_kill({0: None}, 0.0)
     folder.rename(tmp_path / "old")
@@ -126,11 +127,11 @@ def test_the_line_of_a_start_comes_with_the_run_into_its_folder(tmp_path):
 
 def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
     """Its last records are read before the processes drop them."""
-    first = Starts(folder=tmp_path, limit=3, is_written=True)
+    first = Starts(folder=tmp_path, limit=3, about=ABOUT)
     begin(first, 0)
     until = first._began + 100
     append(tmp_path / "metrics.jsonl", {"kind": "interval", "step": 9, "time": until})
-    second = Starts(folder=tmp_path, limit=3, is_written=True)
+    second = Starts(folder=tmp_path, limit=3, about=ABOUT)
     (tmp_path / "metrics.jsonl").unlink()
     with (tmp_path / "starts.jsonl").open("a") as file:
         file.write('{"event": "sta')  # killed while it wrote
@@ -148,7 +149,7 @@ def test_of_starts_before_the_run_only_one_that_failed_is_written_at_the_end(tmp
         (0, "", []),
         (1, "exception", ["start", "end"]),
     ):
-        one = Starts(folder=tmp_path, limit=3, is_written=True)
+        one = Starts(folder=tmp_path, limit=3, about=ABOUT)
         one.begin()
         one.end({0: code}, [{"cause": cause, "time": 1.0, "step": None}] * bool(cause), "")
         assert lines(tmp_path) == []

@@ -31,7 +31,6 @@ import logging
 import math
 import os
 import re
-import runpy
 import shutil
 import socket
 import sys
@@ -48,7 +47,6 @@ from . import cli, failures, starts
 from .command_line import as_restarted
 from .command_line import parse as parse_settings
 from .commands import make_parser
-from .commands import run as run_command
 from .config import Config, ConfigError
 from .end_block import Ending, how_it_ended, unexplained
 from .files import (
@@ -61,7 +59,7 @@ from .files import (
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
 from .starts import Starts, failed, goodput, last_record, read_errors
-from .workers import Workers, in_a_child, start_method, stop_at_end_of_input
+from .workers import Workers, in_a_child
 
 TRAIN = f"{__package__}.train"
 PREFLIGHT = f"{__package__}.tools.preflight"
@@ -84,7 +82,7 @@ class Launch:
     """The settings of a launch, from the command line and the accelerate config."""
 
     options: argparse.Namespace  # what accelerate makes of its flags and config file
-    module: str
+    module: str  # train or preflight
     arguments: tuple[str, ...]  # of the module
     nodes: int
     world_size: int  # processes over all nodes
@@ -94,12 +92,7 @@ class Launch:
     precision: str
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module
-    config: Config | None  # of train and preflight
-
-    @property
-    def run_folder(self) -> Path:
-        """Return the run folder that the module will use."""
-        return self.config.folder if self.config else Path()
+    config: Config
 
     @property
     def processes_per_node(self) -> int:
@@ -142,18 +135,14 @@ def parse(arguments: list[str]) -> Launch:
     Raises:
         ConfigError: a value is missing or wrong.
     """
-    at = arguments.index("-m") if "-m" in arguments[:-1] else len(arguments)
+    at = arguments.index("-m") if "-m" in arguments else len(arguments)
     own, flags = _parser().parse_known_args(arguments[:at])
-    if at == len(arguments):
-        raise ConfigError(
-            f"there is no -m with a module after the options; add one such as -m {TRAIN}"
-        )
-    _, module, *module_arguments = arguments[at:]
+    module, *module_arguments = arguments[at + 1 :] or [""]
+    if module not in (TRAIN, PREFLIGHT):
+        raise ConfigError(f"add -m {TRAIN} after the options; accelerate launch starts the rest.")
     if "--preflight" in module_arguments:  # where the scripts in launch/ put it
         own.preflight = True
         module_arguments.remove("--preflight")
-    if own.preflight and not (Path(__file__).parent / "tools").is_dir():
-        raise ConfigError("--preflight needs the folder tools/: copy it from the template.")
     options = accelerate_options(flags, module)
     nodes, world_size = options.num_machines, options.num_processes
     node_rank = options.machine_rank
@@ -182,7 +171,7 @@ def parse(arguments: list[str]) -> Launch:
         precision=str(options.mixed_precision),
         gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
         own=own,
-        config=parse_settings(module_arguments) if module in (TRAIN, PREFLIGHT) else None,
+        config=parse_settings(module_arguments),
     )
 
 
@@ -241,8 +230,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
     help_text = "75 also after an error that a newer checkpoint precedes, not after three in vain"
     parser.add_argument("--requeue", action="store_true", help=help_text)
-    help_text = "stop when standard input ends, as when an ssh connection closes"
-    parser.add_argument("--stop_at_end_of_input", action="store_true", help=help_text)
     return parser
 
 
@@ -269,9 +256,7 @@ def summary(launch: Launch, interface: str = "") -> str:
     parts = [f"node {launch.node_rank} of {launch.nodes} ({host}): {ranks} of {launch.world_size}"]
     if launch.nodes > 1:
         parts.append(f"main node {launch.address}:{launch.port}")
-    parts.append(f"precision {launch.precision}")
-    if launch.config:
-        parts.append(f"run folder {launch.run_folder}")
+    parts.append(f"precision {launch.precision}, run folder {launch.config.folder}")
     return ", ".join(parts)
 
 
@@ -309,14 +294,6 @@ def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> A
 
 
 # ---- the outcome ---------------------------------------------------------------------------------
-def wait_for_status(folder: Path, before: dict[str, Any], nodes: int) -> dict[str, Any]:
-    """Return the status of a run whose processes have ended, once this node sees its outcome."""
-    if nodes > 1 and wait_until(lambda: read_status(folder) != before, 5.0):
-        running = (None, "running")
-        wait_until(lambda: read_status(folder).get("outcome") not in running, STATUS_SECONDS)
-    return read_status(folder)
-
-
 def import_all(config: Config) -> None:
     """Import what the processes will need, here, once.
 
@@ -337,14 +314,12 @@ def import_all(config: Config) -> None:
                 importlib.import_module(name)
 
 
-def train(config: Config | None, arguments: tuple[str, ...]) -> None:
-    """Train in this process, one of those that the launcher has started; parse without a config."""
+def call(module: str, config: Config) -> None:
+    """Call the main of a module in this process, one of those that the launcher has started."""
     gc.freeze()  # a collection would copy the pages of all that was imported before the fork
-    sys.argv[1:] = arguments
     LAUNCHER.watch()
-    config = as_restarted(config or parse_settings(list(arguments)))
-    module = importlib.import_module(TRAIN)
-    cli.run_on_all_ranks(module.main, config)
+    main = importlib.import_module(module).main
+    cli.run_on_all_ranks(main, as_restarted(config))
 
 
 def run_module(
@@ -368,14 +343,9 @@ def run_module(
         files that they have left.
     """
     os.environ.pop(LOGS, None)
-    if module == TRAIN and launch.config:
-        import_all(launch.config)
-        is_forked = start_method()[0] == "fork"  # else it would have to be pickled
-        function = partial(train, launch.config if is_forked else None, launch.arguments)
-    else:
-        function = partial(_run_as_main, module, launch.arguments)
+    import_all(launch.config)
     if logs:  # made after the imports, in which Ctrl-C may come
-        with writing(launch.run_folder):
+        with writing(launch.config.folder):
             logs.mkdir(parents=True, exist_ok=True)
             (logs / RESERVE).write_bytes(bytes(RESERVE_BYTES))
         os.environ[LOGS] = str(logs.absolute())
@@ -384,26 +354,19 @@ def run_module(
         os.environ[failures.FOLDER] = errors
         environments = launch.environments(starts.attempt)
         starts.begin()
+        function = partial(call, module, launch.config)
         codes = workers.run(function, environments, starts.may_kill)
         found = [one for one in map(read_json, Path(errors).glob("*.json")) if "reason" in one]
     return codes, found
-
-
-def _run_as_main(module: str, arguments: tuple[str, ...]) -> None:
-    sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
     prepare_environment()
     launch = parse(arguments)
-    own = launch.own
-    if own.stop_at_end_of_input:
-        stop_at_end_of_input()
-    if not own.requeue or not launch.config:
+    if not launch.own.requeue:
         return end(start(launch))
-    folder = launch.run_folder
+    folder = launch.config.folder
     is_new_run = as_restarted(launch.config).resume == "never"
     marks = [-1] if is_new_run else starts.marks(folder)
     code, why = starts.requeue(folder, marks, end(start(launch)))
@@ -422,7 +385,7 @@ def start(launch: Launch, command: str = "") -> Ending | int:
     Returns:
         How the run ended, or the exit code of what is no run.
     """
-    if launch.config and launch.gpus and launch.nodes == 1:
+    if launch.gpus and launch.nodes == 1:
         from .devices import check_gpus, count_accelerators
 
         check_gpus(launch.gpus, in_a_child(count_accelerators))
@@ -431,16 +394,14 @@ def start(launch: Launch, command: str = "") -> Ending | int:
         workers.others = wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
     else:
         print(summary(launch), flush=True)
-    for module in [PREFLIGHT] * launch.own.preflight + [launch.module]:
-        if module == TRAIN:
-            return run(launch, workers, command)
-        codes, _ = run_module(launch, workers, module)
+    if launch.own.preflight or launch.module == PREFLIGHT:
+        codes, _ = run_module(launch, workers, PREFLIGHT)
         if workers.stop_signal:
             return PREEMPTED
         if any(codes.values()):
-            print(f"{module} failed; see the errors above", flush=True)
+            print("preflight failed, so nothing was trained; see the errors above", flush=True)
             return next(max(code, 1) for code in codes.values() if code)
-    return 0
+    return run(launch, workers, command) if launch.module == TRAIN else 0
 
 
 def end(ending: Ending | int) -> int:
@@ -454,33 +415,33 @@ def end(ending: Ending | int) -> int:
 
 def run(launch: Launch, workers: Workers, command: str) -> Ending:
     """Train, and again after failures that need not repeat."""
-    folder = launch.run_folder
-    before = read_status(folder)
+    folder = launch.config.folder
     began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     logs = folder / "logs" / f"node_{launch.node_rank}" / f"{began}_{os.getpid()}"
+    about = {"nodes": launch.nodes, "world_size": launch.world_size}
     starts = Starts(
         folder=folder,
         limit=launch.own.max_restarts,
-        is_written=launch.node_rank == 0,
-        nodes=launch.nodes,
-        world_size=launch.world_size,
+        about=None if launch.node_rank else about,
     )
     while True:
         codes, found = run_module(launch, workers, TRAIN, logs, starts)
         if lost := workers.others and workers.others.lost:
             found.append(report_lost_node(launch, lost, starts))
         record_end(logs, workers, codes, starts.count)
-        starts.end(by_themselves(workers, codes), found, workers.stop_signal)
-        if (
-            workers.stop_signal
-            or not failed(codes)
-            or not starts_again(launch, starts, workers, codes, found)
-        ):
+        by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
+        starts.end(by_themselves, found, workers.stop_signal)
+        if workers.stop_signal or not failed(codes):
+            break
+        if not starts_again(launch, starts, workers, by_themselves, found):
             break
     workers.ignore_signals()
     starts.write()
-    status = wait_for_status(folder, before, 1 if lost else launch.nodes)
-    is_new = status != before
+    # a network file system may be late
+    if launch.nodes > 1 and not lost and wait_until(lambda: starts.is_new, 5.0):
+        running = (None, "running")
+        wait_until(lambda: read_status(folder).get("outcome") not in running, STATUS_SECONDS)
+    status, is_new = read_status(folder), starts.is_new
     if is_new:
         found += read_errors(folder, read_json(folder / "run.json").get("launch", ""))
     if is_new and launch.node_rank == 0:
@@ -529,10 +490,9 @@ def starts_again(
     found: list[dict[str, Any]],
 ) -> bool:
     """Return whether all nodes start their processes again, after a failure on any of them."""
-    own = by_themselves(workers, codes)
     others = workers.others
-    refusal = starts.refusal(failed(own), found, others_failed=bool(others and others.failed))
-    if others and read_status(launch.run_folder).get("outcome") not in ("finished", "preempted"):
+    refusal = starts.refusal(failed(codes), found, others_failed=bool(others and others.failed))
+    if others and read_status(launch.config.folder).get("outcome") not in ("finished", "preempted"):
         others.tell_failure()
         try:
             if launch.own.max_restarts:
@@ -541,7 +501,7 @@ def starts_again(
             print(error, flush=True)
             return False
     if not refusal:
-        why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in own.items())
+        why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items())
         why = why or "another node has failed"
         print(f"{why}: all processes start again, restart {starts.count}", flush=True)
     return not refusal
@@ -550,7 +510,7 @@ def starts_again(
 def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any]:
     """Print and write the error file of a node that does not answer; return its content."""
     rank = node.rank * launch.processes_per_node
-    step = last_record(launch.run_folder).get("step", 0)
+    step = last_record(launch.config.folder).get("step", 0)
     reason = (
         f"node {node.rank} has not answered for half a minute: its host has crashed, hangs or is"
         " cut off from the network"
@@ -559,13 +519,8 @@ def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any
     failure |= {"rank": rank, "host": node.host, "step": step, "launch": starts.id}
     print(f"{node.host}: {reason}", flush=True)
     with suppress(OSError):  # the storage may be gone too
-        failures.write_error(launch.run_folder, failure)
+        failures.write_error(launch.config.folder, failure)
     return failure
-
-
-def by_themselves(workers: Workers, codes: dict[int, int]) -> dict[int, int]:
-    """Return the exit codes of the processes that were not ended since another one had failed."""
-    return {rank: code for rank, code in codes.items() if rank not in workers.killed}
 
 
 def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: int) -> None:
@@ -583,4 +538,4 @@ def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: in
 
 
 if __name__ == "__main__":
-    run_command(main, sys.argv[1:])
+    cli.run(main, sys.argv[1:])

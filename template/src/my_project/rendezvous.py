@@ -68,12 +68,8 @@ def interface_to(address: str) -> tuple[str, str]:
     """
     usable = interfaces()
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        if not (found := [name for name in names.split(",") if name in usable]):
-            raise ConfigError(
-                f"GLOO_SOCKET_IFNAME is {names}, but this host has the interfaces"
-                f" {', '.join(usable)}; set it to one of them, or unset it."
-            )
-        return names, usable[found[0]]
+        found = [usable[name] for name in names.split(",") if name in usable]
+        return names, next(iter(found), "")  # gloo refuses a name that is wrong
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -100,7 +96,7 @@ def wait_for_nodes(me: Node, address: str, port: int, seconds: float) -> "OtherN
         seconds: how long to wait for all nodes.
 
     Returns:
-        All nodes, with the connections to those that this one watches.
+        The connections to those that this one watches.
 
     Raises:
         ConfigError: on every node, what is wrong and what to do; a TransientError if the same
@@ -110,11 +106,11 @@ def wait_for_nodes(me: Node, address: str, port: int, seconds: float) -> "OtherN
         me = replace(me, port=probe_socket.getsockname()[1])
         run = _join if me.rank else _serve
         answer, connections = run(me, address, port, seconds)
-    if answer.get("error"):
+    if answer["error"]:
         for connection in connections:
             connection.close()
         raise (TransientError if answer["is_transient"] else ConfigError)(answer["error"])
-    return OtherNodes([Node(**node) for node in answer["nodes"]], connections)
+    return OtherNodes(connections)
 
 
 def _listen(me: Node, port: int) -> socket.socket:
@@ -161,19 +157,17 @@ def _serve(
                 deadline = min(deadline, time.monotonic() + LATE_SECONDS)
             else:
                 joined[connection.node.rank] = connection
-        if not error and len(joined) < me.nodes - 1:
-            there = ", ".join(f"{n.rank} ({n.host})" for n in (me, *_nodes(joined)))
+        there = [me, *(joined[rank].node for rank in sorted(joined))]
+        if not error and len(there) < me.nodes:
+            names = ", ".join(f"{n.rank} ({n.host})" for n in there)
             error = TransientError(
                 f"{_missing(me, joined)} did not connect to {address} within {seconds:.0f} s;"
-                f" connected: {there}. Read the output of the missing nodes; start them, or start"
+                f" connected: {names}. Read the output of the missing nodes; start them, or start"
                 f" this run on fewer nodes. {address} must be an address of node 0, which is"
                 f" {me.host}."
             )
-        nodes = [asdict(node) for node in (me, *_nodes(joined))]
-        if not error:
-            error = _probe_all(me, nodes, joined)
-        answer = {"nodes": nodes, "error": str(error or "")}
-        answer |= {"is_transient": isinstance(error, TransientError)}
+        error = error or _probe_all(me, [asdict(node) for node in there], joined)
+        answer = {"error": str(error or ""), "is_transient": isinstance(error, TransientError)}
         connections = [*(joined[rank] for rank in sorted(joined)), *refused]
         for connection in connections:
             connection.send(answer)
@@ -190,14 +184,13 @@ def _join(
     while time.monotonic() < deadline:
         connection = None
         try:
-            connected = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
-            connection = _Connection(connected)
+            connection = _Connection(socket.create_connection((address, port), CONNECT_SECONDS))
             connection.send(asdict(me))
             answer = connection.receive(deadline - time.monotonic() + LATE_SECONDS)
             if "error" not in answer:
+                connection.node = Node(**answer["nodes"][0])
                 connection.send(_probe(me, answer["nodes"]))
                 answer = connection.receive(12 * CONNECT_SECONDS)
-            connection.node = Node(**answer["nodes"][0])
             return answer, [connection]
         # node 0 has not started, is starting again, or answers in another version's words
         except (OSError, ValueError, TypeError, LookupError) as error:
@@ -213,11 +206,6 @@ def _join(
         f" tried from {me.host} ({me.ip}): start it, correct --main_process_ip, or open the port in"
         " the firewall."
     )
-
-
-def _nodes(joined: "dict[int, _Connection]") -> list[Node]:
-    """Return the nodes that have joined, by rank."""
-    return [joined[rank].node for rank in sorted(joined)]
 
 
 def _missing(me: Node, joined: "dict[int, _Connection]") -> str:
@@ -353,8 +341,7 @@ class OtherNodes:
     waits for storage is not lost. Nor is one that has ended, since its processes save first.
     """
 
-    def __init__(self, nodes: list[Node], connections: list[_Connection]) -> None:
-        self.nodes = nodes
+    def __init__(self, connections: list[_Connection]) -> None:
         self.lost: Node | None = None  # its host does not answer
         self.failed: Node | None = None  # it does not answer, or its processes have failed
         self._connections = connections

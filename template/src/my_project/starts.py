@@ -15,7 +15,8 @@ import sys
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,6 @@ from .files import (
     is_number,
     kind_of,
     lock_of,
-    parse_record,
     read_json,
     read_status,
     step_of,
@@ -44,7 +44,6 @@ EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
 ENDED = ("finished", "preempted")  # with nothing to do again
 STUCK_LAUNCHES = 3  # without a newer checkpoint, after which a scheduler starts no other
-TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last record stands
 
 
 def failed(codes: Mapping[int, int | None]) -> dict[int, int]:
@@ -58,9 +57,7 @@ class Starts:
 
     folder: Path
     limit: int  # of restarts in place, without a new step in between
-    is_written: bool = False  # into starts.jsonl, on node 0
-    nodes: int = 1
-    world_size: int = 1
+    about: dict[str, Any] | None = None  # nodes and world_size; None: another node writes lines
     count: int = 0  # of restarts
     launch: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     _began: float = field(
@@ -72,7 +69,7 @@ class Starts:
 
     def __post_init__(self) -> None:
         self._about_before = read_json(self.folder / "run.json")
-        if self.is_written and not is_locked(self.folder):
+        if self.about and not is_locked(self.folder):
             append(self.folder, unended(self.folder))
 
     @property
@@ -86,12 +83,18 @@ class Starts:
         return read_json(self.folder / "run.json").get("launch") == self.id
 
     @property
+    def is_new(self) -> bool:
+        """Return whether any start of this launch has begun the run, on node 0 or another one."""
+        read_status(self.folder)  # makes a network file system refresh its cache
+        return read_json(self.folder / "run.json") != self._about_before
+
+    @property
     def attempt(self) -> int:
         """Return the number of this attempt; 0 until one has begun the run.
 
         So long --resume never holds: the run that it moves aside is still there.
         """
-        return self.count if read_json(self.folder / "run.json") != self._about_before else 0
+        return self.count if self.is_new else 0
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
         """Return whether the processes that are left need to be waited for no longer.
@@ -142,10 +145,10 @@ class Starts:
 
         Before that, --resume never has not moved the folder aside.
         """
-        if self.is_written:
+        if self.about:
             line = {"event": "start", "id": self.id, "launch": self.launch, "attempt": self.count}
             line |= {"time": self._began, "job": os.environ.get("SLURM_JOB_ID", "")}
-            self._lines.append(line | {"nodes": self.nodes, "world_size": self.world_size})
+            self._lines.append(line | self.about)
 
     def end(self, codes: Mapping[int, int], failures: list[dict[str, Any]], stop: str) -> None:
         """Note how the current start has ended.
@@ -156,7 +159,7 @@ class Starts:
             stop: the stop signal; "" without one.
         """
         began, self._began = self._began, time.time()  # a restart begins here
-        if not self.is_written:
+        if not self.about:
             return
         has_begun = self.has_begun
         failures = [*failures, *read_errors(self.folder, self.id)]
@@ -239,22 +242,22 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     found = []
     with suppress(OSError):
         for text in (folder / "starts.jsonl").read_bytes().splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError, LookupError, TypeError):
                 line = json.loads(text)
-                is_known = isinstance(line, dict) and {"event", "id", "time"} <= {*line}
-                if is_known and isinstance(line["id"], str) and is_number(line["time"]):
+                if line["event"] and isinstance(line["id"], str) and is_number(line["time"]):
                     found.append(line)
     return found
 
 
 def last_record(folder: Path) -> dict[str, Any]:
     """Return the last record of metrics.jsonl; {} without one."""
-    with suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in reversed(file.read().splitlines()):
-            if record := parse_record(line):
-                return record
-    return {}
+    return next(iter(deque(records(folder), maxlen=1)), {})
+
+
+def records(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of metrics.jsonl that are not damaged."""
+    with suppress(OSError):  # there are none yet, or the storage is gone
+        yield from filter(None, each_record(folder / "metrics.jsonl"))
 
 
 def progress(
@@ -284,9 +287,8 @@ def unended(folder: Path) -> list[dict[str, Any]]:
         if start["event"] == "start":
             known = progress(folder, start["time"], read_status(folder), [])
             times = known["first_step_time"] or 0, last_record(folder).get("time", 0)
-            line = {"event": "end", "id": start["id"], "time": max(start["time"], *times)} | known
-            line |= {"outcome": "killed", "cause": "", "checkpoint": newest_checkpoint(folder)}
-            return [line]
+            line = {"event": "end", "id": start["id"], "time": max(start["time"], *times)}
+            return [line | known | {"outcome": "killed", "cause": ""}]
     return []
 
 
@@ -332,8 +334,7 @@ def goodput(folder: Path) -> dict[str, Any]:
     began = [start["began"] for start in starts]
     sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     unknown_starts = 0
-    path = folder / "metrics.jsonl"
-    for record in filter(None, each_record(path) if path.exists() else ()):
+    for record in records(folder):
         when, kind = number(record, "time"), kind_of(record)
         start = starts[max(0, bisect_right(began, when) - 1)]
         if not start["began"] <= when <= (start["time"] or math.inf):

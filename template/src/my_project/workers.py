@@ -31,7 +31,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 KILL_AFTER_SECONDS = 5.0
 STOPPING = "stopping; a run saves within two more steps; again in 5 s to end it at once"
 POLL_SECONDS = 0.1
-WATCHING_INPUT: set[int] = set()  # the process of stop_at_end_of_input
 
 
 class Workers:
@@ -93,22 +92,17 @@ class Workers:
         if why:
             print(f"each process imports torch itself: {why}", flush=True)
         context: Any = multiprocessing.get_context(method)
-        stdin = None
-        with suppress(OSError):  # closed
-            stdin = os.dup(0) if method == "fork" else None
         sys.stdout.flush()
         sys.stderr.flush()
         # a signal is held back until there are processes to forward it to
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            for local_rank, environment in enumerate(environments):
-                given = (function, environment, os.getpid(), None if local_rank else stdin)
+            for environment in environments:
+                given = (function, environment, os.getpid())
                 self.running.append(context.Process(target=_work, args=given))
                 self.running[-1].start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            if stdin is not None:
-                os.close(stdin)
         try:
             return self._wait(ranks, may_kill)
         finally:
@@ -177,7 +171,6 @@ def kill_all(workers: Iterable[Any]) -> None:
     """Kill processes and all their descendants, also those whose parent has ended."""
     pids = {worker.pid for worker in workers}
     running = psutil.Process().children(recursive=True)
-    running = [process for process in running if process.pid not in WATCHING_INPUT]
     for process in running:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -186,9 +179,7 @@ def kill_all(workers: Iterable[Any]) -> None:
         worker.join(10)
 
 
-def _work(
-    function: Callable[[], object], environment: dict[str, str], parent: int, stdin: int | None
-) -> None:
+def _work(function: Callable[[], object], environment: dict[str, str], parent: int) -> None:
     """Call a function in a new process, with its variables, the terminal, and no signal handler."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -200,10 +191,9 @@ def _work(
     os.environ.clear()
     os.environ.update(environment)
     prctl(15, f"rank {environment.get('RANK', '0')}".encode())  # PR_SET_NAME, as ps -o comm shows
-    if stdin is not None:  # multiprocessing gives each process an empty one: pdb needs it
-        os.dup2(stdin, 0)
-        os.close(stdin)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    if environment.get("LOCAL_RANK", "0") == "0":
+        with suppress(OSError):  # multiprocessing has put an empty one in its place: pdb needs it
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115
     import torch
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # read when torch is loaded
@@ -221,22 +211,3 @@ def prctl(option: int, value: int | bytes) -> None:
     """Call Linux's prctl; do nothing on other systems."""
     if LIBC:
         LIBC.prctl(option, value)
-
-
-def stop_at_end_of_input() -> None:
-    """Send SIGTERM to this process when its standard input ends.
-
-    A process watches it: with a thread this one could not be forked.
-    """
-    parent = os.getpid()
-    if pid := os.fork():
-        WATCHING_INPUT.add(pid)
-        return
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    while os.getppid() == parent and os.read(0, 4096):
-        pass
-    if os.getppid() == parent:
-        os.kill(parent, signal.SIGTERM)
-    os._exit(0)
