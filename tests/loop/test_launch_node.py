@@ -148,6 +148,8 @@ def test_the_exit_code_is_the_runs_outcome(
     write_status(before)
     monkeypatch.setattr(launch, "Workers", FakeWorkers)
     assert launch.main(["--config_file", f"{WHERE}/cpu.yaml", *TRAIN]) == wanted
+    if after == "running" != before:
+        assert read_json(path)["outcome"] == "failed", "doctor and schedulers read it"
 
 
 # ---- several nodes ------------------------------------------------------------------------------
