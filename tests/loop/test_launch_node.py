@@ -108,8 +108,8 @@ LATE = TransientError("a node is late.")
         ("preempted", "preempted", 1, None, None, 1),  # refused before it began
         ("running", "failed", 1, None, None, 1),
         ("running", "failed", 1, None, 5.0, 75),  # they leave in start-up, one by one
-        ("running", "failed", 1, LATE, 5.0, 75),
-        ("running", "failed", 1, LATE, math.inf, 1),  # as when srun ends the other nodes
+        ("preempted", "preempted", 1, LATE, 5.0, 75),
+        ("preempted", "preempted", 1, LATE, math.inf, 1),  # as when srun ends the other nodes
         ("", "running", -9, None, None, 1),
         ("running", "running", 0, None, None, 1),  # a recipe called os._exit(0)
         ("", "", 0, None, None, 1),  # the same, before the run began
