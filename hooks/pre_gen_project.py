@@ -52,8 +52,8 @@ COMMANDS = frozenset(
 # Names in use by the project: its folders, ignored folders that it creates, and its test modules.
 OWN_NAMES = frozenset(
     """
-    accelerate_configs benchmarks build configs conftest data dist docs documents histories launch
-    ragged rank_counts recipes runs src terminal tests world world_imports
+    accelerate_configs benchmarks build configs conftest data dist docs documents launch optimizers
+    ragged recipes runs src streamed terminal tests world world_imports
     """.split()  # noqa: SIM905 - a list would have a name per line
 )
 

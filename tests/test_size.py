@@ -17,17 +17,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_060,
+    "lines of train.py and all that it imports": 5_061,
     "files of train.py and all that it imports": 33,
-    "lines of the package without tools/": 6_831,
+    "lines of the package without tools/": 6_832,
     "lines of tools/": 2_184,
     "lines of template/tests": 3_503,
-    "lines of template/tests and tests": 13_149,
+    "lines of template/tests and tests": 13_151,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 182,
 }
-STEP_FILES = 19  # 31 at a9ab39b, counted in the same way
+STEP_FILES = 17  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
     getattr(tokenize, name)
     for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

@@ -247,7 +247,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     hostile = json.loads((exported / "adapter_config.json").read_text())
     hostile |= {"megatron_config": {"x": 1}, "megatron_core": "export.evil"}  # old peft imports it
     (exported / "adapter_config.json").write_text(json.dumps(hostile))
-    with pytest.raises(ConfigError, match="is not an adapter of this recipe"):
+    with pytest.raises(ValueError, match="is not an adapter of this recipe"):
         export.load(exported)
 
     merged = change(config, run_name="merged")

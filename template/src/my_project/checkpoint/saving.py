@@ -96,6 +96,7 @@ class Checkpoints:
         self.writers = len(run.hosts) if is_sharded(model) else 1  # ranks that write files
         self.failures: dict[str, Exception] = {}  # of what could not be written the last time
         self.note = ""  # for the end of the run: the newest failure, though made good since
+        self._seconds_between = 60 * run.config.checkpoints.minutes
         self._saved_at = time.monotonic()
         self._saved_step = -1  # of the checkpoint that holds the current weights
         self._buffers: dict[str, Tensor] = {}
@@ -118,8 +119,8 @@ class Checkpoints:
     @property
     def is_due_by_time(self) -> bool:
         """Return whether the last save is too long ago; only the clock of rank 0 is asked."""
-        seconds = 60 * self.config.checkpoints.minutes if self.rank == 0 else 0
-        return seconds > 0 and time.monotonic() - self._saved_at > seconds
+        since = time.monotonic() - self._saved_at
+        return self.rank == 0 and 0 < self._seconds_between < since
 
     def save(self, train_state: TrainState, *, by_time: bool = False) -> None:
         """Save the state after train_state.step steps, marked if by time. Called by every rank."""
