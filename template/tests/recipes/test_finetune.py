@@ -18,7 +18,7 @@ from my_project.blocks import blocks as blocks_of
 from my_project.blocks import recompute_activations
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
-from my_project.config import Config, ConfigError
+from my_project.config import Config
 from my_project.files import checkpoints
 from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
