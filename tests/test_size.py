@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 6_832,
     "lines of tools/": 2_184,
     "lines of template/tests": 3_503,
-    "lines of template/tests and tests": 13_151,
+    "lines of template/tests and tests": 13_152,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 182,

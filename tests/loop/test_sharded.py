@@ -274,8 +274,9 @@ def export_with_failures(
         run.step += 1
         for name in ("best", "export"):
             real(run, data_info, model, checkpoints, name)
-        written = () if run.rank else run.folder.glob("*/*.safetensors")
-        outcomes.append((sorted(checkpoints.failures), whole(model), [*map(load_arrays, written)]))
+        paths = () if run.rank else run.folder.glob("*/*.safetensors")
+        written = [*map(load_arrays, paths)]  # before a collective, after which rank 1 goes on
+        outcomes.append((sorted(checkpoints.failures), whole(model), written))
     return outcomes
 
 
