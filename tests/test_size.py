@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_061,
+    "lines of train.py and all that it imports": 5_064,
     "files of train.py and all that it imports": 33,
-    "lines of the package without tools/": 6_832,
+    "lines of the package without tools/": 6_835,
     "lines of tools/": 2_184,
-    "lines of template/tests": 3_503,
-    "lines of template/tests and tests": 13_152,
+    "lines of template/tests": 3_504,
+    "lines of template/tests and tests": 13_153,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 182,

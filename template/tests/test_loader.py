@@ -10,6 +10,7 @@ import torch
 from runs import change, make_config
 from torch.utils.data import default_collate
 
+from my_project.config import ConfigError
 from my_project.loading.layout import batch_layout
 from my_project.loading.loader import Fetch, IndexedBatches, cpus_per_process, make_loader
 from my_project.loading.seeding import derive_seed, keys_of
@@ -206,7 +207,7 @@ def test_loader_options_are_torchs_own():
 def test_loader_options_that_would_change_a_batch_are_refused(option):
     (name,) = option
     config = change(make_config(None).batches, workers=1, loader=option)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=f"multiple values .*'{name}'"):
+    with pytest.raises(ConfigError, match=rf"batches.loader .*multiple values .*'{name}'"):
         make_loader(config, Fetch(Drawing(), None, 0, True), torch.device("cpu"))
 
 

@@ -138,16 +138,19 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
         "persistent_workers": workers > 0,
         "pin_memory": device.type == "cuda",
     }
-    return DataLoader(
-        data,
-        collate_fn=identity,
-        # otherwise the DataLoader draws from torch's generator, which dropout uses
-        generator=torch.Generator().manual_seed(0),
-        in_order=True,  # else a step would get the samples that are read first
-        num_workers=workers,
-        worker_init_fn=ignore_signals_except_parents,
-        **defaults | config.loader | how,
-    )
+    try:
+        return DataLoader(
+            data,
+            collate_fn=identity,
+            # otherwise the DataLoader draws from torch's generator, which dropout uses
+            generator=torch.Generator().manual_seed(0),
+            in_order=True,  # else a step would get the samples that are read first
+            num_workers=workers,
+            worker_init_fn=ignore_signals_except_parents,
+            **defaults | config.loader | how,
+        )
+    except (TypeError, ValueError) as error:  # also an option that is set here
+        raise ConfigError(f"batches.loader {config.loader}: {error}.") from error
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
