@@ -107,6 +107,8 @@ def test_a_rank_that_went_on_when_the_others_had_given_up_is_the_first_failure()
     assert failures.first_failure([waited, lost])["rank"] == 0
     bug = failures.record(reason="", cause="exception") | {"rank": 2, "time": 112.0}
     assert failures.first_failure([waited, lost, bug])["rank"] == 2
+    later = bug | {"rank": 3, "time": 113.0}
+    assert failures.first_failure([later, bug])["rank"] == 2, "files are read in any order"
     lost |= {"time": 130.0}
     assert failures.first_failure([waited, lost])["rank"] == 1
 

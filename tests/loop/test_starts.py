@@ -42,7 +42,8 @@ def save(folder: Path, step: int) -> None:
 def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     """A start that was killed after its save at step 10, 30 s without a launcher, one to the end.
 
-    Of the second one an evaluation of 4 s and a save of 2 s, and half of 20 s of data.
+    Of the second one an evaluation of 4 s and a save of 2 s, and half of 20 s and a quarter of 14 s
+    of data.
     """
     append(
         tmp_path / "starts.jsonl",
@@ -54,17 +55,17 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
         record("start", 0, 8), record("interval", 10, 28, data_share=0.0),
         record("checkpoint", 10, 30, seconds=2.0),
         record("start", 10, 88), record("interval", 20, 110, data_share=0.5),
-        record("evaluation", 20, 114, seconds=4.0), record("interval", 30, 124, data_share=0.0),
+        record("evaluation", 20, 114, seconds=4.0), record("interval", 30, 124, data_share=0.25),
         record("checkpoint", 30, 126, seconds=2.0),
     )  # fmt: skip
     found = goodput(tmp_path)
     seconds = {name: share * 130 for name, share in found["calendar"].items() if name != "seconds"}
-    wanted = {"kept": 18 + 20, "startup": 20, "lost": 20, "saving": 4, "evaluation": 4}
-    wanted |= {"data": 10, "ending": 4, "down": 30}
+    wanted = {"kept": 18 + 16.5, "startup": 20, "lost": 20, "saving": 4, "evaluation": 4}
+    wanted |= {"data": 13.5, "ending": 4, "down": 30}
     assert seconds == pytest.approx(wanted, abs=0.02)
     assert found["launcher"]["seconds"] == 100
-    assert found["launcher"]["kept"] == pytest.approx(0.38)
-    assert starts.in_words({"goodput": found}) == "29% of 2 min 10 s since the first launch"
+    assert found["launcher"]["kept"] == pytest.approx(0.345)
+    assert starts.in_words({"goodput": found}) == "27% of 2 min 10 s since the first launch"
     assert found["unknown_starts"] == 0
 
 
