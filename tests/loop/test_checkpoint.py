@@ -219,12 +219,12 @@ def test_a_kill_while_a_run_is_moved_aside_loses_no_record(copied, monkeypatch, 
         rename(old, new)
 
     before = (copied.folder / "metrics.jsonl").read_bytes()
-    anew = Run(change(copied, resume="never"), rank=0)
+    again = Run(change(copied, resume="never"), rank=0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            anew.begin()
-    del anew
+            again.begin()
+    del again
     assert train(copied) == 0
     aside = copied.folder.with_name(f"{copied.run_name}.old-1")
     assert (aside / "metrics.jsonl").read_bytes() == before

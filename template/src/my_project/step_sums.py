@@ -37,13 +37,13 @@ class StepSums:
         self.over_all_ranks = memory[LOSS:]
         # on a CPU the same memory as numbers: a kernel for a scalar takes longer than all sums
         self.sums: Any = memory.numpy().data if memory.is_cpu else [*memory.unbind()]
-        self.places = {name: place for place, name in enumerate(names, SAVE_VOTES + 1)}
+        self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
 
-    def add_to(self, place: int, value: Tensor | float) -> None:
+    def add_to(self, index: int, value: Tensor | float) -> None:
         """Add to one of the sums, which are zero when a step begins."""
         if isinstance(value, Tensor):
             value = value.item() if self.tensor.is_cpu else value.detach()
-        self.sums[place] += value
+        self.sums[index] += value
 
     def add(
         self,
@@ -58,14 +58,14 @@ class StepSums:
         """
         self.add_to(LOSS, loss_sum)
         self.add_to(ITEMS, num_items)
-        if scalars.keys() != self.places.keys():
+        if scalars.keys() != self.indices.keys():
             raise ConfigError(
                 f"loss returned the scalars {sorted(scalars)}, and in the first step of this start"
-                f" {sorted(self.places)}; return the same names each time, with 0.0 where there"
+                f" {sorted(self.indices)}; return the same names each time, with 0.0 where there"
                 " is nothing to add."
             )
         for name, value in scalars.items():
-            self.add_to(self.places[name], value)
+            self.add_to(self.indices[name], value)
 
     def start_all_reduce(self, wants_stop: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
@@ -146,5 +146,5 @@ class DelayedReader:
         step, copy = self.pending
         self.pending = None
         values = copy.tolist()
-        scalars = dict(zip(self.both[0].places, values[6:], strict=True))
+        scalars = dict(zip(self.both[0].indices, values[6:], strict=True))
         return StepReport(step, *values[:6], scalars=scalars)
