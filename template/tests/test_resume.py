@@ -163,7 +163,7 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
     assert "TransientError" in str(refusal.value), "exit code 1: the other one may be about to end"
 
 
-def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_anew(tmp_path):
+def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_again(tmp_path):
     config = make_config(tmp_path, steps=2, resume="never")
     log = config.folder / "logs/node_0/stdout.log"
     log.parent.mkdir(parents=True)

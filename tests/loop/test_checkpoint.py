@@ -451,6 +451,17 @@ def test_files_equal_those_of_safetensors(tmp_path):
     assert load_file(paths[0]) == {}
 
 
+def test_a_job_uses_one_thread_and_leaves_those_of_training_as_they_are(tmp_path):
+    """A team of threads would take the cores from that of a step."""
+    seen, before = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    saver = make_checkpoints(make_config(tmp_path))
+    saver._start("checkpoint", "a job", lambda: seen.append(torch.get_num_threads()))
+    saver.wait()
+    assert (seen, torch.get_num_threads()) == ([1], 2)
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_an_export_of_a_value_that_is_not_finite_is_refused_by_name(tmp_path, own):
     class Own(Ragged):

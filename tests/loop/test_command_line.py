@@ -164,7 +164,7 @@ def test_hyphens_in_the_names_of_options_are_underscores():
     assert parse(["--config", "first.yaml", "--run-name", "a-b", "--tf32=false"]).run_name == "a-b"
 
 
-def test_restarted_in_place_a_run_that_began_anew_is_continued(monkeypatch):
+def test_restarted_in_place_a_run_that_began_again_is_continued(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train", "--config", "first.yaml", "--resume", "never"])
     monkeypatch.setattr("gc.disable", lambda: None)  # for the whole process
     assert parse_command_line("").resume == "never"
