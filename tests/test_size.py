@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 6_835,
     "lines of tools/": 2_184,
     "lines of template/tests": 3_504,
-    "lines of template/tests and tests": 13_167,
+    "lines of template/tests and tests": 13_170,
     "settings": 52,
     "methods of a recipe": 14,
     "lines of train.py": 182,

@@ -216,7 +216,10 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
 @pytest.mark.parametrize(
     ("reason", "sentence"),
     [
-        ("explode_at", "gradient was not finite in 3 steps in a row"),
+        (
+            "explode_at",
+            r"gradient was not finite in 3 steps in a row.* loss on this rank is (nan|inf)",
+        ),
         ("empty_at", "num_items 0 in 3 steps in a row"),
     ],
 )
