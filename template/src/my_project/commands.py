@@ -88,7 +88,7 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
             export.load_weights(folder, plain)
         else:
             if is_export:
-                plain = export.load_model(folder, config.recipe, data_info)
+                plain = export.load_model(folder, config, data_info)
             else:
                 plain = contract.build_model(config, data_info)
                 export.load_weights(folder, plain)

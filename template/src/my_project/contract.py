@@ -24,7 +24,7 @@ from .config import Config, ConfigError, to_yaml
 from .failures import frames_of, own_frame
 from .files import TransientError, writing
 from .loading.layout import is_stream
-from .loading.seeding import permutation
+from .loading.seeding import derive_seed, permutation, seed_rng
 from .recipe import Recipe, optional, problems, source_location
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ def check_recipe(config: Config) -> None:
 def prepare_data(config: Config) -> dict[str, Any]:
     """Call the recipe's prepare_data in one process first; the others find the work done.
 
-    There is no timeout, since tokenizing can take hours.
+    There is no timeout, since tokenizing can take hours. The random state does not follow from the
+    config's seed, since a cache must not depend on the run that fills it.
 
     Returns:
         data_info.
@@ -55,6 +56,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
     recipe, folder = config.recipe, Path(config.runs_folder)
     with until_all_are_done(folder, config.run_name), one_line_errors():
         with in_turn(folder):
+            seed_rng(derive_seed("prepare_data"))
             data_info = recipe.prepare_data()
         return dict(json.loads(json.dumps(data_info)))
 
@@ -120,6 +122,9 @@ def build_datasets(
 ) -> tuple[Any, dict[str, Any]]:
     """Call the recipe's build_datasets.
 
+    The random state is the same on every rank, in every start and for every seed of the config, so
+    a split that is drawn stays the same.
+
     Args:
         recipe: reads the data.
         data_info: of prepare_data.
@@ -131,6 +136,7 @@ def build_datasets(
     Raises:
         ConfigError: the data cannot be opened, or the returned value does not follow recipe.py.
     """
+    seed_rng(derive_seed("build_datasets"))
     with one_line_errors():
         returned = recipe.build_datasets(data_info)
     train, validation_sets = returned
@@ -152,11 +158,12 @@ def build_datasets(
 
 # ---- model and loss ------------------------------------------------------------------------------
 def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
-    """Call the recipe's build_model.
+    """Call the recipe's build_model; what it draws follows from the config's seed.
 
     Raises:
         ConfigError: a buffer is not finite, as a mask of -inf, which no checkpoint may hold.
     """
+    seed_model(config.seed)
     with one_line_errors():
         model = config.recipe.build_model(data_info)
     saved = model.state_dict()
@@ -165,6 +172,12 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
             problem = f"has the buffer {name}, whose values are not finite and would be saved"
             _refuse(config.recipe, "build_model", f"{problem}: register it with persistent=False.")
     return model
+
+
+def seed_model(seed: int) -> None:
+    """Seed what the recipe's build_model and load draw, on every device."""
+    seed_rng(seed)
+    torch.manual_seed(seed)
 
 
 def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:

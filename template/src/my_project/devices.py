@@ -338,8 +338,7 @@ def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
 
 
 def set_numerics(config: Config) -> None:
-    """Set torch's process-wide numeric switches, and the seed that initial weights follow from."""
-    torch.manual_seed(config.seed)
+    """Set torch's process-wide numeric switches."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cudnn.deterministic = config.deterministic

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from . import contract
 from .checkpoint.shards import TensorReader, model_tensors, plain_name
 from .config import Config, ConfigError, TelemetryConfig
 from .files import checkpoints, read_json, step_of
-from .recipe import Recipe, optional
+from .recipe import optional
 from .safety.search_path import run_folder
 from .safety.trust import read_config
 
@@ -39,20 +40,21 @@ def load(
             )
     config = read_config(folder / "config.yaml", trusted, given)
     data_info = json.loads((folder / "data_info.json").read_text(encoding="utf-8"))
-    return config, data_info, load_model(folder, config.recipe, data_info).eval()
+    return config, data_info, load_model(folder, config, data_info).eval()
 
 
-def load_model(folder: Path, recipe: Recipe, data_info: dict[str, Any]) -> nn.Module:
+def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Module:
     """Build the model of an export and load its weights, by the recipe's `load` if it has one.
 
     Raises:
         ConfigError: the weights are missing, damaged, or do not fit the model; the recipe's `load`
             raises errors of its own.
     """
-    if load_of := optional(recipe, "load"):
+    if load_of := optional(config.recipe, "load"):
+        contract.seed_model(config.seed)
         loaded: nn.Module = load_of(data_info, folder)
         return loaded
-    model: nn.Module = recipe.build_model(data_info)
+    model = contract.build_model(config, data_info)
     TensorReader(folder, "model").fill(model.state_dict())
     return model
 

@@ -76,9 +76,11 @@ one rank 0 builds another.
 Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
 change between two starts of a run (a path).
 
-Random numbers: the loop seeds the global generators of torch, Python and NumPy for each sample, and
-again for each micro-batch before `loss`, so that random numbers are the same for any world size and
-after any resume. The loop does not seed a generator that the recipe makes for itself
+Random numbers: the loop seeds the global generators of torch, Python and NumPy before prepare_data
+and before build_datasets, each time alike, so that a split that is drawn there is the same on every
+rank, in every start and for every `seed`; before build_model and load by the config's `seed`; for
+each sample, and for each micro-batch before `loss`. So random numbers are the same for any world
+size and after any resume. The loop does not seed a generator that the recipe makes for itself
 (torch.Generator, numpy.random.default_rng): if it is made once and kept, the training curve depends
 on the world size. Make it where it is used, from `torch.initial_seed()`, which is the seed of the
 sample in a dataset (with batches.seed_samples) and that of the micro-batch in `loss`.

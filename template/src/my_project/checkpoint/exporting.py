@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import contract
 from ..config import to_yaml
 from ..recipe import optional
 from ..run_folder import Run
@@ -76,7 +77,7 @@ def export(
             metadata = {"format": "pt"} | aliases
             save_tensors(once, folder / f"{stem}.safetensors", map(value, once), metadata)
             return
-        plain = recipe.build_model(data_info)
+        plain = contract.build_model(run.config, data_info)
         whole = plain.state_dict()
         for key, tensor in whole.items():
             tensor.copy_(value(key))

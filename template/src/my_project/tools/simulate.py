@@ -252,6 +252,7 @@ class _Step:
         # some of these functions read values, which fake tensors lack
         names = [name for name in vars(init) if name[0] != "_" and name[-1] == "_"]
         untouched: dict[str, Any] = {name: lambda tensor, *_, **__: tensor for name in names}
+        contract.seed_model(config.seed)
         with patch.multiple(init, **untouched):
             self.raw_model: Any = config.recipe.build_model(data_info)
         self.raw_model.train()
