@@ -13,7 +13,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from my_project import contract, devices, run_folder
+from my_project import contract, run_folder
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
@@ -198,8 +198,6 @@ def train_with_own(config: Config, what: str) -> int:
             accelerate.__version__ = "1.10.0"
         elif what == "precision":  # of its accelerate config
             os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
-        elif what == "code":
-            devices.code_digest = lambda _: "another"
         elif what == "files":
             train_set, validation_sets = config.recipe.build_datasets({"features": 6})
             fewer = {"validation": torch.utils.data.Subset(validation_sets["validation"], [0])}
@@ -217,13 +215,12 @@ def train_with_own(config: Config, what: str) -> int:
         ("torch", "the version of torch"),
         ("accelerate", "accelerate"),
         ("precision", "precision"),
-        ("code", "the code of the project and the recipe"),
         ("files", "the length of validation set validation"),
         ("config", "config"),
         ("recipe", "config"),
     ],
 )
-def test_hosts_with_other_versions_code_data_or_settings_are_named(tmp_path, what, named):
+def test_hosts_with_other_versions_lengths_or_settings_are_named(tmp_path, what, named):
     """Each would train with the gradients of both, without a word."""
     sentence = rf"{named}.* on rank\(s\) \[1\] \(.*\) differs from that on rank 0"
     with pytest.raises(RuntimeError, match=sentence):

@@ -212,6 +212,26 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChecksConfig:
+    """What follows when something is found that would train on, wrong, without a word.
+
+    off: it is not looked for (in YAML, off is false); warn: a line, and a record; end: the run ends
+    with exit code 2.
+    """
+
+    recipe: Literal["off", "warn", "end", False] = may_change("warn")
+    """`loss` and `num_items` that are no sums over samples, and settings of no effect, before the
+    first step of a new run (checks/recipe.py)."""
+    data: Literal["off", "warn", "end", False] = may_change("warn")
+    """A run that continues with other data (checks/agreement.py)."""
+    code: Literal["off", "warn", "end", False] = may_change("warn")
+    """A run that continues with other code (checks/agreement.py)."""
+    ranks: Literal["off", "warn", "end", False] = may_change("end")
+    """Data, code or a model that differ between the ranks when the run starts
+    (checks/agreement.py), and weights that part while it trains (checks/ranks.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
 
@@ -231,6 +251,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
     run_name: str = may_change("run")
     """Name of the run folder; on the command line it defaults to the config file's name."""
     runs_folder: str = may_change("runs")

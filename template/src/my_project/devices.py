@@ -30,7 +30,7 @@ from .config import Config, ConfigError
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
 from .process import collect_all_garbage, no_garbage_collection, world
-from .run_folder import Run, code_digest, not_shared
+from .run_folder import Run, not_shared
 from .stopping import name_nccl_traces
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
@@ -299,12 +299,11 @@ def open_run(
         lengths: the length of each dataset; must be equal on all ranks.
 
     Raises:
-        ConfigError: settings, code, versions or datasets differ between ranks, or a node does not
-            see the run folder that rank 0 wrote to.
+        ConfigError: settings, versions or the lengths of datasets differ between ranks, or a node
+            does not see the run folder that rank 0 wrote to.
     """
     facts: dict[str, Any] = {name: derive_seed(value) for name, value in must_agree.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
-    facts["the code of the project and the recipe"] = code_digest(run.config)
     facts["the version of torch or accelerate"] = str(torch.__version__), accelerate.__version__
     run.numerics = numerics(accelerator, run)
     run.hosts = agree(accelerator, facts | run.numerics)

@@ -61,8 +61,7 @@ class Run:
         self.token = ""  # of this launch, set by begin() or sees()
         self.hosts: list[str] = []  # by rank
         self.numerics: dict[str, Any] = {}  # of this launch, see devices.numerics
-        # of the numerics, those that differ from the checkpoint's: [old, new]
-        self.changed_numerics: dict[str, list[Any]] = {}
+        self.notes: list[dict[str, Any]] = []  # records that are to be written to metrics.jsonl
         self.began = time.monotonic()
         self.paused_seconds = 0.0  # for evaluations and saves, since then
         self.lengths: dict[str, int] = {}  # of the datasets
@@ -170,13 +169,13 @@ class Run:
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
         """Find the numerics that changed since a checkpoint was saved, and log a warning."""
-        for name, now in self.numerics.items():
-            if before[name] == now:
-                continue
-            self.changed_numerics[name] = [before[name], now]
-            if self.rank == 0:
+        changed = {name: [before[name], now] for name, now in self.numerics.items()}
+        changed = {name: values for name, values in changed.items() if values[0] != values[1]}
+        if changed and self.rank == 0:
+            self.notes.append({"kind": "numerics", "changed": changed})
+            for name, (old, now) in changed.items():
                 text = "%s was trained with %s %s (now %s): the curve may differ from here on"
-                logger.warning(text, folder, name, before[name], now)
+                logger.warning(text, folder, name, old, now)
 
     def sees(self, token: str) -> bool:
         """Return whether this rank sees the run.json into which rank 0 wrote this launch's token.

@@ -15,6 +15,8 @@ from contextlib import nullcontext
 from . import cli, contract, devices, optim, sharding, stopping
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
+from .checks.agreement import Agreement
+from .checks.findings import Findings
 from .evaluate import evaluate, sanity_check
 from .loading.layout import batch_layout, is_stream, lengths, total_steps
 from .loading.loader import IndexedBatches
@@ -65,7 +67,10 @@ def main(config: Config) -> int:
         must_agree = {"config": config, "data_info": data_info}
         devices.open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
         resume_from = resuming.choose(accelerator, run)
+        findings = Findings(accelerator, run)
+        agreement = Agreement(findings, data_info, train_set, validation_sets)
         raw_model, weights = sharding.build_model(accelerator, config, data_info, resume_from)
+        agreement.compare(raw_model, is_resumed=bool(resume_from))
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
         model, eval_model = sharding.prepare(accelerator, config, raw_model, optimizer, weights)
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None

@@ -81,8 +81,6 @@ class MetricsWriter:
         if self.is_main:
             self.file.drop_newer(self.state)
             self.trackers.start(self.state.step, self.file.newest)
-            if changed := self.run.changed_numerics:
-                self.write({"kind": "numerics", "changed": changed})
             start = {
                 "kind": "start",
                 "world_size": self.layout.world_size,
@@ -91,6 +89,7 @@ class MetricsWriter:
                 "resumed_from": self.run.continued_from,
             }
             self.write(start)
+            self._write_notes()
             self.screen.start(self.state.step)
             self.interval_began = time.perf_counter()  # trackers may take seconds to start
         return self
@@ -103,6 +102,7 @@ class MetricsWriter:
             if kind is NotFiniteError and self.interval_steps:  # the steps that ended the run
                 self._end_interval(self.last, time.perf_counter())
             self._write_gathered(wait=kind is None)  # another rank may be gone
+            self._write_notes()
         finally:
             self.screen.stop()
             self.trackers.finish(has_failed=kind is not None)
@@ -118,6 +118,10 @@ class MetricsWriter:
         written = self.file.append(about | record)
         self.trackers.log(written)
         self.screen.show(written)
+
+    def _write_notes(self) -> None:
+        while self.run.notes:
+            self.write(self.run.notes.pop(0))
 
     def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
         """Record the results of the evaluation that was the last pause."""
@@ -185,6 +189,7 @@ class MetricsWriter:
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
         self._write_gathered()
+        self._write_notes()
         clock, phases, self.last_rate = self.ended.pop(report.step)
         self.last = report
         self.interval_steps += 1

@@ -1,0 +1,217 @@
+"""What all ranks must agree on, and each start with the one before: data, code, and the model.
+
+Ranks that differ end the run. A start may continue with other data or code, which is said, recorded
+in metrics.jsonl, and kept in the run folder's agreement.json for the next start.
+"""
+
+import json
+import os
+import re
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .. import files
+from ..devices import on_main_then_broadcast
+from ..failures import short_path
+from ..loading.layout import is_stream
+from .data import Facts, Reading, hash_of
+from .findings import Findings
+
+FILE = "agreement.json"
+PACKAGE = __name__.partition(".")[0]
+LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
+PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in LIBRARIES)
+INSTALLED = ("/site-packages/", "/dist-packages/")
+OF_PROCESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+")  # what a model's repr says of a process
+REMEDY = (
+    "give all nodes the same files, read them in the same order (sort what os.listdir returns), let"
+    " nothing depend on the rank, and leave the division of the data to the loop."
+)
+OWN_GENERATOR = (
+    "draws from a generator of its own, which the loop cannot seed: a sample that was read twice"
+    " under one seed was not the same, so it depends on the number of processes and changes after"
+    " a resume. Draw from torch, random or numpy.random, or make the generator for each sample"
+    " from torch.initial_seed()."
+)
+
+
+@dataclass(kw_only=True)
+class Known:
+    """What one rank knows of a start."""
+
+    data_info: dict[str, str] = field(default_factory=dict)  # hashes
+    data: dict[str, Facts] = field(default_factory=dict)  # by the name of the dataset
+    code: dict[str, str] = field(default_factory=dict)  # hashes of sources, by module
+    model: list[str] = field(default_factory=list)  # the lines of its repr
+
+    def other_data(self, known: "Known") -> dict[str, str]:
+        """Return what differs in the datasets that both know, by name."""
+        both = [name for name in self.data if name in known.data]
+        found = {name: self.data[name].difference(known.data[name]) for name in both}
+        return {name: text for name, text in found.items() if text}
+
+    def other_code(self, known: "Known") -> list[str]:
+        """Return the files of the modules that both know and whose sources differ."""
+        both = self.code.keys() & known.code.keys()
+        names = sorted(name for name in both if self.code[name] != known.code[name])
+        files = (getattr(sys.modules.get(name), "__file__", None) or name for name in names)
+        return [short_path(file) for file in files]
+
+    def other_model(self, known: "Known") -> list[str]:
+        """Return the lines of the model that the other lacks, at most three."""
+        lines = [line.strip() for line in self.model if line not in known.model][:3]
+        return lines or ["other lines"] * (self.model != known.model)
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> "Known":
+        """Return what an earlier start has written; nothing where that is damaged."""
+        try:
+            data = {name: Facts(**facts) for name, facts in saved["data"].items()}
+            return cls(data_info=dict(saved["data_info"]), data=data, code=dict(saved["code"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return cls()
+
+
+class Agreement:
+    """Compare the ranks, and this start with the one before."""
+
+    def __init__(
+        self,
+        findings: Findings,
+        data_info: dict[str, Any],
+        train_set: Any,
+        validation_sets: dict[str, Any],
+    ) -> None:
+        """Begin to read samples, while the model is built. Called by every rank."""
+        self.findings = findings
+        self.run = findings.run
+        self.path = self.run.folder / FILE
+        self.data_info = {name: hash_of(repr(value)) for name, value in data_info.items()}
+        self.datasets = {"the training set": train_set} | {
+            f"validation set {name}": data for name, data in validation_sets.items()
+        }
+        # "" where accelerate launch or torchrun has started this process
+        self.launch = self.run.token.rpartition(".")[0]
+        self.before = on_main_then_broadcast(
+            findings.accelerator, lambda: files.read_json(self.path)
+        )
+        self.is_restart_in_place = self.launch and self.before.get("launch") == self.launch
+        is_on = findings.is_on("data") or findings.is_on("ranks")
+        self.reading = self._read() if is_on and not self.is_restart_in_place else None
+
+    def _read(self) -> Reading:
+        """Read samples; those of a stream on one rank of each node."""
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        named = self.datasets.items()
+        read = {name: data for name, data in named if is_first or not is_stream(data)}
+        return Reading(self.run.config, read)
+
+    def compare(self, model: nn.Module, *, is_resumed: bool) -> None:
+        """Compare samples, code and model. Called by every rank; nothing in a restart in place.
+
+        Args:
+            model: before it is wrapped.
+            is_resumed: whether this start continues from a checkpoint.
+
+        Raises:
+            ConfigError: ranks differ, or starts that must not.
+        """
+        if self.is_restart_in_place:
+            return
+        own = Known(
+            data_info=self.data_info,
+            data=self.reading.facts() if self.reading else {},
+            code=sources(),
+            model=OF_PROCESS.sub("", repr(model)).splitlines(),
+        )
+        of_main = on_main_then_broadcast(self.findings.accelerator, lambda: own)
+        earlier = Known.from_json(self.before) if is_resumed else Known()
+        self._leave_out_what_draws(own, of_main, earlier)
+        self._compare_ranks(own, of_main)
+        self._compare_starts(of_main, earlier)
+        if self.run.rank == 0:
+            data = {name: asdict(facts) for name, facts in own.data.items()}
+            now = {"launch": self.launch, "data_info": self.data_info}
+            now |= {"data": self.before.get("data", {}) | data, "code": own.code}
+            files.write_atomically(self.path, json.dumps(now) + "\n")
+
+    def _leave_out_what_draws(self, own: Known, *others: Known) -> None:
+        """Leave out datasets whose samples are others whenever they are read, with a warning."""
+        differing = [name for known in others for name in own.other_data(known)]
+        if self.findings.of_ranks(differing) and self.reading:
+            again = Known(data=self._read().facts())
+            for name in again.other_data(own):
+                own.data[name].draws = True
+        for name in self.findings.of_ranks([name for name in own.data if own.data[name].draws]):
+            for known in (own, *others):
+                known.data.pop(name, None)
+            self.findings.add("data", f"{name} {OWN_GENERATOR}", level="warn")
+
+    def _compare_ranks(self, own: Known, of_main: Known) -> None:
+        if not self.findings.is_on("ranks"):
+            return
+        differing = [f"{name} {text}" for name, text in own.other_data(of_main).items()]
+        differing += [f"other code in {file}" for file in own.other_code(of_main)]
+        differing += [f"a model with {line}" for line in own.other_model(of_main)]
+        found = self.findings.of_ranks(differing)
+        if found:
+            told = "; ".join(f"{what} {places}" for what, places in found.items())
+            self.findings.add("ranks", f"ranks differ from rank 0: {told}: {REMEDY}")
+        else:
+            self.findings.passed("ranks", "data, code and model are the same on all")
+
+    def _compare_starts(self, now: Known, earlier: Known) -> None:
+        data = [f"{name} {text}" for name, text in now.other_data(earlier).items()]
+        both = now.data_info.keys() & earlier.data_info.keys()
+        others = sorted(key for key in both if now.data_info[key] != earlier.data_info[key])
+        data += [f"data_info has another {key}" for key in others]
+        found = {"data": data, "code": now.other_code(earlier)}
+        for check, differing in found.items():
+            if not self.findings.is_on(check):
+                continue
+            told = f"{'; '.join(differing)}: this start continues with other {check} than the last"
+            if differing:
+                self.findings.add(check, f"{told}. --run_name trains another run.")
+            else:
+                self.findings.passed(check, f"{len(getattr(now, check))} compared")
+
+
+# ---- the code of the user ------------------------------------------------------------------------
+def sources() -> dict[str, str]:
+    """Return a hash of the source of each imported module that is not installed, by its name."""
+    found: dict[str, str] = {}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None) or ""
+        if name == "__main__":  # under accelerate launch it is train.py
+            name = getattr(getattr(module, "__spec__", None), "name", "")
+            if name != f"{PACKAGE}.train":
+                continue
+        is_own = name.startswith(f"{PACKAGE}.")
+        is_tool = name.startswith(f"{PACKAGE}.tools.")
+        if file.endswith(".py") and not is_tool and (is_own or not is_installed(name, file)):
+            try:
+                found[name] = hash_of(Path(file).read_bytes())
+            except OSError:  # it has been removed since, or is in an archive
+                continue
+    return found
+
+
+def is_installed(name: str, file: str) -> bool:
+    """Return whether a module is Python's or that of a package, wherever that is installed."""
+    if file.startswith(PYTHON) or any(part in file for part in INSTALLED):
+        return True
+    levels = name.count(".") + file.endswith("/__init__.py")
+    parents = Path(file).parents
+    return levels < len(parents) and has_packages(parents[levels])
+
+
+@cache
+def has_packages(folder: Path) -> bool:
+    """Return whether packages are installed into a folder, as by `pip install --target`."""
+    return any(folder.glob("*.dist-info/RECORD"))

@@ -1,0 +1,176 @@
+"""Read some samples of each dataset, and say what they hold, to be compared.
+
+Integers, shapes, types and text are kept as hashes, of a path that of its last part. Floating-point
+values are kept as three numbers, since another type of CPU rounds differently. The samples are read
+in a process of their own, as by a loader worker, while the model is built: the training process
+opens no file whose position its loader workers would share, and changes no dataset.
+"""
+
+import dataclasses
+import hashlib
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import Config
+from ..loading.layout import is_stream
+from ..loading.loader import ignore_signals_except_parents
+from ..loading.seeding import derive_seed, seed_rng
+
+SAMPLES = 4  # of each dataset, evenly spaced
+SECONDS = 5.0  # for all of them, and as long again after the model has been built
+MOST_PARTS = 64  # of a sample
+MOST_ITEMS = 8  # of a list
+ARRAYS = ("__array__", "__array_interface__")  # what arrays, tensors and images have
+TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
+
+
+@dataclasses.dataclass(kw_only=True)
+class Facts:
+    """What is known of a dataset."""
+
+    length: int  # of a stream its lanes
+    samples: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """By index, the parts of a sample: a hash, or three numbers."""
+    draws: bool = False
+    """A sample that is read again under the same seed is another one."""
+
+    def difference(self, before: "Facts") -> str:
+        """Return how it differs from what was known before or elsewhere; "" if it does not."""
+        if self.length != before.length:
+            return f"has {self.length:,} samples, not {before.length:,}"
+        indices = self.samples.keys() & before.samples.keys()
+        others = [i for i in indices if not is_same(self.samples[i], before.samples[i])]
+        numbers = ", ".join(sorted(others, key=int))
+        return f"has other values in sample{'s' * (len(others) > 1)} {numbers}" if others else ""
+
+
+def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two samples have the same parts."""
+
+    def is_close(part: str) -> bool:
+        a, b = one[part], other[part]
+        if not (isinstance(a, list) and isinstance(b, list)):
+            return bool(a == b)
+        limit = TOLERANCE * max(a[0], b[0])  # the root mean square
+        return all(abs(x - y) <= limit or x == y for x, y in zip(a, b, strict=True))
+
+    return one.keys() == other.keys() and all(map(is_close, one))
+
+
+class Reading:
+    """Reads the samples, from now on and beside this process."""
+
+    def __init__(self, config: Config, datasets: Mapping[str, Any]) -> None:
+        """Start the process, for map-style datasets or streams by their names."""
+        context: Any = multiprocessing.get_context(
+            config.batches.loader.get("multiprocessing_context")
+        )
+        self.pipe, theirs = context.Pipe(duplex=False)
+        arguments = theirs, datasets, config.seed, config.batches.seed_samples is not True
+        self.process = context.Process(target=_read, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def facts(self) -> dict[str, Facts]:
+        """Return what is known of each dataset; {} if it could not be found out in time."""
+        try:
+            return self.pipe.recv() if self.pipe.poll(SECONDS) else {}
+        except (EOFError, OSError):  # the process has died
+            return {}
+        finally:
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+
+
+def _read(pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool) -> None:
+    """Send the facts of each dataset, in a process of its own."""
+    ignore_signals_except_parents(0)
+    torch.set_num_threads(1)
+    deadline = time.monotonic() + SECONDS
+    found: dict[str, Facts] = {}
+    for name, data in datasets.items():
+        length = data.lanes if is_stream(data) else len(data)
+        found[name] = facts = Facts(length=length)
+        for index in sorted({length * k // SAMPLES for k in range(SAMPLES)}):
+            if time.monotonic() < deadline:
+                facts.samples[str(index)] = sample_facts(data, index, seed)
+        first = facts.samples.get("0")
+        if first and twice and not is_stream(data) and time.monotonic() < deadline:
+            facts.draws = not is_same(first, sample_facts(data, 0, seed))
+    pipe.send(found)
+
+
+def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
+    """Return the parts of a sample, or of the first one in a lane; an error is a part too."""
+    seed_rng(derive_seed("check", index))
+    try:
+        sample = next(iter(data.lane(index, 0, seed))) if is_stream(data) else data[index]
+        return dict(islice(parts(sample), MOST_PARTS))
+    except Exception as error:  # training meets it, too
+        return {"": type(error).__name__}
+
+
+def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and the facts of all that a sample holds."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, (list, tuple)) and all(type(one) in (int, float) for one in value):
+        value = np.array(value)
+    if isinstance(value, Mapping):
+        yield name, f"{len(value)} keys"
+        for key in sorted(value, key=str):
+            yield from parts(value[key], f"{name}/{key}")
+    elif isinstance(value, (list, tuple)):
+        yield name, f"{len(value)} items"
+        for number, one in enumerate(value[:MOST_ITEMS]):
+            yield from parts(one, f"{name}/{number}")
+    elif isinstance(value, (str, bytes, PurePath)):
+        yield name, hash_of(last_part(str(value)) if not isinstance(value, bytes) else value)
+    elif isinstance(value, (int, float)) or any(hasattr(value, name) for name in ARRAYS):
+        yield from numbers(value, name)
+    else:  # cannot be compared
+        yield name, type(value).__qualname__
+
+
+def last_part(text: str) -> str:
+    """Return the last part of a path, whose others may be of the node; any other text whole."""
+    is_path = text.startswith(("/", "./", "../", "~")) or not any(map(str.isspace, text))
+    return PurePath(text).name if is_path and "\n" not in text else text
+
+
+def numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the facts of an array, of whatever library."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().to_dense()
+        kind = str(value.dtype).removeprefix("torch.")
+        array = (value.double() if value.is_floating_point() else value).numpy()
+    else:
+        array = np.asarray(value)
+        kind = str(array.dtype)
+    yield f"{name}:", f"{kind} {array.shape}"
+    # images as bytes are resized with other roundings on another type of CPU
+    is_image = array.dtype == np.uint8 and array.ndim > 1
+    if not (is_image or np.issubdtype(array.dtype, np.inexact)):
+        yield name, hash_of(np.ascontiguousarray(array).tobytes())
+        return
+    flat = np.abs(array).ravel() if np.iscomplexobj(array) else array.ravel()
+    flat = np.nan_to_num(flat.astype(np.float64), nan=1e9, posinf=1e9, neginf=-1e9)
+    # with weights that differ, since samples are often scaled to a mean of 0 and a norm of 1
+    weighted = float(flat @ np.cos(np.arange(flat.size))) / math.sqrt(max(1, flat.size))
+    mean = float(flat.mean()) if flat.size else 0.0
+    yield name, [float(np.sqrt(np.mean(flat**2))) if flat.size else 0.0, mean, weighted]
+
+
+def hash_of(content: str | bytes) -> str:
+    """Hash a text or the bytes of an array."""
+    content = content.encode(errors="replace") if isinstance(content, str) else content
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,0 +1,66 @@
+"""What the checks of this start have found, and what follows from it."""
+
+import logging
+import os
+
+from accelerate import Accelerator
+
+from ..config import ConfigError
+from ..devices import gather_on_main, on_main_then_broadcast
+from ..run_folder import Run
+
+logger = logging.getLogger(__name__)
+DRY_RUN = "DRY_RUN"  # the variable that asks for a line from each check that found nothing
+
+
+class Findings:
+    """Warn of what the checks find, or end the run, as the config says."""
+
+    def __init__(self, accelerator: Accelerator, run: Run) -> None:
+        self.accelerator = accelerator
+        self.run = run
+
+    def is_on(self, check: str) -> bool:
+        """Return whether to look for what a check finds."""
+        return getattr(self.run.config.checks, check) not in ("off", False)
+
+    def add(self, check: str, problem: str, *, level: str = "") -> None:
+        """Warn of a problem, or end the run. Called on all ranks alike.
+
+        Args:
+            check: a field of ChecksConfig.
+            problem: one or two sentences.
+            level: warn or end; by default, what the config says.
+
+        Raises:
+            ConfigError: the level is end.
+        """
+        if (level or getattr(self.run.config.checks, check)) == "end":
+            raise ConfigError(
+                f"{problem} (--checks.{check} warn trains all the same; off does not look.)"
+            )
+        if self.run.rank == 0:
+            logger.warning(problem)
+            self.run.notes.append({"kind": "check", "check": check, "problem": problem})
+
+    def passed(self, check: str, what: str) -> None:
+        """Log, in a dry run, what a check has looked at without finding anything."""
+        if DRY_RUN in os.environ and self.run.rank == 0:
+            logger.info("check of %s: %s", check, what)
+
+    def of_ranks(self, own: list[str]) -> dict[str, str]:
+        """Return what any rank has found, with the ranks and the host of the first of them.
+
+        Args:
+            own: what this rank has found.
+        """
+        everywhere = gather_on_main(self.accelerator, own)
+        return on_main_then_broadcast(self.accelerator, lambda: self._places(everywhere))
+
+    def _places(self, everywhere: list[list[str]]) -> dict[str, str]:
+        ranks: dict[str, list[int]] = {}
+        for rank, found in enumerate(everywhere):
+            for what in found:
+                ranks.setdefault(what, []).append(rank)
+        hosts = self.run.hosts
+        return {what: f"on rank(s) {of[:8]} ({hosts[of[0]]})" for what, of in ranks.items()}

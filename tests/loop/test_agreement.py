@@ -1,0 +1,289 @@
+"""What ranks must agree on, and each start with the one before: data, code and the model."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from my_project.checks import agreement, data
+from my_project.checks.data import is_same, parts
+from my_project.config import Config, ConfigError
+from PIL import Image
+from ragged import QUIET, Ragged
+from runs import assert_same_weights, change, make_config, records, train
+from streamed import Streamed
+from torch.utils.data import Dataset, Subset
+from world import run_world
+
+
+class Other(Dataset):
+    """Samples of which some are others."""
+
+    def __init__(self, samples: Any, how: str) -> None:
+        self.samples, self.how = samples, how
+        self.generator = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return len(self.samples) + 10 * (self.how == "grown")
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.how == "slow":
+            time.sleep(2)
+        sample = self.samples[index % len(self.samples)]
+        change = {"edited": 1.01, "rounded": 1 + 1e-6}.get(self.how, 1.0)
+        if self.how in ("drawn", "drawn rarely"):
+            is_drawn = self.how == "drawn" or self.generator.random() < 0.5
+            change += self.generator.random() * is_drawn
+        return sample | {"x": sample["x"] * change}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differing(Ragged):
+    """Something is another on rank 1, or in a start that says so."""
+
+    how: str = field(default="", metadata=QUIET)
+    on_rank: str = field(default="1", metadata=QUIET)
+    beside: bool = field(default=False, metadata=QUIET)  # needs a module beside the recipe
+
+    @property
+    def differs(self) -> bool:
+        return os.environ.get("RANK", "0") == self.on_rank or self.how.startswith("drawn")
+
+    def prepare_data(self) -> dict[str, Any]:
+        more = {"words": "b a" if self.how == "vocabulary" else "a b"}
+        return super().prepare_data() | more
+
+    def build_datasets(self, data_info: dict[str, Any]) -> Any:
+        train, validation_sets = super().build_datasets(data_info)
+        if self.how == "order" and self.differs:
+            validation_sets = {
+                "validation": Subset(validation_sets["validation"], range(22, -1, -1))
+            }
+        elif self.how == "divided":
+            rank = int(os.environ.get("RANK", "0"))
+            train = Subset(train, range(rank, 70, 2))
+        elif self.differs:
+            train = Other(train, self.how)
+        return train, validation_sets
+
+    def build_model(self, data_info: dict[str, Any]) -> Any:
+        if self.beside:
+            import beside  # pyright: ignore[reportMissingImports]
+
+            assert beside.FACTOR
+        model = super().build_model(data_info)
+        if self.how == "dropout" and self.differs:
+            model[2].p = 0.25
+        return model
+
+
+def told(config: Config) -> dict[str, str]:
+    """Return what the checks have recorded."""
+    return {record["check"]: record["problem"] for record in records(config, "check")}
+
+
+def train_beside(config: Config, sources: list[str]) -> int:
+    """Train where a module beside the recipe has another source on each rank."""
+    rank = int(os.environ.get("RANK", "0"))
+    folder = Path(config.runs_folder, f"beside_{rank}")
+    folder.mkdir(exist_ok=True)
+    (folder / "beside.py").write_text(sources[rank])
+    sys.path.insert(0, str(folder))
+    return train(change(config, recipe__beside=True))
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("edited", "the training set .*samples 0, 17, 35, 52 on rank"),
+        ("order", "validation set validation .*samples 0, "),
+        ("divided", "the training set .*samples 0, 8, 17, 26 "),
+        ("dropout", "p=0.25"),
+    ],
+)
+def test_ranks_with_other_data_or_another_model_are_refused(tmp_path, how, named):
+    config = make_config(tmp_path, Differing(how=how), steps=2)
+    with pytest.raises(RuntimeError, match=rf"(?s){named}.*checks.ranks"):
+        run_world(2, train, config)
+    assert run_world(2, train, change(config, checks__ranks="warn", run_name="warned")) == [0, 0]
+    assert list(told(change(config, run_name="warned"))) == ["ranks"]
+    assert run_world(2, train, change(config, checks__ranks="off", run_name="off")) == [0, 0]
+    assert told(change(config, run_name="off")) == {}
+
+
+def test_a_module_of_the_repository_that_differs_between_ranks_is_named(tmp_path):
+    config = make_config(tmp_path, Differing(), steps=2)
+    with pytest.raises(RuntimeError, match=r"beside\.py on rank"):
+        run_world(2, train_beside, config, ["FACTOR = 1", "FACTOR = 2"])
+    assert run_world(2, train_beside, change(config, run_name="same"), ["FACTOR = 1"] * 2) == [0, 0]
+    assert told(change(config, run_name="same")) == {}
+
+
+@pytest.mark.parametrize("how", ["rounded", "slow"])
+def test_what_rounds_differently_or_takes_too_long_is_not_refused(tmp_path, how, monkeypatch):
+    config = make_config(tmp_path, Differing(how=how), steps=1)
+    config = change(config, batches__global_batch_size=2, batches__micro_batch_size=1)
+    assert run_world(2, train_in_haste, config) == [0, 0]
+    assert told(config) == {}
+
+
+def train_in_haste(config: Config) -> int:
+    data.SECONDS = 0.5
+    return train(config)
+
+
+@pytest.mark.parametrize("how", ["drawn", "drawn rarely"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_dataset_with_a_generator_of_its_own_is_named(tmp_path, how, processes):
+    """It differs between the ranks, but no node has other files."""
+    config = make_config(tmp_path, Differing(how=how), steps=2)
+    assert run_world(processes, train, config) == [0] * processes
+    if how == "drawn" or processes > 1:  # else a matter of chance
+        assert "torch.initial_seed" in told(config).pop(
+            "data", "torch.initial_seed" * (how != "drawn")
+        )
+    assert told(config).keys() <= {"data"}
+
+
+def test_the_samples_of_a_stream_are_compared_too(tmp_path):
+    config = make_config(
+        tmp_path, Streamed(book=str(tmp_path)), steps=1, batches__micro_batch_size=2
+    )
+    assert run_world(2, train, config) == [0, 0]
+    assert '"the training set": {"length": 8' in (config.folder / agreement.FILE).read_text()
+
+
+# ---- starts --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("how", "check", "named"),
+    [
+        ("edited", "data", "samples 0, 17, 35, 52"),
+        ("grown", "data", "80 samples, not 70"),
+        ("vocabulary", "data", "words"),
+        ("code", "code", "beside.py"),
+        ("", "", ""),
+        ("rounded", "", ""),
+    ],
+)
+def test_a_start_with_other_data_or_code_says_so_and_goes_on(tmp_path, how, check, named):
+    config = make_config(tmp_path, Differing(on_rank="0"), steps=2)
+    assert run_world(1, train_beside, config, ["FACTOR = 1"]) == [0]
+    assert told(config) == {}
+    later = change(config, steps=4, recipe__how=how)
+    source = [f"FACTOR = {1 + (how == 'code')}"]
+    ended = change(later, checks__data="end", checks__code="end")
+    if check:
+        with pytest.raises(RuntimeError, match=rf"{named}.*checks.{check} warn"):
+            run_world(1, train_beside, ended, source)
+    assert run_world(1, train_beside, later, source) == [0]
+    assert list(told(config)) == [check] * bool(check)
+    assert named in told(config).get(check, "")
+    # the next start compares with this one
+    assert run_world(1, train_beside, change(ended, steps=6), source) == [0]
+
+
+def test_a_restart_in_place_reads_no_sample_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCH_START", "launch.0")
+    config = make_config(tmp_path, Differing(), steps=2)
+    train(config)
+    monkeypatch.setenv("LAUNCH_START", "launch.1")
+    monkeypatch.setattr(agreement, "Reading", None)
+    train(change(config, steps=4))
+    monkeypatch.setenv("LAUNCH_START", "other.0")
+    with pytest.raises(TypeError):
+        train(change(config, steps=6))
+
+
+def test_reading_samples_changes_neither_the_dataset_nor_the_weights(tmp_path):
+    configs = [
+        make_config(tmp_path, Differing(how="drawn"), steps=2, run_name=name) for name in "ab"
+    ]
+    off = {f"checks__{name}": False for name in ("data", "code", "ranks", "recipe")}
+    train(with_seed(configs[0]))
+    train(with_seed(change(configs[1], **off)))
+    assert not (configs[1].folder / agreement.FILE).exists() or told(configs[1]) == {}
+    assert_same_weights(*configs)
+
+
+def with_seed(config: Config) -> Config:
+    np.random.default_rng = lambda seed=0: np.random.Generator(np.random.PCG64(seed))
+    return config
+
+
+# ---- what a sample holds -------------------------------------------------------------------------
+@dataclass
+class Pair:
+    image: Any
+    boxes: list[Any]
+
+
+NOISE = np.random.RandomState(0).randn(8, 8)
+ROUNDED = NOISE * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 2]), torch.tensor([2, 1])),
+        (torch.tensor([1, 2]), torch.tensor([1, 2]), torch.tensor([1, 2]).int()),
+        (torch.tensor(NOISE), torch.tensor(ROUNDED), torch.tensor(NOISE.T.copy())),
+        (torch.tensor(NOISE).bfloat16(), torch.tensor(NOISE).bfloat16(), torch.tensor(NOISE)),
+        (NOISE, ROUNDED, NOISE[::-1]),
+        (0.1 + 0.2, 0.3, 0.31),
+        (float("nan"), float("nan"), 1.0),
+        (7, 7, 8),
+        (True, True, False),
+        (None, None, 0),
+        ("a text\nof lines", "a text\nof lines", "a text\nof  lines"),
+        ("/node 1/data/a.png", "/node 2/data/a.png", "/node 1/data/b.png"),
+        ("s3://one/a.png", "s3://two/a.png", "s3://one/b.png"),
+        (PurePosixPath("/1/a.png"), PurePosixPath("/2/a.png"), PurePosixPath("/1/b.png")),
+        (b"bytes", b"bytes", b"other"),
+        ({"b": 1, "a": [2, "x"]}, {"a": [2, "x"], "b": 1}, {"a": [2, "y"], "b": 1}),
+        ([[1, 2], [3]], [[1, 2], [3]], [[1, 2], [3, 4]]),
+        ([1.0, 2.0], [1.0, 2.0 + 1e-7], [2.0, 1.0]),
+        (Pair(NOISE, [1]), Pair(ROUNDED, [1]), Pair(NOISE, [2])),
+        (Image.new("RGB", (9, 9), 200), Image.new("RGB", (9, 9), 200), Image.new("RGB", (9, 9), 9)),
+        (torch.eye(3).to_sparse(), torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()),
+        (object(), object(), 3),
+    ],
+)
+def test_every_kind_of_sample_is_told_from_another_one(one, same, other):
+    facts = dict(parts(one))
+    assert is_same(facts, dict(parts(same)))
+    assert not is_same(facts, dict(parts(other)))
+
+
+def test_what_is_installed_is_no_code_of_the_user(tmp_path, monkeypatch):
+    (tmp_path / "own_module.py").write_text("")
+    (tmp_path / "deps/their-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "deps/their-1.0.dist-info/RECORD").write_text("")
+    (tmp_path / "deps/their_module.py").write_text("")
+    for folder in (tmp_path, tmp_path / "deps"):
+        monkeypatch.syspath_prepend(folder)
+    import own_module  # pyright: ignore[reportMissingImports]
+    import their_module  # pyright: ignore[reportMissingImports]
+
+    found = agreement.sources()
+    assert own_module.__name__ in found
+    assert their_module.__name__ not in found
+    assert {"my_project.train", "my_project.optim", "ragged"} <= found.keys()
+    assert not {"torch", "json", "numpy"} & found.keys()
+    assert not [name for name in found if name.startswith("my_project.tools")]
+
+
+def test_a_damaged_file_of_an_earlier_start_is_passed_over(tmp_path):
+    config = make_config(tmp_path, Differing(), steps=2)
+    train(config)
+    for text in ("{", '{"data": {"a": 3}, "code": 5, "data_info": []}', "[]"):
+        (config.folder / agreement.FILE).write_text(text)
+        config = change(config, steps=config.steps + 1, checks__data="end", checks__code="end")
+        assert train(config) == 0
+    with pytest.raises(ConfigError):
+        train(change(config, steps=9, recipe__samples=80))
