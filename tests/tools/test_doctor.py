@@ -224,6 +224,14 @@ def test_a_rank_is_slow_if_others_wait_for_it_in_most_records(records, is_slow):
     assert [line[:15] for line in doctor.slow_rank(records)] == ["rank 1 on gpu-a"] * is_slow
 
 
+def test_what_checks_have_found_is_told_once_with_its_first_step():
+    found = [{"problem": problem, "step": step} for step, problem in enumerate("abacd")]
+    lines = doctor.by_checks([{"kind": "interval", "step": 9}, *found])
+    assert [re.findall(r"step (\d+) .*: (\w)$", line)[0] for line in lines] == [
+        ("0", "a"), ("1", "b"), ("3", "c"), ("4", "d"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("last_in", "cause", "blamed"),
     [

@@ -193,6 +193,8 @@ def test_what_happened_is_marked_and_how_each_start_ended_is_said(trained, tmp_p
     found = list(records_of(steps=1000, preempted_at=(400,), killed_at=(700,)))
     (spike,) = (one for one in found if one["kind"] == "interval" and one["step"] == 500)
     spike["loss"] *= 40
+    at = max(i for i, one in enumerate(found) if one["kind"] == "start" and one["step"] == 400)
+    found.insert(at + 1, {"kind": "check", "step": 400, "problem": "other code: a.py"})
     run = copy(trained, tmp_path / "run", found)
     line = {"event": "start", "id": "a.0", "launch": "a", "time": BEGAN + 9}
     (run / "starts.jsonl").write_text(json.dumps(line) + "\n")
@@ -203,6 +205,8 @@ def test_what_happened_is_marked_and_how_each_start_ended_is_said(trained, tmp_p
     assert "0 to 400 8 gpu-a x 4, gpu-b x 4 preempted: SIGTERM" in text
     assert page.marks("Loss", "restart") == pytest.approx([400, 700], abs=1)
     assert page.marks("Loss", "spike") == pytest.approx([500], abs=1)
+    assert page.marks("Loss", "check") == pytest.approx([400], abs=1)
+    assert "Step 400: other code: a.py" in text
     assert page.marks("Loss", "checkpoint") == pytest.approx([250, 500, 750, 1000], abs=1)
 
 
@@ -267,6 +271,7 @@ def attack(trained: Path, folder: Path, outcome: str) -> Path:
     for record in found:
         record |= results if record["kind"] == "evaluation" else {}
     found.append({"kind": "numerics", "step": 200, "changed": {ATTACK: [ATTACK, ATTACK]}})
+    found.append({"kind": "check", "step": 200, "check": ATTACK, "problem": ATTACK})
     run = copy(trained, folder / ATTACK.replace("/", "\u2044")[:60], found)
     for name, kept in {
         "config.yaml": {"evaluation": {"best_metric": ATTACK}},

@@ -90,6 +90,7 @@ def collect_garbage(record: int) -> None:
 
 START = "LAUNCH_START"  # the variable with the name of this start in starts.jsonl
 LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
+DRY_RUN = "LAUNCH_DRY_RUN"  # the variable that is set in a dry run, in which each check has a line
 
 
 class CopiedStream:

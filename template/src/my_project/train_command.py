@@ -9,7 +9,8 @@ Config files may stand anywhere; several are read one after the other. Options o
                        of this machine that divide the global batch, else one CPU process
   --num_processes N    processes on this machine; by default one per GPU, or those of the file
   --preflight          check the machine before training
-  --dry-run            two steps, an evaluation, a save and an export in a temporary folder
+  --dry-run            all checks, two steps, an evaluation, a save and an export in a temporary
+                       folder
 The settings are those of the config (--help lists them, and with a config the recipe's fields).
 """
 
@@ -33,6 +34,7 @@ from .files import (
     writing,
 )
 from .loading.layout import batch_layout
+from .process import DRY_RUN
 from .safety.redaction import mask_command
 from .workers import in_a_child
 
@@ -112,6 +114,7 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
                 "--profile.steps=null",
             ]
         )
+        os.environ[DRY_RUN] = "1"
         ending = launch.start(started, command=command)
         if isinstance(ending, int) or ending.kind != "finished":
             return launch.end(ending)

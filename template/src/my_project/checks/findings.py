@@ -7,10 +7,10 @@ from accelerate import Accelerator
 
 from ..config import ConfigError
 from ..devices import gather_on_main, on_main_then_broadcast
+from ..process import DRY_RUN
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
-DRY_RUN = "DRY_RUN"  # the variable that asks for a line from each check that found nothing
 
 
 class Findings:
@@ -46,7 +46,7 @@ class Findings:
     def passed(self, check: str, what: str) -> None:
         """Log, in a dry run, what a check has looked at without finding anything."""
         if DRY_RUN in os.environ and self.run.rank == 0:
-            logger.info("check of %s: %s", check, what)
+            logger.info("checks.%s: %s", check, what)
 
     def of_ranks(self, own: list[str]) -> dict[str, str]:
         """Return what any rank has found, with the ranks and the host of the first of them.

@@ -420,6 +420,15 @@ def slow_rank(records: list[dict[str, Any]]) -> list[str]:
     return [f"{rank} is slow: others wait for it for a quarter of a step or more" for rank in slow]
 
 
+def by_checks(records: list[dict[str, Any]]) -> list[str]:
+    """Return what the checks have found in the run, each with the first step at which they did."""
+    found: dict[str, int] = {}
+    for one in records:
+        if "problem" in one:
+            found.setdefault(str(one["problem"]), one["step"])
+    return [f"from step {step} on: {problem}" for problem, step in [*found.items()][:5]]
+
+
 # ---- what is said of it --------------------------------------------------------------------------
 def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     """Return what --json prints.
@@ -446,6 +455,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         look_at.append(f"dmesg -T | grep -iE 'killed process|out of memory', on {values['host']}")
         look_at.append(f"the log of the scheduler, where there is one{values['job']}")
     known = [note] * bool(note) + cause.get("known", []) + slow_rank(run.records)
+    known += by_checks(run.records)
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
     first |= {"time": time_of(cause) or None, "at": place_of(cause.get("at"))}

@@ -25,6 +25,7 @@ RULES = {  # vertical lines by their kind: where they begin, and how long they a
     "restart": (0, HEIGHT),
     "skipped": (0, HEIGHT // 15),
     "spike": (0, HEIGHT // 15),
+    "check": (0, HEIGHT),
     "checkpoint": (HEIGHT - HEIGHT // 30, HEIGHT // 30),
 }
 

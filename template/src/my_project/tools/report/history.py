@@ -43,6 +43,7 @@ class History:
     starts: list[dict[str, Any]] = field(default_factory=list)  # with "last" step and "end"
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # with "results"
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)  # what they have found
 
     @property
     def best(self) -> tuple[str, dict[str, Any]]:
@@ -131,5 +132,7 @@ def note(history: History, record: dict[str, Any]) -> None:
         history.evaluations.append(record | {"results": results})
     elif kind == "checkpoint":
         history.checkpoints.append(record)
+    elif kind == "check":
+        history.checks.append(record)
     elif kind == "numerics" and history.starts:
         history.starts[-1]["changed"] = text(str(record.get("changed")))

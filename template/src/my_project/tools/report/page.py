@@ -54,6 +54,7 @@ path.dots{stroke-width:6;stroke-dasharray:none}
 .checkpoint{--c:var(--good);stroke-width:3}
 .skipped{--c:var(--bad);stroke-width:3}
 .spike{--c:var(--text);stroke-width:3}
+.check{--c:var(--bad);stroke-dasharray:6 3}
 .c0{--c:light-dark(#0072b2,#4da6e0)}
 .c1{--c:light-dark(#d55e00,#ff8a47);stroke-dasharray:8 4}
 .c2{--c:light-dark(#009e73,#35c398);stroke-dasharray:4 4}

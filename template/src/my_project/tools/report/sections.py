@@ -118,9 +118,11 @@ def facts(run: History) -> dict[str, str]:
 
 
 def remarks(run: History) -> str:
-    """Return what an outcome means, the first failure, and what could not be read."""
+    """Return what an outcome means, the first failure, what checks found, what is not readable."""
     reason, state = text(run.run.status.get("reason")), run.run.state
     lines = [REMARKS.get(state, ""), reason * (state == "preempted"), *run.run.problems]
+    found = (f"Step {one['step']:,}: {text(one.get('problem'))}" for one in run.checks)
+    lines += [*dict.fromkeys(found)][:MOST_EVENTS]
     if state != "failed":
         return paragraphs(*lines)
     command = shlex.join(["python", "-m", PACKAGE, "doctor", str(run.run.folder)])
@@ -171,6 +173,7 @@ def marks_of(runs: list[History], name: str) -> dict[str, list[float]]:
     if len(runs) == 1:
         marks["restart"] = [start["step"] for start in runs[0].starts[1:]]
         marks["checkpoint"] = [save["step"] for save in runs[0].checkpoints]
+        marks["check"] = [found["step"] for found in runs[0].checks]
     return marks
 
 
