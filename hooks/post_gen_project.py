@@ -47,6 +47,7 @@ TEMPLATE_FILES = (
     "configs/finetune.yaml",
     "configs/image_classification.yaml",
     "configs/segmentation.yaml",
+    "docs/checks.md",
     "docs/clusters.md",
     "docs/how-a-step-works.md",
     "docs/how-to/class-weights.md",

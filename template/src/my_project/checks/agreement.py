@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -135,11 +135,16 @@ class Agreement:
         self._leave_out_what_draws(own, of_main, earlier)
         self._compare_ranks(own, of_main)
         self._compare_starts(of_main, earlier)
+        for name in self.datasets if self.reading else ():
+            unknown = own.data[name].unknown if name in own.data else ["what could not be read"]
+            if unknown:
+                self.findings.passed("data", f"{name}: {', '.join(unknown)} cannot be compared")
         if self.run.rank == 0:
-            data = {name: asdict(facts) for name, facts in own.data.items()}
-            now = {"launch": self.launch, "data_info": self.data_info}
-            now |= {"data": self.before.get("data", {}) | data, "code": own.code}
-            files.write_atomically(self.path, json.dumps(now) + "\n")
+            data = Known.from_json(self.before).data | own.data  # not all may have been read
+            now = asdict(replace(own, data=data)) | {"launch": self.launch}
+            del now["model"]
+            with files.writing(self.run.folder):
+                files.write_atomically(self.path, json.dumps(now) + "\n")
 
     def _leave_out_what_draws(self, own: Known, *others: Known) -> None:
         """Leave out datasets whose samples are others whenever they are read, with a warning."""
@@ -179,7 +184,8 @@ class Agreement:
             if differing:
                 self.findings.add(check, f"{told}. --run_name trains another run.")
             else:
-                self.findings.passed(check, f"{len(getattr(now, check))} compared")
+                compared = len(getattr(now, check).keys() & getattr(earlier, check).keys())
+                self.findings.passed(check, f"the same as in the last start ({compared} compared)")
 
 
 # ---- the code of the user ------------------------------------------------------------------------

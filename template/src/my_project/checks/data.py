@@ -12,8 +12,10 @@ import math
 import multiprocessing
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import PurePath
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,12 @@ class Facts:
     """By index, the parts of a sample: a hash, or three numbers."""
     draws: bool = False
     """A sample that is read again under the same seed is another one."""
+
+    @property
+    def unknown(self) -> list[str]:
+        """Return the types that cannot be compared."""
+        found = (part for sample in self.samples.values() for part in sample.items())
+        return sorted({fact for name, fact in found if name.endswith("?")})
 
     def difference(self, before: "Facts") -> str:
         """Return how it differs from what was known before or elsewhere; "" if it does not."""
@@ -76,19 +84,21 @@ class Reading:
         self.pipe, theirs = context.Pipe(duplex=False)
         arguments = theirs, datasets, config.seed, config.batches.seed_samples is not True
         self.process = context.Process(target=_read, args=arguments, daemon=True)
-        self.process.start()
+        with suppress(AttributeError, TypeError, PicklingError):  # not forked, and cannot be sent
+            self.process.start()
         theirs.close()
 
     def facts(self) -> dict[str, Facts]:
         """Return what is known of each dataset; {} if it could not be found out in time."""
         try:
             return self.pipe.recv() if self.pipe.poll(SECONDS) else {}
-        except (EOFError, OSError):  # the process has died
+        except (EOFError, OSError):  # the process has died, or was not started
             return {}
         finally:
-            self.process.kill()
-            self.process.join()
             self.pipe.close()
+            if self.process.pid:
+                self.process.kill()
+                self.process.join(SECONDS)  # storage that hangs holds it
 
 
 def _read(pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool) -> None:
@@ -137,8 +147,8 @@ def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, hash_of(last_part(str(value)) if not isinstance(value, bytes) else value)
     elif isinstance(value, (int, float)) or any(hasattr(value, name) for name in ARRAYS):
         yield from numbers(value, name)
-    else:  # cannot be compared
-        yield name, type(value).__qualname__
+    else:
+        yield name + "?" * (value is not None), type(value).__qualname__
 
 
 def last_part(text: str) -> str:

@@ -2,12 +2,14 @@
 
 import logging
 import os
+import sys
+from contextlib import suppress
 
 from accelerate import Accelerator
 
 from ..config import ConfigError
 from ..devices import gather_on_main, on_main_then_broadcast
-from ..process import DRY_RUN
+from ..process import DRY_RUN, LOGS
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -44,9 +46,12 @@ class Findings:
             self.run.notes.append({"kind": "check", "check": check, "problem": problem})
 
     def passed(self, check: str, what: str) -> None:
-        """Log, in a dry run, what a check has looked at without finding anything."""
+        """Say in the log file, and on the screen of a dry run, what a check has found in order."""
         if DRY_RUN in os.environ and self.run.rank == 0:
             logger.info("checks.%s: %s", check, what)
+        elif LOGS in os.environ and self.run.rank == 0:
+            with suppress(OSError):  # a full disk
+                print(f"checks.{check}: {what}", file=sys.stderr)
 
     def of_ranks(self, own: list[str]) -> dict[str, str]:
         """Return what any rank has found, with the ranks and the host of the first of them.
