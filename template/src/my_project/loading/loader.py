@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate,
 from ..config import BatchesConfig, Config, ConfigError
 from ..recipe import optional
 from .layout import BatchLayout
-from .seeding import SampleSeeds, SeedSamples, keys_of
+from .seeding import SampleSeeds, SeedSamples, derive_seed, keys_of, seed_rng
 
 
 class IndexedBatches:
@@ -82,6 +82,8 @@ class Fetch:
         if self.is_of_tensors:
             batch = read_rows(self.data, [index for _, index in keys])
         else:
+            epoch = keys[0][0]  # a micro-batch lies within one
+            tell_epoch(self.data, epoch if isinstance(epoch, int) else 0, self.seeds.seed)
             batch = self._read(keys)
             if self.seeds.missed_a_draw():
                 self.at_once = False
@@ -105,6 +107,25 @@ def reads_at_once(data: Any) -> bool:
     while isinstance(data, Subset):  # whose own one calls that of its dataset, if there is one
         data = data.dataset
     return callable(getattr(data, "__getitems__", None))
+
+
+def tell_epoch(data: Any, epoch: int, seed: int) -> None:
+    """Call the `set_epoch` of a dataset, if it has one and was told another epoch last.
+
+    What it draws follows from the epoch. The epoch that it was told is kept with the dataset, which
+    training and evaluations may share, and which each loader worker has a copy of.
+    """
+    if callable(set_epoch := getattr(data, "set_epoch", None)):
+        kept = getattr(data, "__dict__", {})
+        if kept.get("_told_epoch") != epoch:
+            seed_rng(derive_seed(seed, "epoch", epoch))
+            set_epoch(epoch)
+            kept["_told_epoch"] = epoch
+    elif isinstance(data, Subset):
+        tell_epoch(data.dataset, epoch, seed)
+    elif isinstance(data, torch.utils.data.ConcatDataset):
+        for part in data.datasets:
+            tell_epoch(part, epoch, seed)
 
 
 def is_of_tensors(data: Any) -> bool:
