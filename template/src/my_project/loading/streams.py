@@ -140,7 +140,8 @@ class StreamBatches:
         states: dict[int, Any] = {}
         for of_rank in gather_on_main(self.accelerator, self.states):
             states |= of_rank
-        return [states.get(i) for i in range(self.data.lanes)] if states else []
+        has_states = any(state is not None for state in states.values())
+        return [states.get(i) for i in range(self.data.lanes)] if has_states else []
 
     def _batches(self) -> Iterator[Any]:
         config, device = self.config, self.accelerator.device
@@ -170,8 +171,7 @@ class StreamBatches:
                 for _ in range(max(1, loader.num_workers)):  # which a DataLoader asks in turn
                     for lane, (read, state) in next(parts).items():
                         samples[lane] = read
-                        if state is not None:
-                            self.states[lane] = state
+                        self.states[lane] = state  # None: the older position no longer holds
                 micro_batch = j * self.layout.world_size + self.accelerator.process_index
                 seed_rng(derive_seed(config.seed, "collate", step, micro_batch))
                 batch = collate([sample for lane in lanes for sample in samples[lane]])
