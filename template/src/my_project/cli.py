@@ -4,8 +4,10 @@ import gc
 import logging
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from .config import ConfigError
@@ -51,6 +53,26 @@ def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
     if code not in (0, PREEMPTED):
         os._exit(code)  # the normal teardown may wait for ranks that have exited
     raise SystemExit(code)
+
+
+_TRAINING = threading.Lock()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Refuse a run while this process trains another one, in another thread.
+
+    Both would draw from one set of random generators, and share accelerate's global state.
+    """
+    if not _TRAINING.acquire(blocking=False):
+        raise ConfigError(
+            "this process trains another run in another thread, and both would draw from the same"
+            " random generators: train one after the other, or each in a process of its own."
+        )
+    try:
+        yield
+    finally:
+        _TRAINING.release()
 
 
 def _is_of_project(record: logging.LogRecord) -> bool:
