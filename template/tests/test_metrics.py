@@ -257,7 +257,8 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path, mode, best):
 
 def test_another_metric_or_mode_has_no_best_yet(tmp_path):
     """Compared with the best of another, the best of its own would never have been reached."""
-    highest = make_config(tmp_path, evaluation__best_metric="validation/loss")
+    settings = {"evaluation__best_metric": "validation/loss", "evaluation__best_mode": "max"}
+    highest = make_config(tmp_path, **settings)
     state = TrainState(items_per_micro_batch=1.0)
     better = [state.record_evaluation(highest, {"validation/loss": value}) for value in (5, 4)]
     assert better == [True, False]

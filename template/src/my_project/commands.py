@@ -65,18 +65,23 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
     import torch
     from accelerate.utils import DistributedType, DynamoBackend
 
-    from . import contract, devices, evaluate, export, sharding
+    from . import contract, devices, evaluate, export, optim, sharding
     from .checkpoint import resuming
     from .files import finite, format_metric
 
     folder = export.weights_folder(Path(arguments.folder))
     config = export.config_beside(folder, arguments.trust, Path(arguments.folder))
     devices.check_launch(config)
+    is_export = export.is_export(folder)
+    if not is_export and optim.has_two_views(optim.optimizer_class(config.optim)):
+        raise ConfigError(
+            f"{folder} holds the weights that {config.optim.class_path} trains, not those of its"
+            " eval(): give the run's best/ or export/."
+        )
     data_info, datasets = validation_sets(config)
     with devices.start(config) as accelerator:
         if dynamo := accelerator.state.dynamo_plugin:
             dynamo.backend = DynamoBackend.NO  # evaluation is not compiled
-        is_export = export.is_export(folder)
         if not is_export:
             resuming.refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
         has_own_load = is_export and optional(config.recipe, "load")

@@ -70,7 +70,8 @@ class OptimConfig:
     """The optimizer, its learning rate schedule, gradient clipping and EMA."""
 
     class_path: str = "torch.optim.AdamW"
-    """Any subclass of torch.optim.Optimizer."""
+    """Any subclass of torch.optim.Optimizer. Of one with train() and eval() (schedule-free), the
+    weights of eval() are evaluated and exported, and checkpoints hold those of train()."""
     init_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the optimizer besides the parameters, lr and weight_decay."""
     lr: float = limited(1e-3, least=0)
@@ -111,8 +112,9 @@ class EvaluationConfig:
     """Validation samples that the recipe's predict_samples answers at each evaluation; 0: none."""
     best_metric: str | None = may_change(None)
     """A result such as validation/accuracy; its best weights are exported to best/."""
-    best_mode: Literal["max", "min"] = may_change("max")
-    """Whether a higher or a lower best_metric is better."""
+    best_mode: Literal["max", "min"] | None = may_change(None)
+    """Whether a higher or a lower best_metric is better; null: as torchmetrics or its name says
+    (contract.best_mode); config.yaml in the run folder has the answer."""
     patience: int | None = may_change(None, least=1)
     """Stop early after this many evaluations without a better best_metric; null: never."""
 

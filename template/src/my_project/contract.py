@@ -8,16 +8,18 @@ import fcntl
 import json
 import logging
 import math
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
@@ -28,6 +30,10 @@ from .loading.seeding import derive_seed, permutation, seed_rng
 from .recipe import Recipe, optional, problems, source_location
 
 logger = logging.getLogger(__name__)
+KNOWN_NAMES: dict[Literal["max", "min"], set[str]] = {  # words of metrics, by their best_mode
+    "max": {"accuracy", "acc", "precision", "recall", "f1", "iou", "dice", "auroc", "auc", "bleu"},
+    "min": {"loss", "error", "perplexity", "nll", "mse", "rmse", "mae", "wer", "cer", "bits"},
+}
 TRAIN_TAGS = {"loss", "learning_rate", "gradient_norm", "epoch", "skipped_steps"}  # of trackers
 
 
@@ -203,17 +209,95 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
             " that is finite and not negative. A third value, if any, is {name: sum} of scalars to"
             f" record, under other names than {', '.join(sorted(TRAIN_TAGS))}.",
         )
+    if (dtype := returned[0].dtype) in (torch.bfloat16, torch.float16):
+        problem = f"returned a loss of {dtype}, which has three digits"
+        _refuse(recipe, "loss", f"{problem}: sum in float32, such as losses.float().sum().")
     return names
 
 
 # ---- metrics -------------------------------------------------------------------------------------
 def build_metrics(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's metrics by name; by default the mean loss."""
-    if build := optional(recipe, "build_metrics"):
-        return dict(build().items())
-    from torchmetrics import MeanMetric
+    """Return the recipe's metrics by name; by default the mean loss.
 
-    return {"loss": MeanMetric()}
+    Metrics that aggregate values (MeanMetric, ...) keep NaN, which torchmetrics drops by default.
+
+    Raises:
+        ConfigError: a metric has no state that ranks can merge.
+    """
+    from torchmetrics import MeanMetric, Metric, MetricCollection
+    from torchmetrics.aggregation import BaseAggregator
+    from torchmetrics.wrappers.abstract import WrapperMetric
+
+    build = optional(recipe, "build_metrics")
+    metrics = dict(build().items()) if build else {"loss": MeanMetric()}
+    for name, metric in metrics.items():
+        problem = ""
+        if not isinstance(metric, (Metric, MetricCollection)):
+            problem = f"a {type(metric).__name__}, which is not a torchmetrics.Metric"
+        for part in metric_parts(metric):
+            kind = type(part).__name__
+            is_leaf = sum(isinstance(inner, Metric) for inner in part.modules()) == 1
+            if isinstance(part, WrapperMetric) and part._defaults:  # Running: of its last updates
+                problem = f"a {kind}, whose value depends on the micro-batches of each process"
+            elif is_leaf and not part._defaults:
+                problem = f"a {kind} without a state (add_state), which ranks could merge"
+            if isinstance(part, BaseAggregator) and part.nan_strategy in ("warn", "disable"):
+                part._cast_and_nan_check_input = partial(_keep_nan, part)  # type: ignore
+        if problem:
+            _refuse(recipe, "build_metrics", f"returned as metric {name} {problem}.")
+    return metrics
+
+
+def metric_parts(metric: nn.Module) -> list[Any]:
+    """Return a metric and those inside it; of several with one state, as in ClasswiseWrapper, one.
+
+    The last of these, which counts its updates.
+    """
+    from torchmetrics import Metric
+
+    parts: list[Any] = [part for part in metric.modules() if isinstance(part, Metric)]
+    return [*{id(part._defaults): part for part in parts}.values()]
+
+
+def _keep_nan(metric: Any, value: Any, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return values and weights as they are, in place of a method of torchmetrics.
+
+    Its nan_strategy "disable" replaces the weights by ones (1.7 to 1.9).
+    """
+    value = torch.as_tensor(value, dtype=metric.dtype, device=metric.device)
+    return value, torch.ones_like(value) if weight is None else weight.to(metric.dtype)
+
+
+def best_mode(metric: Any, result: str, name: str) -> Literal["max", "min"]:
+    """Return whether a higher or a lower result is better, by torchmetrics and by its name.
+
+    Args:
+        metric: whose result it is.
+        result: the name of the result; <name>/<key> for one of several.
+        name: of the metric.
+
+    Raises:
+        ConfigError: neither tells, or they contradict each other.
+    """
+    from torchmetrics.wrappers.abstract import WrapperMetric
+
+    by_key = dict(metric.items()) if hasattr(metric, "items") else {}
+    metric = by_key.get(result.removeprefix(f"{name}/"), metric)
+    told = {getattr(metric, "higher_is_better", None)}
+    if told == {None}:  # a wrapper or a collection: as all in it
+        parts = [part for part in metric_parts(metric) if not isinstance(part, WrapperMetric)]
+        told = {part.higher_is_better for part in parts}
+    words = {*re.findall("[a-z]+[0-9]?", result.lower())}
+    modes: set[Literal["max", "min"]]
+    modes = {mode for mode, known in KNOWN_NAMES.items() if words & known}
+    if told in ({True}, {False}):
+        modes.add("max" if told == {True} else "min")
+    if len(modes) != 1:
+        raise ConfigError(
+            f"evaluation.best_mode is null, and neither torchmetrics nor the name tells whether a"
+            f" higher or a lower {result} is better: set evaluation.best_mode to max or min."
+        )
+    return modes.pop()
 
 
 def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:

@@ -164,12 +164,10 @@ def merge_metrics_on_main(accelerator: Accelerator, metrics: dict[str, Any]) -> 
     one. It has no public way to say that compute() is to take the state as it is, also in a group
     of one.
     """
-    from torchmetrics import Metric
-
-    # each once, though metrics share it
-    parts = (part for name in sorted(metrics) for part in metrics[name].modules())
-    for metric in dict.fromkeys(part for part in parts if isinstance(part, Metric)):
+    parts = [part for name in sorted(metrics) for part in contract.metric_parts(metrics[name])]
+    for metric in dict.fromkeys(parts):  # each once, though metrics share it
         metric._to_sync = False
+        metric._computed = None  # by a recipe that looks at the value of each micro-batch
         if accelerator.num_processes > 1:
             _merge(accelerator, metric)
 

@@ -41,6 +41,14 @@ def optimizer_class(config: OptimConfig) -> Any:
     return kind
 
 
+def has_two_views(optimizer: Any) -> bool:
+    """Return whether an optimizer trains other weights than it evaluates, as schedule-free ones.
+
+    Its train() and eval() put one in place of the other.
+    """
+    return all(callable(getattr(optimizer, method, None)) for method in ("train", "eval"))
+
+
 def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer by its class path, fused where the device has it.
 
@@ -67,6 +75,13 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
         )
     optimizer: torch.optim.Optimizer = kind(groups, **arguments)
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    if has_two_views(optimizer):
+        if config.ema_decay:
+            raise ConfigError(
+                f"optim.ema_decay is {config.ema_decay}, but {config.class_path} averages the"
+                " weights itself, for its eval(): set optim.ema_decay to null."
+            )
+        optimizer.train()  # type: ignore[attr-defined]
     check_parameters(optimizer, model)
     known = {"params", "lr_scale", *optimizer.defaults} - {"lr"}
     for key in stated - known if groups_of else ():  # torch takes any key, and reads it nowhere
@@ -259,3 +274,27 @@ class EMA:
             yield
         finally:
             self._swap()
+
+
+@contextmanager
+def evaluated_weights(optimizer: Any, ema: EMA | None) -> Iterator[None]:
+    """Put the weights that are evaluated and exported in place of the trained ones, for the block.
+
+    These are the EMA, or what the eval() of an optimizer with two views gives.
+    """
+    if ema:
+        with ema.swapped_in():
+            yield
+    elif has_two_views(optimizer):
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        kept = [p.detach().clone() for p in weights]  # train() would round them
+        optimizer.eval()
+        try:
+            yield
+        finally:
+            optimizer.train()
+            with torch.no_grad():
+                for weight, before in zip(weights, kept, strict=True):
+                    weight.copy_(before)
+    else:
+        yield

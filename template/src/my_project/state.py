@@ -203,13 +203,23 @@ def best_of(config: Config) -> str:
     return f"{config.evaluation.best_mode} {config.evaluation.best_metric}"
 
 
-def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> None:
-    """Check the recipe's metrics, and that an evaluation will compute best_metric."""
-    wanted = config.evaluation.best_metric
+def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> Config:
+    """Check the recipe's metrics, and that an evaluation will compute best_metric.
+
+    Returns:
+        The config, with the best_mode that follows from the metric where it has none.
+    """
+    evaluation, wanted = config.evaluation, config.evaluation.best_metric
     metrics = contract.build_metrics(config.recipe) if validation_sets else {}
-    names = [f"{data}/{metric}" for data in validation_sets for metric in metrics]
-    if wanted and not any(wanted == name or wanted.startswith(f"{name}/") for name in names):
-        raise no_such_metric(wanted, names)
+    named = {(data, metric): f"{data}/{metric}" for data in validation_sets for metric in metrics}
+    found = [pair for pair, name in named.items() if f"{wanted}/".startswith(f"{name}/")]
+    if wanted and not found:
+        raise no_such_metric(wanted, named.values())
+    if not wanted or evaluation.best_mode:
+        return config
+    data, metric = max(found, key=lambda pair: len(named[pair]))
+    mode = contract.best_mode(metrics[metric], wanted.removeprefix(f"{data}/"), metric)
+    return dataclasses.replace(config, evaluation=dataclasses.replace(evaluation, best_mode=mode))
 
 
 def no_such_metric(wanted: str, names: Iterable[str]) -> ConfigError:

@@ -10,8 +10,6 @@ from .config import Config
 # Before torch is imported, so that --help and a wrong config answer at once.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
-from contextlib import nullcontext
-
 from . import cli, contract, devices, optim, sharding, stopping
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
@@ -30,6 +28,7 @@ from .state import StepReport, TrainState, check_best_metric, is_due
 from .step_sums import DelayedReader
 
 
+@cli.one_at_a_time()
 def main(config: Config) -> int:
     """Train to the end, or until asked to stop.
 
@@ -50,7 +49,7 @@ def main(config: Config) -> int:
     data_info = contract.prepare_data(config)
     with stopping.Watchdog(run):
         train_set, validation_sets = contract.build_datasets(recipe, data_info, config)
-    check_best_metric(config, validation_sets)
+    config = run.config = check_best_metric(config, validation_sets)
     run.total_steps = total_steps(config, train_set, layout)
     if run.finished:
         if rank == 0:
@@ -74,7 +73,6 @@ def main(config: Config) -> int:
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
         model, eval_model = sharding.prepare(accelerator, config, raw_model, optimizer, weights)
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
-        ema_swapped_in = ema.swapped_in if ema else nullcontext
         scaler = accelerator.scaler  # None unless fp16
         state = TrainState(items_per_micro_batch=layout.micro_batch_size)
         checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
@@ -121,7 +119,7 @@ def main(config: Config) -> int:
 
         def evaluate_and_record() -> None:
             watchdog.allow_long_limit()
-            with metrics.paused("evaluation"), ema_swapped_in():
+            with metrics.paused("evaluation"), optim.evaluated_weights(optimizer, ema):
                 results = evaluate(*evaluated, state.step, watchdog)
                 shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
                 if state.record_evaluation(config, results):  # the best so far
@@ -219,7 +217,7 @@ def main(config: Config) -> int:
                 run.write_status("preempted", reason, note=checkpoints.note)
             return PREEMPTED
         state.check_trained()
-        with ema_swapped_in():
+        with optim.evaluated_weights(optimizer, ema):
             exporting.export(run, data_info, raw_model, checkpoints)
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
         checkpoints.check("checkpoint", "best", "export")

@@ -42,7 +42,7 @@ from ..files import (
     step_of,
     write_atomically,
 )
-from ..optim import EMA
+from ..optim import EMA, has_two_views
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
 from .resuming import BY_TIME, move_newer_aside, remove
@@ -207,6 +207,7 @@ class Checkpoints:
         has_failed = self.writers == 1 and "checkpoint" in self.failures
         is_of_step = self._saved_step == self.run.step and not has_failed
         is_saved = is_of_step and None not in saved_names.values()
+        is_saved &= not has_two_views(self.optimizer)  # whose checkpoints hold the trained weights
         if not is_saved:
             self.wait()  # until no job uses the buffers, and the temporary folder
         if self.rank >= self.writers:
