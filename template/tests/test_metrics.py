@@ -249,9 +249,9 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path, mode, best):
     settings = {"best_metric": "validation/loss", "best_mode": mode}
     config = make_config(tmp_path, **{f"evaluation__{k}": v for k, v in settings.items()})
     state = TrainState(items_per_micro_batch=1.0)
-    values = [float("nan"), 0.5, float("nan"), best]
+    values = [math.nan, 0.5, math.nan, math.inf, -math.inf, best]
     better = [state.record_evaluation(config, {"validation/loss": value}) for value in values]
-    assert better == [False, True, False, True]
+    assert better == [False, True, False, False, False, True]
     assert state.best == best
 
 

@@ -159,6 +159,23 @@ def test_a_resumed_stream_goes_on_where_it_stopped_at_any_step(
         assert starts == {0 if has_states else 2 * stop}
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_lane_that_gives_no_state_is_read_from_its_beginning(tmp_path, whole, workers):
+    """In place of the position that it gave some steps before."""
+    config = config_of(tmp_path, "forgets", state="forgets")
+    every = {"checkpoints__every_steps": 1, "checkpoints__keep": STEPS}
+    config = change(config, batches__workers=workers, **every)
+    assert train(config) == 0
+    states = [saved_states(config, step) for step in range(1, STEPS + 1)]
+    wanted = [states_of(config, step) if step in (1, 2, 3, 6) else [] for step in range(1, 9)]
+    assert str(states) == str(wanted)
+    for step in (5, 6):
+        resumed = goes_on(config_of(tmp_path, f"from_{step}", state="forgets"), config, step)
+        assert train(change(resumed, batches__workers=workers)) == 0
+        assert seen(resumed, 1) == {k: v for k, v in seen(whole[""], 1).items() if k >= step}
+        assert_same_weights(resumed, config)
+
+
 @pytest.mark.slow
 def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path, whole):
     for before, after, workers in ((4, 2, 1), (1, 2, 0)):

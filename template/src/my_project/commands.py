@@ -65,25 +65,21 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
     import torch
     from accelerate.utils import DistributedType, DynamoBackend
 
-    from . import contract, devices, evaluate, export, optim, sharding
+    from . import contract, devices, evaluate, export, sharding
     from .checkpoint import resuming
     from .files import finite, format_metric
 
     folder = export.weights_folder(Path(arguments.folder))
     config = export.config_beside(folder, arguments.trust, Path(arguments.folder))
     devices.check_launch(config)
-    is_export = export.is_export(folder)
-    if not is_export and optim.has_two_views(optim.optimizer_class(config.optim)):
-        raise ConfigError(
-            f"{folder} holds the weights that {config.optim.class_path} trains, not those of its"
-            " eval(): give the run's best/ or export/."
-        )
     data_info, datasets = validation_sets(config)
     with devices.start(config) as accelerator:
         if dynamo := accelerator.state.dynamo_plugin:
             dynamo.backend = DynamoBackend.NO  # evaluation is not compiled
+        is_export = export.is_export(folder)
         if not is_export:
             resuming.refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
+            export.refuse_trained_view(folder)
         has_own_load = is_export and optional(config.recipe, "load")
         is_sharding = accelerator.distributed_type == DistributedType.FSDP
         if is_sharding and not has_own_load:
@@ -238,12 +234,13 @@ def write_one_file(arguments: argparse.Namespace) -> int:
     """
     from .checkpoint.resuming import refuse_damaged
     from .checkpoint.shards import TensorReader, in_file_order, save_tensors
-    from .export import is_export
+    from .export import is_export, refuse_trained_view
     from .files import find_damage, flush_to_disk
 
     folder, path = Path(arguments.folder), Path(arguments.file)
     if not is_export(folder):
         refuse_damaged(folder, find_damage(folder))
+        refuse_trained_view(folder)
     if path.exists() or not path.parent.is_dir():
         problem = "exists" if path.exists() else "is in a folder that does not exist"
         raise ConfigError(f"{path} {problem}; give the name of a new file.")

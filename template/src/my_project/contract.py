@@ -231,10 +231,9 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
     build = optional(recipe, "build_metrics")
     metrics = dict(build().items()) if build else {"loss": MeanMetric()}
     for name, metric in metrics.items():
-        problem = ""
-        if not isinstance(metric, (Metric, MetricCollection)):
-            problem = f"a {type(metric).__name__}, which is not a torchmetrics.Metric"
-        for part in metric_parts(metric):
+        is_metric = isinstance(metric, (Metric, MetricCollection))
+        problem = "" if is_metric else f"a {type(metric).__name__}, not a torchmetrics.Metric"
+        for part in metric_parts(metric) if is_metric else []:
             kind = type(part).__name__
             is_leaf = sum(isinstance(inner, Metric) for inner in part.modules()) == 1
             if isinstance(part, WrapperMetric) and part._defaults:  # Running: of its last updates

@@ -13,7 +13,7 @@ from torch import nn
 from . import contract
 from .checkpoint.shards import TensorReader, model_tensors, plain_name
 from .config import Config, ConfigError, TelemetryConfig
-from .files import checkpoints, read_json, step_of
+from .files import checkpoints, read_json, read_manifest, step_of
 from .recipe import optional
 from .safety.search_path import run_folder
 from .safety.trust import read_config
@@ -71,6 +71,15 @@ def load_weights(folder: Path, model: nn.Module) -> None:
         averages = TensorReader(folder, "ema")
         named = {plain_name(name): p.detach() for name, p in model.named_parameters()}
         averages.fill({name: p for name, p in named.items() if name in averages.shapes})
+
+
+def refuse_trained_view(folder: Path) -> None:
+    """Refuse a checkpoint whose optimizer trains other weights than it evaluates."""
+    if read_manifest(folder)["state"]["optimizer"].get("has_two_views"):
+        raise ConfigError(
+            f"{folder} holds the weights that its optimizer trains, not those of its eval(): give"
+            " the run's best/ or export/."
+        )
 
 
 def weights_folder(folder: Path) -> Path:

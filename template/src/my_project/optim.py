@@ -82,6 +82,8 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
                 " weights itself, for its eval(): set optim.ema_decay to null."
             )
         optimizer.train()  # type: ignore[attr-defined]
+        for parameter in [p for p, slots in optimizer.state.items() if not slots]:
+            del optimizer.state[parameter]  # which a look at it has made
     check_parameters(optimizer, model)
     known = {"params", "lr_scale", *optimizer.defaults} - {"lr"}
     for key in stated - known if groups_of else ():  # torch takes any key, and reads it nowhere

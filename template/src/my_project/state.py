@@ -167,7 +167,7 @@ class TrainState:
             raise no_such_metric(name, results)
         sign = 1 if config.evaluation.best_mode == "max" else -1
         value, best = results[name], self.best
-        is_better = not math.isnan(value) and (
+        is_better = math.isfinite(value) and (
             best is None or sign * (value - best) > ROUNDING * min(abs(value), abs(best))
         )
         if is_better:

@@ -130,6 +130,8 @@ class Checkpoints:
         if self.rank >= self.writers:
             return
         settings, slots = optimizer_state(self.optimizer, self.names)
+        if has_two_views(self.optimizer):
+            settings["has_two_views"] = True  # for what would evaluate or export these weights
         kinds = {"model": self._weights(), "optimizer": slots}
         if self.ema:
             kinds["ema"] = self._averages(self.ema)
