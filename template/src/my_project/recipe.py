@@ -12,7 +12,9 @@ order:
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
         with `__getitems__(indices)` is asked for a whole micro-batch at once, unless it draws
         random numbers (batches.seed_samples). `data[index]` may be called twice where it first
-        draws, so it must not keep what it has drawn.
+        draws, so it must not keep what it has drawn. A dataset with `set_epoch(epoch)`, itself or
+        in a Subset or ConcatDataset, is told the epoch before its first sample of each epoch, in
+        every process that reads it; evaluations read epoch 0.
         The training set may be a stream instead, which is divided into lanes. A lane is a logical
         shard of the stream, like a canonical node of MosaicML's streaming: the number of lanes is
         fixed, whatever the world size, and so is the order of the samples. A stream has
@@ -25,7 +27,8 @@ order:
         What `lane` returns may have `state_dict()` and `load_state_dict(state)` (the Stateful
         protocol of torch.distributed.checkpoint), so that a resumed run need not read again what
         it skips. `state_dict` is called after each step's samples and returns the position after
-        the last of them as plain JSON, which checkpoints keep, so it is best short. A run
+        the last of them as plain JSON, which checkpoints keep, so it is best short, or None where
+        it cannot tell: a resumed run then skips what the lane has read. A run
         that resumes there calls `load_state_dict` on a new lane, opened with start 0, before it
         iterates.
     build_model(data_info) -> torch.nn.Module
@@ -33,7 +36,8 @@ order:
     loss(model, batch, step) -> (loss_sum, num_items[, scalars])
         Return the SUM of the per-item losses, a scalar tensor, and the number of items (examples,
         tokens) in it, a number or scalar tensor. Never a mean: only sums give the right gradient
-        when the number of items differs between micro-batches. `model` is the plain module; any of
+        when the number of items differs between micro-batches. Sum in float32, also where autocast
+        leaves bf16: `losses.float().sum()`. `model` is the plain module; any of
         its methods may be called. Called once per micro-batch on every rank; where there is no
         `update_metrics`, by evaluations too, without gradients (a gradient penalty needs
         `if torch.is_grad_enabled()`) and with the steps that the weights were trained for.
