@@ -131,6 +131,7 @@ TEMPLATE_FILES = (
     "src/my_project/sharding.py",
     "src/my_project/starts.py",
     "src/my_project/state.py",
+    "src/my_project/statistics.py",
     "src/my_project/step_sums.py",
     "src/my_project/stopping.py",
     "src/my_project/tools/__init__.py",

@@ -16,27 +16,35 @@ from .state import StepReport
 GRAD_NORM, OWN_LOSS, LOSS, ITEMS, STOP_VOTES, SAVE_VOTES = range(6)  # in the order of StepReport
 
 
+def dtype_of_sums(device: torch.device) -> torch.dtype:
+    """Return the type of the sums on a device."""
+    return torch.float32 if device.type == "mps" else torch.float64  # which MPS lacks
+
+
 class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
     They are one tensor, in the order of StepReport's fields. The scalars of a recipe, which only
-    its first loss names, come last.
+    its first loss names, follow, then the parts of BatchNorm's statistics, which no host reads.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        """Allocate the memory; no scalars yet."""
-        # MPS has no float64
-        dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    def __init__(self, accelerator: Accelerator, parts: Tensor | None = None) -> None:
+        """Allocate the memory; no scalars yet. For parts, see statistics.py."""
+        device = accelerator.device
         self.world_size = accelerator.num_processes
         self.work: Any = None
-        self.allocate(torch.zeros(6, dtype=dtype, device=accelerator.device))
+        self.parts = parts
+        size = 6 + (0 if parts is None else len(parts))
+        self.allocate(torch.zeros(size, dtype=dtype_of_sums(device), device=device))
 
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
         """Use a tensor of zeros, for the scalars of these names too."""
         self.tensor = memory
         self.over_all_ranks = memory[LOSS:]
+        self.numbers = memory[: 6 + len(names)]
+        self.statistics = memory[6 + len(names) :]
         # on a CPU the same memory as numbers: a kernel for a scalar takes longer than all sums
-        self.sums: Any = memory.numpy().data if memory.is_cpu else [*memory.unbind()]
+        self.sums: Any = self.numbers.numpy().data if memory.is_cpu else [*self.numbers.unbind()]
         self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
 
     def add_to(self, index: int, value: Tensor | float) -> None:
@@ -73,6 +81,8 @@ class StepSums:
             self.add_to(STOP_VOTES, wants_stop)
             self.add_to(SAVE_VOTES, wants_save)
         self.add_to(OWN_LOSS, self.sums[LOSS])
+        if self.parts is not None:
+            self.statistics.copy_(self.parts)
         if self.world_size > 1:
             self.work = torch.distributed.all_reduce(self.over_all_ranks, async_op=True)
 
@@ -109,9 +119,9 @@ class HostCopy:
 class DelayedReader:
     """Read the sums of a step one step later, when the device has them anyway."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, parts: Tensor | None = None) -> None:
         # of this step, and of the one before, which has not been read
-        self.both = [StepSums(accelerator), StepSums(accelerator)]
+        self.both = [StepSums(accelerator, parts), StepSums(accelerator, parts)]
         self.accelerator = accelerator
         self.pending: tuple[int, HostCopy] | None = None
 
@@ -123,7 +133,7 @@ class DelayedReader:
         """
         agree(self.accelerator, {"what loss returns": names})
         for sums in self.both if names else ():
-            sums.allocate(sums.tensor.new_zeros(6 + len(names)), names)
+            sums.allocate(sums.tensor.new_zeros(len(sums.tensor) + len(names)), names)
 
     def begin(self) -> StepSums:
         """Return the sums of a new step, which are zero."""
@@ -134,7 +144,7 @@ class DelayedReader:
     def push(self, step: int, sums: StepSums, grad_norm: Tensor | float) -> StepReport | None:
         """Start to copy a step's sums to the host; return the report of the step before."""
         sums.add_to(GRAD_NORM, grad_norm)
-        copy = HostCopy(sums.tensor)
+        copy = HostCopy(sums.numbers)
         before = self.flush()
         self.pending = (step, copy)
         return before

@@ -25,6 +25,7 @@ from .records import samples, screen
 from .records.metrics import MetricsWriter
 from .run_folder import Run
 from .state import StepReport, TrainState, check_best_metric, is_due
+from .statistics import exact_statistics
 from .step_sums import DelayedReader
 
 
@@ -91,10 +92,12 @@ def main(config: Config) -> int:
         trainable = [p for p in raw_model.parameters() if p.requires_grad]
         refuse_unused = sharding.refusal_of_unused(model)
         in_buckets = sharding.has_gradients_in_buckets(model)
-        read_back = DelayedReader(accelerator)
         stop_agreed = False
         save_agreed = False  # by time, see checkpoints.is_due_by_time
         model.train()
+        statistics = exact_statistics(accelerator, model, layout)  # None without BatchNorm
+        forward = statistics.forward if statistics else model
+        read_back = DelayedReader(accelerator, statistics and statistics.parts)
         stop.loop_begins()
         metrics = MetricsWriter(accelerator, run, layout, state, model)
         evaluated = accelerator, config, eval_model, validation_sets
@@ -151,7 +154,7 @@ def main(config: Config) -> int:
                     with sharding.gradient_sync(model, is_last=is_last):
                         # recipe.loss(raw_model, batch, step), in the forward that DDP, FSDP,
                         # autocast and torch.compile have wrapped
-                        returned = model(recipe.loss, batch, step)
+                        returned = forward(recipe.loss, batch, step)
                         if step == steps.start and j == 0:  # the first of this start
                             read_back.set_names(contract.check_loss(recipe, returned))
                         loss_sum, num_items, *scalars = returned
@@ -178,6 +181,8 @@ def main(config: Config) -> int:
                     optim.gradients(trainable), normalizer, config.optim.clip_norm
                 )
                 optim.step_if_finite(optimizer, norm)  # scaler.step would wait for the device
+                if statistics:
+                    statistics.finish(sums, norm)
                 if scaler:
                     scaler.update()
                 optim.clear_gradients(optimizer, in_buckets, is_first=step == steps.start)

@@ -1,0 +1,154 @@
+"""Exact running statistics of BatchNorm: those of one process that sees all micro-batches in order.
+
+torch moves the running statistics r at each call of a layer, to (1 - m) r + m s: m is the layer's
+momentum, s are the statistics of the micro-batch. On several ranks each would have its own, and
+move them once for each of its own micro-batches. But all of it is linear: after the micro-batches
+0 to n - 1 of a step, r is (1 - m)^n r + sum_k (1 - m)^(n - 1 - k) m s_k. So each micro-batch begins
+with the r that the step began with. What torch leaves there, less (1 - m) r, is m s_k. Each rank
+sums these parts with their weights, and the sums are part of the step's all-reduce. One process
+leaves the statistics to torch. A step that is skipped leaves them as they were.
+
+This is exact where all micro-batches of a step call a layer equally often. Where some call it more
+often than others, or not at all, a part's weight assumes that later micro-batches call the layer as
+often as its own, and the weights are normalized: an average that is the same for any number of
+processes above one. Layers of which no call is counted keep what the recipe or torch has left.
+Not in here: SyncBatchNorm, and layers with momentum None, whose average is of all calls.
+"""
+
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from .loading.layout import BatchLayout
+from .step_sums import StepSums, dtype_of_sums
+
+
+def exact_statistics(
+    accelerator: Accelerator, model: nn.Module, layout: BatchLayout
+) -> "RunningStatistics | None":
+    """Return what keeps the running statistics of a prepared model exact; None if it has none."""
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, _NormBase)
+        and not isinstance(layer, nn.SyncBatchNorm)
+        and None not in (layer.running_mean, layer.num_batches_tracked, layer.momentum)
+    ]
+    return RunningStatistics(accelerator, model, layers, layout) if layers else None
+
+
+class RunningStatistics:
+    """The running statistics of a model's layers in one step. L: layers, C: their statistics."""
+
+    def __init__(
+        self, accelerator: Accelerator, model: Any, layers: list[Any], layout: BatchLayout
+    ) -> None:
+        """Prepare; from here on, DDP no longer broadcasts the statistics of rank 0."""
+        device = accelerator.device
+        self.dtype = dtype_of_sums(device)
+        self.model = model
+        self.layers = layers
+        self.layout = layout
+        self.rank = accelerator.process_index
+        self.number = self.rank  # of the next micro-batch of this rank, counted over all ranks
+        self.buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
+        self.counters = [calls_counter(layer) for layer in layers]
+        self.sizes = [len(buffer) for buffer in self.buffers]
+        lengths = torch.tensor(self.sizes).view(-1, 2).sum(1)
+        self.layer_of = torch.arange(len(layers)).repeat_interleave(lengths).to(device)  # (C,)
+        self.part_sizes = [len(self.layer_of), len(layers), len(layers)]
+        # of the step's micro-batches so far: weighted statistics (C,), weights (L,) and calls (L,)
+        self.parts: Tensor | None = None
+        if layout.world_size > 1:
+            self.parts = torch.zeros(sum(self.part_sizes), dtype=self.dtype, device=device)
+        self.momenta: list[float] = []
+        if isinstance(model, DistributedDataParallel):
+            # a frozen layer may be a copy that the recipe writes: DDP broadcasts it as before
+            moving = {id(b) for layer in layers if layer.training for b in layer.buffers()}
+            named = model.module.named_buffers()
+            model.parameters_to_ignore |= {name for name, b in named if id(b) in moving}
+            model._assign_modules_buffers()
+
+    def forward(self, *arguments: Any) -> Any:
+        """Call the model with a micro-batch, and add its part of the statistics."""
+        if self.number == self.rank:  # the first of a step
+            self.before = self.start = self._read()
+        else:
+            self._write(*self.start)
+        returned = self.model(*arguments)
+        # read here, since a forward that the backward pass computes again would count twice
+        statistics, calls = self._read()
+        if self.parts is None:
+            self.start = statistics, calls
+        else:
+            self._add(self.parts, statistics, calls)
+        self.number += self.layout.world_size
+        return returned
+
+    def finish(self, sums: StepSums, norm: Tensor | float) -> None:
+        """Move the statistics by all micro-batches of a step, or leave them where it is skipped."""
+        before, calls_before = self.before
+        after, calls = self.start
+        if self.parts is not None:
+            after, calls = self._after_all_ranks(sums)
+            self.parts.zero_()
+        is_finite = torch.as_tensor(norm, device=calls.device).isfinite()
+        moves = is_finite | (calls == calls_before)
+        after = torch.where(moves[self.layer_of], after, before)
+        self._write(after, torch.where(moves, calls, calls_before))
+        self.number = self.rank
+
+    def _add(self, parts: Tensor, statistics: Tensor, calls: Tensor) -> None:
+        """Add a micro-batch's part to those of this rank."""
+        before, calls_before = self.start
+        calls = calls - calls_before
+        # without a call, it is the recipe that has written there
+        before = torch.where((calls == 0)[self.layer_of], statistics, before)
+        self.start = before, calls_before
+        decay = self._decay(calls)
+        weight = decay ** (self.layout.micro_batches_per_step - 1 - self.number)
+        part = statistics - decay[self.layer_of] * before
+        parts += torch.cat([part * weight[self.layer_of], weight * (1 - decay), calls])
+
+    def _after_all_ranks(self, sums: StepSums) -> tuple[Tensor, Tensor]:
+        """Return the statistics and the number of calls after the micro-batches of all ranks."""
+        before, calls_before = self.start
+        statistics, weights, calls = sums.statistics.split(self.part_sizes)
+        mean = statistics / weights[self.layer_of]
+        after = torch.lerp(before, mean, 1 - self._decay(calls)[self.layer_of])
+        after = torch.where((weights > 0)[self.layer_of], after, before)
+        return after, calls_before + calls.long()
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """Return copies of the statistics (C,) and of the number of calls (L,)."""
+        return torch.cat(self.buffers).to(self.dtype), torch.stack(self.counters)
+
+    def _write(self, statistics: Tensor, calls: Tensor) -> None:
+        values = statistics.to(self.buffers[0].dtype).split(self.sizes)
+        torch._foreach_copy_(self.buffers, values)  # type: ignore[attr-defined]
+        torch._foreach_copy_(self.counters, calls.unbind())  # type: ignore[attr-defined]
+
+    def _decay(self, calls: Tensor) -> Tensor:
+        """Return how much of the statistics is left after so many calls of each layer."""
+        momenta = [layer.momentum for layer in self.layers]
+        if momenta != self.momenta:  # a recipe may change them; a copy to a GPU waits for it
+            self.momenta = momenta
+            self.kept = 1 - torch.tensor(momenta, dtype=self.dtype, device=calls.device)
+        return self.kept**calls
+
+
+def calls_counter(layer: Any) -> Tensor:
+    """Return the tensor that counts a layer's calls in training."""
+    if isinstance(layer, _BatchNorm):
+        return cast("Tensor", layer.num_batches_tracked)
+    calls = torch.zeros_like(layer.num_batches_tracked)  # which InstanceNorm does not move
+
+    def count(layer: Any, *_: Any) -> None:
+        calls.add_(layer.training)
+
+    layer.register_forward_hook(count)
+    return calls
