@@ -19,8 +19,8 @@ Padding: images keep their sizes. A micro-batch is padded to its largest image; 
        ignored by loss and metrics, but padding still changes the outputs near it. With
        evaluation.batch_size 1 there is no padding beyond a multiple of 8.
 Normalization: mini_unet uses GroupNorm, so training does not depend on the batch layout.
-       torchvision's models use BatchNorm: on several GPUs set distributed.sync_batchnorm, which
-       computes its statistics over all processes.
+       torchvision's models use BatchNorm: where a micro-batch holds few images, on several GPUs,
+       distributed.sync_batchnorm computes its statistics over all processes.
 The default config, with its measured result and time, is configs/segmentation.yaml.
 """
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ragged import Noting
-from runs import make_config, records, train, weights
+from ragged import Noting, Ragged
+from runs import assert_same_weights, make_config, records, train, weights
 from world import run_world
 
 # SGD sees a wrong gradient scale, to which AdamW is blind; clipping binds in both.
@@ -39,3 +39,22 @@ def test_any_split_gives_the_same_curve(tmp_path, optimizer, dtype, tolerance):
             assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
         assert [r["learning_rate"] for r in curve] == [r["learning_rate"] for r in reference]
         torch.testing.assert_close(final, finals[0], rtol=tolerance, atol=tolerance)
+
+
+def test_any_split_gives_the_same_batch_norm(tmp_path):
+    """Weights, running statistics and what evaluations find with them; a step is skipped."""
+    recipe = Ragged(dtype="float64", batch_norm=True, explode_at=(4,))
+    runs = []
+    for processes in (1, 2, 4):
+        config = make_config(
+            tmp_path / str(processes), recipe, **OPTIMIZERS["sgd"], evaluation__every_steps=3
+        )
+        run_world(processes, train, config)
+        runs.append(config)
+        assert_same_weights(config, runs[0], 1e-12)  # buffers too
+        for name in ("validation/accuracy", "validation/auroc"):
+            ours, theirs = ([r[name] for r in records(c, name)] for c in (config, runs[0]))
+            assert len(ours) == 4
+            assert ours == pytest.approx(theirs, abs=1e-6)
+    calls = weights(config.folder / "export")["1.num_batches_tracked"]
+    assert calls == 9 * 4, "of all processes, without the step that is skipped"

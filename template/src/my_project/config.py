@@ -162,7 +162,9 @@ class DistributedConfig:
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """Options of accelerate's DistributedDataParallelKwargs, by their own names."""
     sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over the micro-batches of all ranks. GPUs only."""
+    """Compute BatchNorm statistics over the micro-batches of all ranks at once, so that the curve
+    depends on the number of processes. GPUs only. Without it, each micro-batch has its own, and the
+    running statistics are those of all micro-batches in order."""
     activation_checkpointing: bool = may_change(False)
     """Keep only the inputs of each block of layers, and recompute the rest in the backward pass:
     less memory, about a third more computation. The blocks are those of the recipe's model_blocks,

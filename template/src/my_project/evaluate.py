@@ -229,7 +229,7 @@ def recipe_loss(config: Config, step: int) -> Any:
 
 
 def broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0 (BatchNorm statistics), as DDP does in training."""
+    """Broadcast the buffers of rank 0, as DDP does in training with most."""
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             values = buffer.contiguous()  # NCCL refuses any other, and gloo mixes it up

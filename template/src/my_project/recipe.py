@@ -93,6 +93,8 @@ State: what `loss` changes in the model besides gradients (a mean teacher, a que
 depends on how a step is split into micro-batches, unless it does so once for each `step`, and only
 while `model.training`. The loop calls `model.train()`, which also sets a frozen part to training,
 with its dropout and BatchNorm: give that part a `train` method that calls `super().train(False)`.
+The running statistics of BatchNorm move once for each micro-batch of all ranks (statistics.py), so
+`loss` writes none of a layer that it also calls in training.
 Under FSDP all ranks must call the same blocks in each forward, or the run hangs.
 """
 
