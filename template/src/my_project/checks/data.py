@@ -23,7 +23,7 @@ import torch
 
 from ..config import Config
 from ..loading.layout import is_stream
-from ..loading.loader import ignore_signals_except_parents
+from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
 
 SAMPLES = 4  # of each dataset, evenly spaced
@@ -121,8 +121,9 @@ def _read(pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool) -> Non
 
 def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
     """Return the parts of a sample, or of the first one in a lane; an error is a part too."""
-    seed_rng(derive_seed("check", index))
     try:
+        tell_epoch(data, 0, seed)
+        seed_rng(derive_seed("check", index))
         sample = next(iter(data.lane(index, 0, seed))) if is_stream(data) else data[index]
         return dict(islice(parts(sample), MOST_PARTS))
     except Exception as error:  # training meets it, too
