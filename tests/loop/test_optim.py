@@ -324,3 +324,40 @@ def test_hooks_and_bf16_round_gradients_and_activations_but_no_weights(tmp_path)
             assert value.dtype == torch.float32
             assert not torch.equal(value, theirs[name])
             torch.testing.assert_close(value, theirs[name], rtol=0.05, atol=0.02)
+
+
+class Counter(nn.Module):
+    """Adds a buffer that loss changes; another module has the same one, and a view of it."""
+
+    total: Tensor
+
+    def __init__(self, total: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("total", total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.total.sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing(Ragged):
+    """The first module's buffer changes in each loss; the others read it."""
+
+    validation_samples: int = 0
+
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        total = torch.zeros(4)
+        readers = [Counter(total), Counter(total[:2])]
+        return nn.Sequential(Counter(total), *readers, *super().build_model(data_info))
+
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        if model.training:
+            model[0].total.fill_(step / 8)
+        return super().loss(model, batch, step)
+
+
+def test_buffers_that_share_memory_share_it_on_any_number_of_processes(tmp_path):
+    one, two = final_weights_on((1, 2), tmp_path, Sharing(dtype="float64"))
+    assert torch.equal(two["1.total"], torch.full((4,), 9 / 8))
+    assert torch.equal(two["2.total"], two["1.total"][:2])
+    torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)

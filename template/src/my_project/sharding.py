@@ -78,7 +78,10 @@ def build_model(
     if accelerator.distributed_type == DistributedType.FSDP:
         model, weights = build_on_meta(accelerator, build)
     else:
-        model, weights = build().to(accelerator.device), None
+        # several CPU processes have cpu:0, and a move there copies what is on the CPU, each buffer by
+        # itself: those that share memory would part
+        on_cpu = accelerator.device.type == "cpu"
+        model, weights = build().to("cpu" if on_cpu else accelerator.device), None
         # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
@@ -121,7 +124,8 @@ def prepare(
             set_zero_gradients(optimizer)
         wrapper = RecipeModule(model)
         compile_in_place(accelerator, wrapper, blocks(config.recipe, model))
-        prepared = accelerator.prepare(wrapper)
+        placement = [False] if accelerator.device.type == "cpu" else None  # see build_model
+        prepared = accelerator.prepare(wrapper, device_placement=placement)
         accelerator._models[-1] = prepared  # the DDP, for devices.release_groups
     if not has_gradients_in_buckets(prepared):
         optimizer.zero_grad()
