@@ -17,7 +17,7 @@ from accelerate.commands import launch as accelerate_launch
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
 from my_project import failures, launch, rendezvous, starts, workers
 from my_project.config import ConfigError
-from my_project.files import TransientError, read_json
+from my_project.files import TransientError, read_json, wait_until
 from my_project.starts import Starts
 from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, steps_done, wait_for_steps
@@ -313,3 +313,60 @@ def test_where_an_import_starts_a_thread_the_processes_are_spawned(tmp_path):
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     assert "each process imports torch itself: an import has started threads" in shown
+
+
+# Opens files when it is imported, when it is made, and when a method imports; reads all of them
+# slowly. The last import installs a signal handler of its own.
+SHARING = """
+import os, tempfile, time
+from dataclasses import dataclass, field
+from typing import Any
+from ragged import Ragged, Samples
+
+IMPORTED = tempfile.TemporaryFile(buffering=0)
+IMPORTED.write(bytes(range(70)))
+
+class Read(Samples):
+    files = ()
+    def __getitem__(self, index):
+        for file in self.files:
+            file.seek(index)
+            time.sleep(0.001)
+            assert file.read(1) == bytes([index])
+        return super().__getitem__(index)
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing(Ragged):
+    made: Any = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "made", open("numbers", "rb", buffering=0))
+
+    def build_datasets(self, data_info):
+        import lazy
+        data = Read(self.samples, 6, self.dtype, 1, 0.0)
+        data.files = IMPORTED, self.made, lazy.FILE
+        return data, {}
+"""
+LAZY = """
+import signal
+FILE = open("others", "rb", buffering=0)
+signal.signal(signal.SIGTERM, lambda *_: None)
+"""
+
+
+@pytest.mark.slow
+def test_files_that_a_recipe_has_opened_are_opened_again_in_each_process(tmp_path):
+    (tmp_path / "sharing.py").write_text(SHARING)
+    (tmp_path / "lazy.py").write_text(LAZY)
+    for name in ("numbers", "others"):
+        (tmp_path / name).write_bytes(bytes(range(70)))
+    words = ("--recipe", "sharing.Sharing", "--steps", "300")
+    with test_launch.launch(tmp_path, *words, launcher="my_project.launch") as run:
+        wait_until(lambda: steps_done(tmp_path) >= 4 or run.poll() is not None, 200)
+        os.kill(run.pid, signal.SIGTERM)
+        shown, _ = run.communicate(timeout=600)
+    assert run.returncode == 75, "the handler of an import has replaced the launcher's"
+    (line,) = re.findall("each process imports torch itself: .*", shown)
+    for path in ("numbers", "others", "(deleted)"):
+        assert path in line

@@ -1,10 +1,13 @@
 """What a launcher started ends with it, at any time; what a person started outlives its shell."""
 
 import gc
+import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -14,11 +17,11 @@ from typing import Any
 
 import pytest
 import test_launch
-from my_project import workers
+from my_project import process, workers
 from my_project.config import Config
 from my_project.files import wait_until
 from ragged import Ragged
-from runs import make_config, train
+from runs import make_config, status, train
 from test_launch import outcome, steps_done
 from world import run_world
 
@@ -124,7 +127,7 @@ import os, signal, sys
 from types import SimpleNamespace
 cuda = SimpleNamespace(is_initialized=lambda: False)
 sys.modules["torch"] = SimpleNamespace(cuda=cuda, set_num_threads=lambda number: print(number))
-from my_project import workers
+from my_project import process, workers
 ours = workers.Workers()
 one = [{"OMP_NUM_THREADS": "3", "PATH": os.environ["PATH"]}]
 never = lambda *_: False
@@ -154,7 +157,7 @@ def test_a_signal_while_a_process_is_started_reaches_it_and_nohup_holds_for_it(b
 
 ENDING_THREADS = """
 from concurrent.futures import ThreadPoolExecutor
-from my_project import workers
+from my_project import process, workers
 def chosen():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(str, range(8)))
@@ -165,6 +168,63 @@ print({chosen() for _ in range(300)})
 
 def test_threads_that_python_has_joined_do_not_keep_processes_from_being_forked():
     assert script(ENDING_THREADS, OPENBLAS_NUM_THREADS="1") == ["{'fork'}"]
+
+
+# ---- what forks would share, and handlers of others ----------------------------------------------
+def test_open_files_are_those_that_have_a_position_to_share(tmp_path):
+    path = tmp_path / "samples"
+    path.write_bytes(bytes(4096))
+    before = workers.open_files()
+    with (
+        tempfile.TemporaryFile() as deleted,
+        open(tmp_path / "log", "a") as log,
+        open(os.devnull) as device,
+        open(os.memfd_create("memory")) as buffer,
+        socket.socket() as connection,
+        path.open("rb") as mapped,
+        mmap.mmap(mapped.fileno(), 0, prot=mmap.PROT_READ) as memory,
+    ):
+        pipe = os.pipe()
+        found = {number for number, _ in workers.open_files() - before}
+        assert found >= {deleted.fileno(), connection.fileno(), pipe[0]}
+        without = {file.fileno() for file in (log, device, buffer, mapped)} | {pipe[1]}
+        assert not found & without
+        assert len(memory) == 4096
+    for end in pipe:
+        os.close(end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deaf(Ragged):
+    """Imports in a method what installs a signal handler of its own; is told to stop later."""
+
+    method: str = "build_model"
+
+    def build_model(self, data_info: Any) -> Any:
+        if self.method == "build_model":
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        return super().build_model(data_info)
+
+    def loss(self, model: Any, batch: Any, step: int) -> Any:
+        if self.method == "loss" and step == 2:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # until the thread that watches has seen it
+        return super().loss(model, batch, step)
+
+
+def train_launched(config: Config) -> int:
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    process.LAUNCHER.watch()
+    return train(config)
+
+
+@pytest.mark.parametrize(("method", "main"), [("build_model", train), ("loss", train_launched)])
+def test_a_signal_is_heeded_though_a_library_has_replaced_the_handler(tmp_path, method, main):
+    config = make_config(tmp_path, Deaf(method=method), steps=20)
+    assert run_world(1, main, config) == [75]
+    assert 4 <= status(config)["step"] <= 6
 
 
 # ---- the real launchers --------------------------------------------------------------------------

@@ -59,7 +59,7 @@ from .files import (
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
 from .starts import Starts, failed, goodput, last_record, read_errors
-from .workers import Workers, in_a_child
+from .workers import Workers, in_a_child, opened_files_noted, start_method
 
 TRAIN = f"{__package__}.train"
 PREFLIGHT = f"{__package__}.tools.preflight"
@@ -159,6 +159,8 @@ def parse(arguments: list[str]) -> Launch:
     if not 0 <= node_rank < nodes:
         raise ConfigError(f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}.")
     fit_mesh(options, flags)
+    with opened_files_noted():
+        config = parse_settings(module_arguments)
     return Launch(
         options=options,
         module=module,
@@ -171,7 +173,7 @@ def parse(arguments: list[str]) -> Launch:
         precision=str(options.mixed_precision),
         gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
         own=own,
-        config=parse_settings(module_arguments),
+        config=config,
     )
 
 
@@ -314,12 +316,23 @@ def import_all(config: Config) -> None:
                 importlib.import_module(name)
 
 
-def call(module: str, config: Config) -> None:
-    """Call the main of a module in this process, one of those that the launcher has started."""
+def call(module: str, settings: Config | tuple[str, ...]) -> None:
+    """Call the main of a module in this process, one of those that the launcher has started.
+
+    Args:
+        module: the module.
+        settings: the config or, in a spawned process, its words on the command line: a config may
+            hold an open file, and that must be opened here.
+    """
     gc.freeze()  # a collection would copy the pages of all that was imported before the fork
     LAUNCHER.watch()
     main = importlib.import_module(module).main
-    cli.run_on_all_ranks(main, as_restarted(config))
+
+    def run() -> int:
+        config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
+        return main(as_restarted(config))
+
+    cli.run_on_all_ranks(run)
 
 
 def run_module(
@@ -343,7 +356,8 @@ def run_module(
         files that they have left.
     """
     os.environ.pop(LOGS, None)
-    import_all(launch.config)
+    with opened_files_noted():
+        import_all(launch.config)
     if logs:  # made after the imports, in which Ctrl-C may come
         with writing(launch.config.folder):
             logs.mkdir(parents=True, exist_ok=True)
@@ -354,7 +368,8 @@ def run_module(
         os.environ[failures.FOLDER] = errors
         environments = launch.environments(starts.attempt)
         starts.begin()
-        function = partial(call, module, launch.config)
+        is_forked = start_method()[0] == "fork"
+        function = partial(call, module, launch.config if is_forked else launch.arguments)
         codes = workers.run(function, environments, starts.may_kill)
         found = [one for one in map(read_json, Path(errors).glob("*.json")) if "reason" in one]
     return codes, found

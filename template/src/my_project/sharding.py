@@ -78,8 +78,8 @@ def build_model(
     if accelerator.distributed_type == DistributedType.FSDP:
         model, weights = build_on_meta(accelerator, build)
     else:
-        # several CPU processes have cpu:0, and a move there copies what is on the CPU, each buffer by
-        # itself: those that share memory would part
+        # several CPU processes have cpu:0, and a move there copies what is on the CPU, each buffer
+        # by itself: those that share memory would part
         on_cpu = accelerator.device.type == "cpu"
         model, weights = build().to("cpu" if on_cpu else accelerator.device), None
         # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps

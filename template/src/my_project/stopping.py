@@ -64,11 +64,15 @@ class StopRequest:
             self.reason = f"stop_after {self._stop_after} has elapsed"
         if not self.reason and LAUNCHER.is_gone:
             self.reason = "the launcher has exited"
+        if not self.reason and LAUNCHER.leave_at < float("inf"):
+            self.reason = "told to stop, by a signal whose handler another module has replaced"
         return bool(self.reason)
 
     def loop_begins(self) -> None:
         """From now on, save before exiting when the launcher has exited."""
         LAUNCHER.ends_process = False
+        for number in self._before:  # again: an import may have installed handlers of its own
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

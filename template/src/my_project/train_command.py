@@ -36,7 +36,7 @@ from .files import (
 from .loading.layout import batch_layout
 from .process import DRY_RUN
 from .safety.redaction import mask_command
-from .workers import in_a_child
+from .workers import in_a_child, opened_files_noted
 
 COMMAND = f"python -m {__package__} train"
 FOLDER = Path("accelerate_configs")
@@ -146,7 +146,8 @@ def main(arguments: list[str]) -> int:
     options, settings = read_options(arguments)
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as the processes that are started find it
-    config = parse(settings, __doc__ or "", COMMAND)
+    with opened_files_noted():
+        config = parse(settings, __doc__ or "", COMMAND)
     path, processes = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
     flags = ["--config_file", str(path)]

@@ -2,18 +2,21 @@
 
 They are forked from this process, which has imported torch, the loop and the recipe, so they need
 no import: each worker saves some four seconds of CPU time at every start. Where that is not safe
-(another thread runs here, or CUDA is initialized) or impossible they are spawned.
+(another thread runs here, CUDA is initialized, or the recipe has opened a file, in which all would
+read on at one position) or impossible they are spawned.
 """
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import signal
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -43,9 +46,13 @@ class Workers:
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
         self.others: Any = None  # with several nodes rendezvous.OtherNodes
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                signal.signal(number, self._handle)
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+        self.handled = [one for one in SIGNALS if one != signal.SIGHUP or not is_ignored]
+        self._handle_signals()
+
+    def _handle_signals(self) -> None:
+        for number in self.handled:
+            signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: object) -> None:
         if not self.stop_signal:
@@ -87,6 +94,7 @@ class Workers:
             that signal n ended.
         """
         self.killed = []
+        self._handle_signals()  # again: an import may have installed handlers of its own
         ranks = [int(environment.get("RANK", "0")) for environment in environments]
         method, why = start_method()
         if why:
@@ -139,7 +147,41 @@ def start_method() -> tuple[str, str]:
         return "spawn", "an import has initialized CUDA, which no fork survives"
     if len(names := threads()) > 1:
         return "spawn", f"an import has started threads ({', '.join(sorted(names)[:4])})"
+    if names := sorted(name for _, name in OPENED & open_files()):
+        return "spawn", f"an import or the recipe's __post_init__ has opened {', '.join(names[:4])}"
     return "fork", ""
+
+
+OPENED: set[tuple[int, str]] = set()  # open files, see open_files
+
+
+@contextmanager
+def opened_files_noted() -> Iterator[None]:
+    """Note in OPENED what the block, which imports or makes the recipe, opens and leaves open."""
+    before = open_files()
+    yield
+    OPENED.update(open_files() - before)
+
+
+def open_files() -> set[tuple[int, str]]:
+    """Return the files, pipes and sockets that are open here to be read: descriptors and names.
+
+    Forked processes would take from one what the others then miss. Not what has no position to
+    share: devices, and files that are mapped into memory.
+    """
+    found: set[tuple[int, str]] = set()
+    if sys.platform != "linux":
+        return found
+    mapped = Path("/proc/self/maps").read_text(errors="replace")
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor that lists them is closed by now
+            number, name = int(path.name), os.readlink(path)
+            kind, flags = os.stat(number).st_mode, fcntl.fcntl(number, fcntl.F_GETFL)
+            has_position = stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)
+            is_in_memory = name.startswith("/memfd:") or f" {name}\n" in mapped
+            if has_position and not is_in_memory and not flags & os.O_WRONLY:
+                found.add((number, name))
+    return found
 
 
 def threads() -> list[str]:
