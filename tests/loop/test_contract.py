@@ -2,9 +2,14 @@
 
 import dataclasses
 import enum
+import io
 import json
+import logging
 import os
 import pickle
+import sqlite3
+import tarfile
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,7 @@ from my_project.recipe import problems
 from ragged import Noting, Ragged
 from runs import change, make_config, train, weights
 from streamed import Streamed
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
 from world import run_world
 
 Recipe = dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,6 +279,98 @@ def test_what_a_loader_worker_cannot_send_is_a_sentence_and_no_stall(tmp_path, r
 
 
 # ---- numbers that JSON does not have -------------------------------------------------------------
+OPENED: list[Any] = []
+
+
+@pytest.fixture
+def closing():
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+class Inside:
+    """Holds one thing, as a wrapper of a dataset does."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+        if hasattr(held := what["a"][0] if isinstance(what, dict) else what, "close"):
+            OPENED.append(held)
+
+
+def opened(kind: str, path: Path) -> Any:  # noqa: PLR0911
+    """Return something open, or what looks like it and has no position in a file."""
+    if kind == "zip":
+        zipfile.ZipFile(path, "w").close()
+        return zipfile.ZipFile(path)
+    if kind == "tar":
+        tarfile.open(path, "w").close()
+        return tarfile.open(path)
+    if kind == "sqlite":
+        return sqlite3.connect(path)
+    path.write_bytes(bytes(640))
+    if kind == "map":
+        return np.memmap(path)
+    if kind == "closed":
+        with path.open("rb") as file:
+            return file
+    if kind == "memory":
+        return zipfile.ZipFile(io.BytesIO(), "w")
+    if kind == "log":
+        return logging.FileHandler(path)
+    return {"a": [path.open("rb")]} if kind == "list" else path.open("rb")
+
+
+@Recipe
+class Holding(Ragged):
+    """Its datasets hold something that was opened in the constructor."""
+
+    kind: str = ""
+    path: str = ""
+    in_validation: bool = False
+
+    def build_datasets(self, data_info: dict[str, Any]) -> Any:
+        train, sets = super().build_datasets(data_info)
+        held = ConcatDataset([sets["validation"] if self.in_validation else train])
+        held.datasets[0].wrapped = Inside(opened(self.kind, Path(self.path)))
+        return Subset(train, range(70)), {"validation": sets["validation"]}
+
+
+@pytest.mark.parametrize("in_validation", [False, True])
+@pytest.mark.parametrize("kind", ["file", "list", "zip", "tar", "sqlite"])
+@pytest.mark.usefixtures("closing")
+def test_an_open_file_in_a_dataset_is_refused_with_workers(tmp_path, kind, in_validation):
+    recipe = Holding(kind=kind, path=str(tmp_path / "samples"), in_validation=in_validation)
+    config = make_config(tmp_path, recipe, steps=1, batches__workers=2)
+    with pytest.raises(ConfigError, match=r"\.wrapped\.what\b.*\(2\)") as refusal:
+        train(config)
+    assert refusal.value.exit_code == 2
+    assert not (config.folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("map", 2), ("closed", 2), ("memory", 2), ("log", 2), ("file", 0)]
+)
+@pytest.mark.usefixtures("closing")
+def test_what_workers_do_not_share_is_not_refused(tmp_path, kind, count):
+    recipe = Holding(kind=kind, path=str(tmp_path / "samples"))
+    assert train(make_config(tmp_path, recipe, steps=1, batches__workers=count)) == 0
+
+
+@Recipe
+class HoldingStream(Streamed):
+    def build_datasets(self, data_info: dict[str, Any]) -> Any:
+        stream, validation_sets = super().build_datasets(data_info)
+        stream.shard = Inside(Path(__file__).open("rb"))  # noqa: SIM115
+        return stream, validation_sets
+
+
+@pytest.mark.usefixtures("closing")
+def test_an_open_file_in_a_stream_is_refused_with_workers(tmp_path):
+    with pytest.raises(ConfigError, match=r"stream\.shard\.what"):
+        train(make_config(tmp_path, HoldingStream(), steps=1, batches__workers=1))
+
+
 @Recipe
 class Infinite(Ragged):
     """An infinite loss whose gradient is finite."""

@@ -4,10 +4,14 @@ import io
 import math
 import os
 import signal
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -154,6 +158,12 @@ def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: A
     workers = config.workers
     if workers is None:
         workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
+    if workers and (found := open_file_in(data)):
+        raise ConfigError(
+            f"the dataset has an open file or database ({found}), and its position would be shared"
+            f" by the loader workers of each process ({workers}), which then read samples of"
+            " another index: open it when the first sample is read, or set batches.workers to 0."
+        )
     workers = min(workers, how.pop("max_workers", workers))
     defaults: dict[str, Any] = {
         "persistent_workers": workers > 0,
@@ -215,6 +225,38 @@ def ignore_signals_except_parents(_: int) -> None:
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=wait_for_parent, name="signals", daemon=True).start()
+
+
+MOST_OBJECTS, MOST_PARTS = 10_000, 100  # looked at in a dataset, and in each object of it
+
+
+def open_file_in(data: Any) -> str:
+    """Return the dotted name of an open file or database in a dataset; "" if there is none."""
+    found, seen = deque([("", data)]), set()
+    while found and len(seen) < MOST_OBJECTS:
+        name, value = found.popleft()
+        if id(value) in seen or isinstance(value, (type, ModuleType)):
+            continue
+        seen.add(id(value))
+        if has_position(value):
+            return name.removeprefix(".")
+        parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        named = enumerate(value) if isinstance(value, (list, tuple)) else parts.items()
+        found += [(f"{name}.{key}", part) for key, part in islice(named, MOST_PARTS)]
+    return ""
+
+
+def has_position(value: Any) -> bool:
+    """Return whether this is an open file, pipe or database, which forked processes would share.
+
+    Not one in memory, and not what is only written to, as the file of a log.
+    """
+    if isinstance(value, io.IOBase):
+        try:
+            return value.readable() and value.fileno() > 2  # not stdin
+        except (OSError, ValueError):  # in memory; closed
+            return False
+    return "sqlite3" in sys.modules and isinstance(value, sys.modules["sqlite3"].Connection)
 
 
 class _TrialPickler(ForkingPickler):
