@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from documents import PROJECT
+from documents import HAS_TOOLS, PROJECT
 from my_project import train_command
 from my_project.command_line import split
 from my_project.config import ConfigError
@@ -170,3 +172,116 @@ def test_a_dry_run_says_what_the_whole_run_will_take_and_keeps_nothing(project):
     assert code == 0, terminal.shown
     assert re.search(r"whole +40 steps: about", "\n".join(lines))
     assert not [path for path in (project / "runs").rglob("*") if path.is_dir()]
+
+
+# ---- warnings and progress bars ------------------------------------------------------------------
+LIBRARY = """
+import logging
+import warnings
+
+logger = logging.getLogger("library")
+own = logging.getLogger("library.own")  # as transformers': to stderr, by a handler of its own
+own.addHandler(logging.StreamHandler())
+hidden = logging.getLogger("library.hidden")  # to a file of its own
+hidden.addHandler(logging.NullHandler())
+own.propagate = hidden.propagate = False
+
+def log():
+    logger.warning("logged %s", 1)
+    own.error("logged by its own handler")
+    hidden.warning("in its own file")
+
+def warn(text, category=UserWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn(text, category, stacklevel=2)
+"""
+WARNING = """
+import sys, threading, time
+from dataclasses import dataclass
+from pathlib import Path
+from ragged import Ragged, Samples
+from torch.nn.functional import mse_loss
+from tqdm import tqdm
+sys.path.insert(0, "site-packages")
+import library
+
+class Read(Samples):
+    def __getitem__(self, index):
+        library.warn("reading")
+        return super().__getitem__(index)
+
+@dataclass(frozen=True, kw_only=True)
+class Warning(Ragged):
+    def prepare_data(self):
+        library.warn("preparing")
+        for _ in tqdm(range(20 * (not Path("cache").exists())), mininterval=0):
+            time.sleep(0.02)
+        Path("cache").touch()
+        return super().prepare_data()
+
+    def build_datasets(self, data_info):
+        return Read(self.samples, 6, self.dtype, 1, 0.0), super().build_datasets(data_info)[1]
+
+    def loss(self, model, batch, step):
+        library.log()
+        library.warn("token=abcdef123456 \\x1b[2J " + 400 * "long ")
+        library.warn("old", DeprecationWarning)
+        library.warn("will be old", FutureWarning)
+        thread = threading.Thread(target=lambda: library.warn("in a thread"))
+        thread.start()
+        thread.join()
+        mse_loss(batch["y"][:, :1], batch["y"][:, 0])
+        print("printed", file=sys.stderr)
+        return super().loss(model, batch, step)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_warnings_of_rank_0_and_the_bar_of_prepare_data_are_shown(project, on_terminal):
+    (project / "site-packages").mkdir()
+    (project / "site-packages/library.py").write_text(LIBRARY)
+    (project / "warned.py").write_text(WARNING)
+    words = "configs/tiny.yaml --run_name tiny --recipe warned.Warning --batches.workers 2"
+    words += " --where cpu_2_processes"
+    if on_terminal:
+        terminal = Terminal(["train", *words.split()], project, columns=600)
+        _, code = terminal.end()
+        text, shown = terminal.text, terminal.shown
+    else:
+        command = [sys.executable, "-m", "my_project", "train", *words.split()]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        code, text, shown = done.returncode, done.stdout, done.stdout
+    assert code == 0, shown
+    lines = [line for line in shown.splitlines() if line.startswith("warning: ")]
+    said = ("preparing", "reading", "logged 1", "logged by its own handler", "token=*** ?[2J long")
+    for words in (*said, "in a thread", "Using a target size"):
+        assert sum(words in line for line in lines) == 1, words
+    assert len(lines) == 7
+    assert max(map(len, lines)) < 450
+    places = [line.rpartition(" (")[2] for line in lines]
+    assert all(re.fullmatch(r"(warned|library)\.py:\d+\)", place) for place in places), places
+    assert "\x1b[2J" not in text
+    assert "20/20" in shown
+    assert text.count("%|") > 10, "the bar is drawn again and again"
+
+    left = json.loads((project / "runs/tiny/status.json").read_text())
+    assert left["warnings"] == 9, "with those for developers"
+    (log,) = (project / "runs/tiny/logs/node_0").glob("*/rank_00000.log")
+    assert f"  warnings 9, in {log.relative_to(project)}" in shown
+    in_log = log.read_text()
+    for words in (*said[:4], "token=***", "DeprecationWarning: old", "printed"):
+        assert words in in_log
+    assert "printed" not in shown
+    assert "20/20" not in "".join(path.read_text() for path in log.parent.glob("*.log"))
+    if not HAS_TOOLS:
+        return
+    from my_project.tools import doctor
+
+    diagnosis = doctor.diagnose(project / "runs/tiny")
+    assert diagnosis["known"][0] == "no failure"
+    assert "(9)" in diagnosis["known"][1]
+    assert str(log) in diagnosis["known"][1]

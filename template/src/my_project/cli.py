@@ -2,18 +2,23 @@
 
 import gc
 import logging
+import mmap
 import os
+import re
 import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, library_of, record_of, report_once
-from .process import PREEMPTED, process_name, world, write_logs
-from .safety.redaction import MaskedFormatter
+from .failures import exit_with_error, library_of, record_of, report_once, short_path
+from .files import printable
+from .process import LOGS, PREEMPTED, STDERR, can_redraw, process_name, world, write_logs
+from .safety.redaction import MaskedFormatter, mask
 
 
 def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Exception) -> NoReturn:
@@ -75,6 +80,70 @@ def one_at_a_time() -> Iterator[None]:
         _TRAINING.release()
 
 
+FOR_DEVELOPERS = re.compile("(Deprecation|Future|Resource)Warning$")
+# as warnings.formatwarning writes one: file, line, category, message, line of code
+PYTHONS = re.compile(r"(.+?):(\d+): (\w+): (.*?)(\n  [^\n]*)?\n", re.DOTALL)
+LONGEST = 300  # characters of a warning on the screen
+
+
+class Warned:
+    """The warnings of Python and of libraries in rank 0, those of a line of code once.
+
+    Under launch.py, where stderr is a log file, each is shown on the terminal too, as one line. Not
+    what tells developers of later versions: that is counted only.
+    """
+
+    def __init__(self) -> None:
+        # whether a line of code, by its hash, has warned; shared with loader workers, which fork
+        self.lines: Any = b""
+
+    @property
+    def count(self) -> int:
+        """Return how many lines of code have warned."""
+        return len(self.lines) - self.lines[:].count(b"\0")
+
+    def start(self) -> None:
+        """Note warnings from now on: by the records, which some loggers pass on to no other."""
+        self.lines = mmap.mmap(-1, 1 << 16)
+        logging.setLogRecordFactory(partial(self._note, logging.getLogRecordFactory()))
+
+    def _note(self, make: Callable, *arguments: Any, **more: Any) -> logging.LogRecord:
+        record: logging.LogRecord = make(*arguments, **more)
+        with suppress(Exception):  # a message that cannot be formatted, a terminal that was closed
+            is_warning = (record.levelno or 0) >= logging.WARNING and not _is_of_project(record)
+            if is_warning and is_printed(record.name):
+                kind, text, place = record.name, record.getMessage(), record.pathname
+                line = str(record.lineno)
+                if kind == "py.warnings" and (found := PYTHONS.fullmatch(text)):
+                    place, line, kind, text, _ = found.groups()
+                at = zlib.crc32(f"{kind} {place} {line}".encode()) % len(self.lines)
+                is_new, self.lines[at] = not self.lines[at], 1
+                if is_new and LOGS in os.environ and not FOR_DEVELOPERS.search(kind):
+                    show_warning(kind, text, f"{place}:{line}")
+        return record
+
+
+WARNED = Warned()
+
+
+def show_warning(kind: str, text: str, place: str) -> None:
+    """Write a warning to the terminal alone, above the bar, which the next step draws again."""
+    text = printable(mask(" ".join(text.split())))
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    place = short_path(re.sub(".*/(site|dist)-packages/", "", place))
+    erased = "\r\x1b[K" * can_redraw()
+    os.write(1, f"{erased}warning: {kind}: {text} ({place})\n".encode())
+
+
+def is_printed(name: str) -> bool:
+    """Return whether a logger's records go to stderr: by the root's handlers, or by its own."""
+    logger = logging.getLogger(name)
+    while logger.propagate and logger.parent:
+        logger = logger.parent
+    streams = [getattr(handler, "stream", None) for handler in logger.handlers]
+    return logger is logging.getLogger() or sys.stderr in streams
+
+
 def _is_of_project(record: logging.LogRecord) -> bool:
     """Return whether the project's own code logs this, and not a library or Python's warnings."""
     return library_of(record.pathname) is None and record.name != "py.warnings"
@@ -84,11 +153,13 @@ def set_up_logging() -> None:
     """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
 
     What libraries log goes to stderr: under launch.py, which ends a run in one block, to the log
-    file only.
+    file, and of rank 0 as a line to the terminal.
     """
     rank = world()[1]
     prefix = f"[{process_name()}] %(levelname)s " if rank else ""
-    shown, kept = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    # a copy of stderr, which has the log file also while prepare_data has the terminal
+    stderr = open(os.dup(2), "w") if STDERR else sys.stderr  # noqa: SIM115
+    shown, kept = logging.StreamHandler(sys.stdout), logging.StreamHandler(stderr)
     shown.addFilter(_is_of_project)
     kept.addFilter(lambda record: not _is_of_project(record))
     for handler in (shown, kept):
@@ -99,3 +170,5 @@ def set_up_logging() -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)
     warnings.filterwarnings("ignore", message="No device id is provided")
+    if rank == 0:
+        WARNED.start()

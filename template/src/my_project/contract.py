@@ -27,6 +27,7 @@ from .failures import frames_of, own_frame
 from .files import TransientError, writing
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
+from .process import stderr_on_terminal
 from .recipe import Recipe, optional, problems, source_location
 
 logger = logging.getLogger(__name__)
@@ -90,12 +91,14 @@ def in_turn(folder: Path) -> Iterator[None]:
     """Wait for this process's turn.
 
     One process of the run goes first; then one of each node, since caches may be local to a node;
-    then all others at once. Where the first one fails or dies, the next one does the work. The
+    then all others at once. The first of a node has its terminal, for a progress bar. Where the
+    first one fails or dies, the next one does the work. The
     locks are files in the runs folder, which the nodes share, so no process group is needed. The
     operating system releases a lock when its process ends, for whatever reason.
     """
     with first_alone(folder / f".prepare_data.{socket.gethostname()}.lock") as is_first:
-        with first_alone(folder / ".prepare_data.lock") if is_first else nullcontext():
+        alone = first_alone(folder / ".prepare_data.lock") if is_first else nullcontext()
+        with alone, stderr_on_terminal() if is_first else nullcontext():
             yield
 
 

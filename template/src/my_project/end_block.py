@@ -61,6 +61,11 @@ class Ending:
         return max(codes, default=1)
 
     @property
+    def _warnings(self) -> tuple[str, str]:
+        count = self.status.get("warnings") if self.is_new else 0
+        return "warnings", f"{count}, in {self.logs / 'rank_00000.log'}" if count else ""
+
+    @property
     def _first(self) -> dict[str, Any]:
         return first_failure(self.failures)
 
@@ -75,7 +80,7 @@ class Ending:
                 reason = f"{self._first['reason']}; see {self.logs}"
             print(f"{self.folder}: {kind}: {reason or self.stop_signal}", flush=True)
         elif kind == "finished":
-            print_finished(self.folder, self.status)
+            print_finished(self.folder, self.status, self._warnings)
         elif kind in ("preempted", "stopped"):
             self._print_stopped()
         else:
@@ -88,7 +93,7 @@ class Ending:
             step, steps = self.status.get("step"), self.status.get("steps")
             title = f"stopped: saved at step {step} of {steps}"
             pairs[0] = ("reason", self.status.get("reason", ""))
-            pairs += [("note", self.status.get("note", "")), *links(self.status)]
+            pairs += [("note", self.status.get("note", "")), self._warnings, *links(self.status)]
             pairs.append(("goodput", in_words(self.status)))
         print_block(title, [*rows(pairs), *self._next("the same command")])
 
@@ -116,6 +121,7 @@ class Ending:
         pairs = [
             ("error", reason),
             ("ranks", ranks),
+            self._warnings,
             ("goodput", in_words(self.status)),
             ("logs", str(self.folder / "logs")),
             ("doctor", doctor),
@@ -142,12 +148,15 @@ def how_it_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}"
 
 
-def print_finished(folder: Path, status: dict[str, Any]) -> None:
+def print_finished(
+    folder: Path, status: dict[str, Any], warnings: tuple[str, str] = ("", "")
+) -> None:
     """Show how a finished run ended, and what can be done with it."""
     results = [f"{name} {format_metric(value)}" for name, value in status.get("result", {}).items()]
     pairs = [
         ("steps", f"{status.get('step')} of {status.get('steps')}, {status.get('reason')}"),
         ("note", status.get("note", "")),
+        warnings,
         ("time", f"{format_seconds(status.get('seconds', 0))} in the last start"),
         ("goodput", in_words(status)),
         ("best", best_of(folder)),

@@ -91,6 +91,12 @@ def collect_garbage(record: int) -> None:
 START = "LAUNCH_START"  # the variable with the name of this start in starts.jsonl
 LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
 DRY_RUN = "LAUNCH_DRY_RUN"  # the variable that is set in a dry run, in which each check has a line
+STDERR: list[int] = []  # a copy of the terminal's, once a log file has taken its place
+
+
+def can_redraw() -> bool:
+    """Return whether stdout is a terminal on which the last line can be drawn again."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 class CopiedStream:
@@ -132,8 +138,8 @@ def write_logs() -> None:
         file = open(os.path.join(folder, f"rank_{rank:05d}.log"), "ab", buffering=0)  # noqa: SIM115
     except OSError:  # a full disk: the start of the run says so
         return
-    sys.stderr.flush()
-    os.dup2(file.fileno(), 2)
+    STDERR[:] = [os.dup(2)]
+    _set_stderr(file.fileno())
     if rank == 0:
         sys.stdout = CopiedStream(sys.stdout, file)
     else:
@@ -141,6 +147,26 @@ def write_logs() -> None:
         os.dup2(file.fileno(), 1)
         if isinstance(sys.stdout, io.TextIOWrapper):  # os._exit flushes nothing
             sys.stdout.reconfigure(line_buffering=True)
+
+
+def _set_stderr(descriptor: int) -> None:
+    sys.stderr.flush()
+    os.dup2(descriptor, 2)
+
+
+@contextmanager
+def stderr_on_terminal() -> Iterator[None]:
+    """Give stderr back to the terminal for the block, so that the bar of a download is seen."""
+    if not STDERR:
+        yield
+        return
+    log = os.dup(2)
+    _set_stderr(STDERR[0])
+    try:
+        yield
+    finally:
+        _set_stderr(log)
+        os.close(log)
 
 
 POLL_SECONDS = 1.0

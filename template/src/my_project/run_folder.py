@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from . import files
+from .cli import WARNED
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
 from .failures import as_status, first_failure, report, write_error
 from .process import START
@@ -90,6 +91,7 @@ class Run:
             "seconds": round(time.monotonic() - self.began, 1),
             "paused_seconds": round(self.paused_seconds, 3),
             "trackers": dict(self.trackers),  # a copy: a late tracker may add one
+            "warnings": WARNED.count if self.rank == 0 else self.status().get("warnings", 0),
             **more,
         }
         if "result" in record:

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..files import format_metric, format_seconds, kind_of, printable, processes
 from ..loading.layout import BatchLayout
-from ..process import LOGS
+from ..process import LOGS, can_redraw
 from ..run_folder import FINISHED_BEFORE, Run
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,7 @@ class Screen:
     def start(self, step: int) -> None:
         """Begin after so many steps; draw the bar if this is a terminal."""
         self.step = step
-        is_dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
-        self.is_terminal = sys.stdout.isatty() and not is_dumb
+        self.is_terminal = can_redraw()
         for handler in logging.getLogger().handlers:
             handler.addFilter(self.erase)
         self._draw()

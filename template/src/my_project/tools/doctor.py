@@ -455,6 +455,9 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         look_at.append(f"dmesg -T | grep -iE 'killed process|out of memory', on {values['host']}")
         look_at.append(f"the log of the scheduler, where there is one{values['job']}")
     known = [note] * bool(note) + cause.get("known", []) + slow_rank(run.records)
+    known = known or ["no failure"] * (outcome in ("finished", "preempted"))
+    if (count := run.status.get("warnings")) and not start.is_unopened:
+        known.append(f"rank 0 gave warnings ({count}): see {start.logs.get(0, 'what it printed')}")
     known += by_checks(run.records)
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
@@ -469,7 +472,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         "first": first if cause else None,
         "cause": kind,
         "certainty": "unknown" if kind == "unknown" else certainty if cause else "",
-        "known": known or ["no failure"] * (outcome in ("finished", "preempted")),
+        "known": known,
         "likely": cause.get("likely", likely if cause else []),
         "look_at": look_at,
         "remedy": remedy,
