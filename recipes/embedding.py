@@ -50,6 +50,8 @@ TIE = 1e-6  # scores (-1 to 1) closer than this are equal; float32 rounding stay
 class Embedding:
     """Retrieve the document that matches a query; every field can be set from the command line."""
 
+    compares_samples = True  # in its loss: each query with all documents
+
     data: str = "python"
     """python or pairs."""
     data_path: str = field(default="data", metadata={"changes_curve": False})

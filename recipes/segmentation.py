@@ -52,6 +52,8 @@ SIZE_MULTIPLE = 8  # heights and widths are padded to it, since mini_unet halves
 class Segmentation:
     """Classify every pixel; every field can be set from the command line."""
 
+    compares_samples = True  # padding to the largest image changes the outputs of the others
+
     model: str = "mini_unet"
     """mini_unet, or the name of a torchvision segmentation model."""
     data: str = "digits"

@@ -261,6 +261,16 @@ def check_start_from_weights() -> None:
     assert not after["2.weight"].equal(before["2.weight"])
 
 
+def check_state_in_a_buffer() -> None:
+    how = "Centered", f"--optim.class_path torch.optim.SGD --optim.lr 0.1 {CONSTANT}"
+    one, two, sharded = train_in(1, *how), train_in(2, *how), train_in(2, *how, sharded=True)
+    state = weights(one / "export")
+    assert state["center"].abs().max() > 1e-3
+    for run in (two, sharded):
+        torch.testing.assert_close(weights(run / "export"), state)
+    assert_resumes(two, 2, *how)
+
+
 def check_training_scalar() -> None:
     accuracies = [record["train/accuracy"] for record in records(train_example("Counted"))]
     assert accuracies[0] < 0.75 < accuracies[-1]
@@ -299,7 +309,14 @@ CHECKS = {
 }
 
 
-SLOW = {"huggingface-stream", "lion", "muon", "onnx", "two-optimizers"}  # several processes
+SLOW = {
+    "huggingface-stream",
+    "lion",
+    "muon",
+    "onnx",
+    "state-in-a-buffer",
+    "two-optimizers",
+}  # several processes
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,11 @@ folder, into which it writes other files; it must neither read a weight nor draw
 there. Where it has returned None, it writes the weights too, and gets a whole model: of a sharded
 one rank 0 builds another.
 
+Before the first step the loss and the items of a few samples are compared with the sums of those of
+their halves. Where they do not add up though all is right, since the loss compares the samples of a
+micro-batch with each other (contrastive learning), or padding to the largest changes much, the
+recipe says so by a class attribute: `compares_samples = True`.
+
 Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
 change between two starts of a run (a path).
 

@@ -15,6 +15,8 @@ from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .checks.agreement import Agreement
 from .checks.findings import Findings
+from .checks.ranks import EqualRanks
+from .checks.recipe import check_settings, check_sums
 from .evaluate import evaluate, sanity_check
 from .loading.layout import batch_layout, is_stream, lengths, total_steps
 from .loading.loader import IndexedBatches
@@ -115,6 +117,7 @@ def main(config: Config) -> int:
             state.lane_states = batches.lane_states()
             watchdog.allow_long_limit()
             with metrics.paused("saving"):
+                ranks.at_save()
                 checkpoints.save(state, by_time=by_time)
                 if state.step == run.total_steps:  # on the disk before the last evaluation
                     checkpoints.wait()
@@ -134,9 +137,13 @@ def main(config: Config) -> int:
         with checkpoints, metrics, garbage_collected_at_records():
             if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
                 evaluate_and_record()
-            elif config.evaluation.sanity_check and state.step == 0:
+            elif state.step == 0:
+                check_settings(findings)
                 with metrics.paused("evaluation"):
-                    sanity_check(*evaluated, watchdog)
+                    if config.evaluation.sanity_check:
+                        sanity_check(*evaluated, watchdog)
+                    check_sums(findings, config, eval_model, train_set, validation_sets)
+            ranks = EqualRanks(findings, eval_model, accelerator)
             end_reason = state.end_reason(run)  # empty until the run is at its end
             micro_batches = metrics.timed(batches)
             while not (end_reason or stop_agreed):
@@ -157,6 +164,8 @@ def main(config: Config) -> int:
                         returned = forward(recipe.loss, batch, step)
                         if step == steps.start and j == 0:  # the first of this start
                             read_back.set_names(contract.check_loss(recipe, returned))
+                        if j == 0 and step < steps.start + 2:
+                            ranks.after_forward()
                         loss_sum, num_items, *scalars = returned
                         sums.add(loss_sum, num_items, *scalars)
                         if is_last:  # the sums' all-reduce overlaps with the last backward
@@ -192,6 +201,8 @@ def main(config: Config) -> int:
                 metrics.step_ended(step, rate)
                 observe(read_back.push(step, sums, norm))  # the step before: the device has done it
                 watchdog.step_done()
+                if step == steps.start:
+                    ranks.after_step()
 
                 # ---- periodically: save, then evaluate, so that a failure there loses no step ----
                 evaluation_due = state.evaluation_is_due(run)

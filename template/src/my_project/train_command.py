@@ -110,8 +110,7 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
                 *(*flags, "-m", launch.TRAIN, *settings),
                 *(f"--steps={DRY_RUN_STEPS}", "--epochs=null", "--resume=never"),
                 *(f"--runs_folder={name}", "--telemetry.every_steps=1", "--telemetry.trackers=[]"),
-                *("--evaluation.sanity_check=false", "--evaluation.every_steps=null"),
-                "--profile.steps=null",
+                *("--evaluation.every_steps=null", "--profile.steps=null"),
             ]
         )
         os.environ[DRY_RUN] = "1"
@@ -124,6 +123,8 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
 
 def print_estimate(config: Config, folder: Path) -> None:
     """Show what a step takes, and about what the whole run will."""
+    from .checks.recipe import ema_problem
+
     records = each_record(folder / "metrics.jsonl")
     last = [record for record in records if "samples_per_second" in record][-1]
     rate, size = last["samples_per_second"], config.batches.global_batch_size
@@ -134,8 +135,9 @@ def print_estimate(config: Config, folder: Path) -> None:
         ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
         ("memory", f"{last['peak_memory_bytes'] / 1e6:.0f} MB at the peak of a process"),
         ("whole", whole),
+        ("warning", ema_problem(config.optim.ema_decay, steps)),
     ]
-    title = "dry run: two steps, an evaluation, a save and an export work; nothing is kept"
+    title = "dry run: all checks, two steps, an evaluation, a save and an export work; nothing is kept"
     print_block(title, rows(pairs))
 
 

@@ -1,0 +1,196 @@
+"""Whether the recipe's loss returns sums, as the loop needs them, and what has no effect in it."""
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from difflib import get_close_matches
+from inspect import getmembers_static, isroutine, signature
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.utils.data import default_collate
+
+from ..config import Config
+from ..devices import on_main_then_broadcast
+from ..evaluate import evaluation_mode, restored_state
+from ..loading.layout import is_stream
+from ..loading.loader import Fetch, make_loader
+from ..loading.seeding import permutation, seed_forward, seed_rng
+from ..process import DRY_RUN
+from ..recipe import PARAMETERS, Recipe, optional, source_location
+from .findings import Findings
+
+logger = logging.getLogger(__name__)
+FEWEST, MOST = 4, 8  # samples: a half of one sample may be a special case to a recipe
+TOLERANCE = 0.02  # relative: padding moves the outputs of a sound model a little
+SAME = 1e-4  # relative: what the same forward gives twice
+A_MEAN = 0.4, 0.6  # of a whole and the sum of its halves
+LEFT = 0.05  # of the initial weights in an average
+
+
+# ---- loss and num_items --------------------------------------------------------------------------
+def check_sums(
+    findings: Findings,
+    config: Config,
+    model: Any,
+    train_set: Any,
+    validation_sets: dict[str, Any],
+) -> None:
+    """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
+
+    In evaluation mode, without gradients, uncompiled and in full precision; the samples are the
+    same on every rank, and weights and buffers are restored. Of a stream they are those of the
+    first validation set, since a lane may take long to open.
+
+    Args:
+        findings: of this run.
+        config: the run's config.
+        model: prepared, without DDP (sharding.RecipeModule).
+        train_set: whose first samples are read, in a loader worker if there are any.
+        validation_sets: by name.
+    """
+    recipe, batches, accelerator = config.recipe, config.batches, findings.accelerator
+    data = next(iter(validation_sets.values()), []) if is_stream(train_set) else train_set
+    count = min(batches.micro_batch_size or MOST, MOST)
+    count = min(max(count, FEWEST), batches.global_batch_size, len(data))
+    compares_samples = getattr(recipe, "compares_samples", False)
+    if count < FEWEST or compares_samples or not findings.is_on("recipe"):
+        return
+    problem, device = "", accelerator.device
+    with restored_state(model), evaluation_mode(accelerator, model):
+        try:
+            keys = [
+                (0, i) for i in permutation(len(data), config.seed, 0)(np.arange(count)).tolist()
+            ]
+            collate = WholeAndHalves(optional(recipe, "collate") or default_collate)
+            fetch = Fetch(data, collate, config.seed, batches.seed_samples)
+            brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
+            (read,) = make_loader(batches, fetch, device, batch_sampler=[keys], **brief)
+
+            def returned(seed: int, part: int) -> np.ndarray:
+                seed_forward(config.seed, "check", seed, device)
+                return model(loss_in_full_precision, send_to_device(read[seed][part], device))
+
+            def loss_in_full_precision(plain: nn.Module, batch: Any) -> np.ndarray:
+                # FSDP gathers weights of lower precision, which need autocast
+                full = torch.autocast(device.type, enabled=False)
+                with nullcontext() if model.autocast else full:
+                    return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
+
+            problem = problem_of_sums(returned, count)
+        except Exception as error:  # it need not take a batch of another size
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.info("whether loss returns sums could not be checked: %s", reason)
+    if problem := on_main_then_broadcast(accelerator, lambda: problem):
+        place = source_location(recipe.loss)
+        findings.add("recipe", f"{type(recipe).__name__}.loss ({place}) {problem}")
+    else:
+        findings.passed("recipe", "loss and num_items add up")
+
+
+class WholeAndHalves:
+    """Collate samples as a whole, the first half and the second half, under three seeds."""
+
+    def __init__(self, collate: Callable) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> list[list[Any]]:
+        """Return [whole, first, second] for each seed."""
+        half = len(samples) // 2
+        batches: list[list[Any]] = []
+        for seed in range(3):
+            batches.append([])
+            for part in (samples, samples[:half], samples[half:]):
+                seed_rng(seed)
+                batches[-1].append(self.collate(part))
+        return batches
+
+
+def problem_of_sums(returned: Callable[[int, int], np.ndarray], count: int) -> str:
+    """Return what is wrong with what a loss returns, or an empty string.
+
+    Args:
+        returned: gives (loss_sum, num_items) by the seed, 0 to 2, and the part of the samples: 0
+            for the whole, 1 and 2 for its halves.
+        count: of the samples.
+    """
+    first = np.array([returned(0, part) for part in range(3)])
+    whole, one, other = first
+    size = np.maximum(abs(whole), abs(one) + abs(other))
+    loss_adds_up, items_add_up = abs(whole - one - other) <= TOLERANCE * size
+    if abs(returned(1, 0) - whole)[0] > SAME * size[0]:
+        # a VAE, diffusion, masked tokens: halves draw other numbers, so only a mean can be told
+        again = np.array([[returned(seed, part) for part in range(3)] for seed in (1, 2)])
+        losses = np.array([first, *again])[..., 0]
+        ratios = losses[:, 0] / (losses[:, 1] + losses[:, 2])
+        loss_adds_up = not ((ratios > A_MEAN[0]) & (ratios < A_MEAN[1])).all()
+        items_add_up |= (again[..., 1] != first[:, 1]).any()  # drawn too
+    if abs(returned(0, 0) - whole)[0] > SAME * size[0]:
+        return (
+            f"returned {whole[0]:.5g} and later {returned(0, 0)[0]:.5g} for the same {count}"
+            " samples and seed: it counts its calls, or draws from a generator of its own, so the"
+            " weights would depend on the number of processes and micro-batches. Use its argument"
+            " step, and the global generators."
+        )
+    if not np.isfinite(first).all() or (loss_adds_up and items_add_up):
+        return ""
+    names = ("loss_sum", loss_adds_up), ("num_items", items_add_up)
+    wrong = " and ".join(name for name, adds_up in names if not adds_up)
+    return (
+        f"must return sums, but its {wrong} is not one: of {count} samples it returned"
+        f" {whole[0]:.5g} and {whole[1]:.5g} items, of their halves {one[0]:.5g} and {one[1]:.5g}"
+        f" items, {other[0]:.5g} and {other[1]:.5g} items. The weights would depend on the number"
+        " of processes and micro-batches. Return the sum of the per-item losses (such as"
+        ' reduction="sum") and the number of items in it, both without padding. A recipe whose'
+        " loss compares samples with each other says so: compares_samples = True."
+    )
+
+
+# ---- what has no effect --------------------------------------------------------------------------
+def check_settings(findings: Findings) -> None:
+    """Warn of an average that stays near the initial weights, and of misspelled methods."""
+    if not findings.is_on("recipe"):
+        return
+    config, steps = findings.run.config, findings.run.total_steps
+    problem = ema_problem(config.optim.ema_decay, steps)
+    if problem and DRY_RUN not in os.environ:  # whose steps are few
+        findings.add("recipe", problem)
+    for name, meant in misspelled(config.recipe).items():
+        place = source_location(getattr(config.recipe, name))
+        findings.add(
+            "recipe",
+            f"{type(config.recipe).__name__}.{name} ({place}) is not a method that the loop calls:"
+            f" is {meant} meant?",
+        )
+
+
+def ema_problem(decay: float | None, steps: int) -> str:
+    """Return what is wrong with an average of weights over so many steps; "" if nothing is."""
+    left = (decay or 0.0) ** steps
+    if left <= LEFT:
+        return ""
+    return (
+        f"optim.ema_decay is {decay} and the run has {steps} steps, so {left:.0%} of what is"
+        f" evaluated and exported would be the initial weights: lower it, to at most"
+        f" {LEFT ** (1 / steps):.4g}, or train longer."
+    )
+
+
+def misspelled(recipe: Recipe) -> dict[str, str]:
+    """Return methods with nearly the name of an optional one that a recipe lacks, and its name.
+
+    They take the same arguments: a method of the recipe's own, such as `exported`, hardly does.
+    """
+    lacking = [name for name in PARAMETERS if optional(recipe, name) is None]
+    methods = {name for name, value in getmembers_static(type(recipe)) if isroutine(value)}
+    found: dict[str, str] = {}
+    for name in sorted(name for name in methods - {*PARAMETERS} if not name.startswith("_")):
+        for meant in get_close_matches(name, lacking, 1, 0.8):
+            with suppress(TypeError, ValueError):
+                signature(getattr(recipe, name)).bind(*PARAMETERS[meant])
+                found[name] = meant
+    return found
