@@ -137,7 +137,7 @@ def print_estimate(config: Config, folder: Path) -> None:
         ("whole", whole),
         ("warning", ema_problem(config.optim.ema_decay, steps)),
     ]
-    title = "dry run: all checks, two steps, an evaluation, a save and an export work; nothing is kept"
+    title = "dry run: two steps, an evaluation, a save and an export work; nothing is kept"
     print_block(title, rows(pairs))
 
 
