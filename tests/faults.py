@@ -362,6 +362,16 @@ def sound_run(number: int, folder: Path) -> list[str]:
     return answers
 
 
+def import_all(*more: str) -> None:
+    """Import what a run imports, so that processes that are forked from here need not."""
+    sys.path[:0] = map(str, PATHS)
+    from my_project import launch
+
+    launch.prepare_environment()
+    for name in (launch.TRAIN, *launch.DEFERRED, "torchmetrics.classification", *more):
+        importlib.import_module(name)
+
+
 def launched(folder: Path, arguments: list[str]) -> NoReturn:
     """Launch in this process, which has imported all, and exit."""
     from my_project import launch
@@ -375,12 +385,7 @@ def launched(folder: Path, arguments: list[str]) -> NoReturn:
 
 def sound_runs(count: int) -> list[int]:
     """Train sound runs that have not been tried; return the numbers in which doctor found fault."""
-    sys.path[:0] = map(str, PATHS)
-    from my_project import launch
-
-    launch.prepare_environment()
-    for name in (launch.TRAIN, *launch.DEFERRED, "faulty", "torchmetrics.classification"):
-        importlib.import_module(name)
+    import_all("faulty")
     file = RESULTS.with_name("sound.jsonl")
     found = results(file)
     for number in range(count):

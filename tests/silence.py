@@ -1,0 +1,362 @@
+"""Train slightly wrong recipes and launches, and show what a user sees of each mistake.
+
+    python tests/silence.py             try all cases, print the table of docs/silence.md
+    python tests/silence.py mean best   try those with one of these words in their name
+
+Exits with 1 if an outcome is not the expected one; what was seen goes to stderr. Each run is
+launched in a process that is forked from this one, which has imported all: 2 s, on CPU processes.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import faults
+
+sys.path[:0] = map(str, faults.PATHS)
+# ruff: noqa: E402
+
+import numpy as np
+import torch
+from runs import weights
+from world import free_port
+
+SEES = {
+    "refused": "refused, exit code 2",
+    "ended": "ended, exit code 2",
+    "warned": "a warning",
+    "changed": "a line at the start, a record",
+    "shown": "it on the screen",
+    "right": "nothing: the run is right",
+    "saved": "saved and stopped, exit code 75",
+    "silent": "nothing",
+}
+AT_IMPORT = """\
+import mistakes, signal
+class Opened(mistakes.Opened):
+    file = open("rows.bin", "rb", buffering=0)
+"""
+DEAF = """\
+import mistakes, signal
+signal.signal(signal.SIGTERM, lambda *_: None)
+class Stopped(mistakes.Stopped):
+    pass
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A mistake, and what is expected to be seen."""
+
+    name: str
+    recipe: str  # a class of mistakes.py, or of `beside`
+    mistake: str = ""
+    sees: str  # a key of SEES
+    word: str = ""  # a regular expression for what is on the screen or in a record of kind check
+    why: str = ""  # what the run does then; of what is silent, why
+    processes: int = 1
+    nodes: int = 1  # each is a launch of its own, with one process
+    starts: int = 1
+    flags: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)  # of the recipe
+    right: dict[str, Any] = field(default_factory=dict)  # other fields of the run to compare with
+    beside: str = "NUMBER = {}"  # beside.py, with the number of the node and of the start
+    hash_seed: bool = False  # a process of its own for each start, which hashes otherwise
+
+
+def as_alone(**right: Any) -> dict[str, Any]:
+    """Return the fields of a run in one process and one start, which a right run equals."""
+    return {"processes": 1, "nodes": 1, "starts": 1} | right
+
+
+MEAN = "return the sum of the losses, and the number of items in it"
+CASES = [
+    *(
+        Case(name=f"a split by {by} without a seed", recipe="Split", mistake=mistake, nodes=2,
+             sees="right", right=as_alone(), why="generators are seeded before the data")
+        for by, mistake in {
+            "`random.shuffle`": "random", "`np.random.permutation`": "numpy",
+            "`torch.randperm`": "torch", "scikit-learn": "sklearn", "`datasets`": "datasets",
+        }.items()
+    ),
+    Case(name="weights drawn by NumPy", recipe="NumpyWeights", nodes=2, sees="right",
+         right=as_alone(), why="generators are seeded before the model"),
+    Case(name="random features drawn by NumPy", recipe="NumpyFeatures", starts=2, sees="right",
+         right=as_alone(), why="generators are seeded before the model"),
+    Case(name="files listed in another order by rank", recipe="FilesInAnyOrder", processes=2,
+         sees="refused", word="sample", why="`checks.data`"),
+    Case(name="`data[rank::world_size]`", recipe="EveryNth", processes=2, sees="refused",
+         word="sample", why="`checks.data`"),
+    Case(name="another validation set on a rank", recipe="OtherValidation", processes=2,
+         sees="refused", word="sample", why="`checks.data`"),
+    Case(name="all rows edited between two starts", recipe="Edited", mistake="all", starts=2,
+         sees="changed", word="check data|other data", why="`checks.data`"),
+    Case(name="validation rows edited between two starts", recipe="Edited", mistake="validation",
+         starts=2, sees="changed", word="check data|other data", why="`checks.data`"),
+    Case(name="rows added between two starts", recipe="Added", starts=2, sees="changed",
+         word="check data|other data", why="`checks.data`"),
+    Case(name="a vocabulary from `list(set(words))`", recipe="Vocabulary", starts=2,
+         hash_seed=True, sees="changed", word="check data|other data", why="`checks.data`"),
+    Case(name="a dataset with `default_rng` of its own", recipe="OwnGenerator", sees="warned",
+         word="generator", why="`checks.data`"),
+    Case(name="other model code on a node", recipe="CodeBeside", nodes=2, sees="refused",
+         word=r"beside\.py", why="`checks.code`"),
+    Case(name="other model code in the next start", recipe="CodeBeside", starts=2, sees="changed",
+         word=r"beside\.py", why="`checks.code`"),
+    Case(name="a dropout rate by rank", recipe="DropoutByRank", processes=2, sees="refused",
+         word="model", why="ranks agree on `repr(model)`"),
+    Case(name="a parameter set by the first batch (ActNorm)", recipe="Parting", mistake="norm",
+         processes=2, sees="ended", word=r"0\.scale", why="`checks.ranks`"),
+    Case(name="`nn.Embedding(max_norm=...)`", recipe="Parting", mistake="embedding", processes=2,
+         sees="ended", word=r"table\.weight", why="`checks.ranks`"),
+    Case(name="a hidden state in a buffer", recipe="Parting", mistake="hidden", processes=2,
+         sees="warned", word=r"0\.hidden", why="`checks.ranks`"),
+    Case(name="a layer unfrozen during the run", recipe="Unfrozen", sees="warned",
+         word="requires_grad", why="it is not trained"),
+    Case(name="`model.eval()` left by `loss`", recipe="LeftInEval", settings={"dropout": 0.2},
+         sees="warned", word=r"model\.training|eval\(\)|training mode", why="`checks.recipe`"),
+    *(
+        Case(name=name, recipe="NotASum", mistake=mistake, sees="warned", word="check recipe|sum",
+             why="`checks.recipe`")
+        for name, mistake in {
+            "a mean with its count": "mean", "a mean with 1": "mean and 1",
+            "a mean times the batch": "mean times batch", "padding counted": "padding counted",
+            "padding trained": "padding trained", "a step counter of one's own": "counter",
+        }.items()
+    ),
+    Case(name="`mse_loss` of (N, 1) and (N,)", recipe="Broadcast", sees="shown",
+         word="due to broadcasting", why="torch's own warning"),
+    Case(name="weights that are newly initialized", recipe="Libraries", mistake="logger",
+         sees="shown", word="newly initialized", why="a library's own warning"),
+    Case(name="a long `prepare_data` with a bar", recipe="Libraries", mistake="bar", processes=2,
+         sees="shown", word="fetching shards", why="the bar of tqdm"),
+    Case(name="a loss in bfloat16", recipe="InBfloat16", flags="--precision bf16", sees="warned",
+         word="float32", why="it has three digits"),
+    Case(name="a label of the validation set is NaN", recipe="MeanLoss", mistake="nan",
+         sees="shown", word=r"loss nan", why="the result is NaN, and never the best"),
+    Case(name="`best_metric: validation/loss` without `best_mode`", recipe="MeanLoss",
+         flags="--evaluation.best_metric validation/loss", sees="right",
+         right={"flags": "--evaluation.best_metric validation/loss --evaluation.best_mode min"},
+         why="a loss is better where it is lower"),
+    Case(name="`best_metric` of which neither is known", recipe="Measured",
+         flags="--evaluation.best_metric validation/score", sees="refused", word="best_mode",
+         why="it asks for `best_mode`"),
+    Case(name="a metric without a state", recipe="Measured", mistake="stateless", processes=2,
+         sees="refused", word="score", why="ranks could not be merged"),
+    Case(name="`ClasswiseWrapper`", recipe="Measured", mistake="classwise", processes=2,
+         sees="right", right=as_alone(), why="a state is gathered once"),
+    Case(name="BatchNorm on 2 processes", recipe="Wrong", settings={"batch_norm": True},
+         processes=2, sees="right", right=as_alone(), why="statistics of all micro-batches"),
+    Case(name="a file opened in `__post_init__`", recipe="Opened", mistake="settings", processes=2,
+         sees="right", right=as_alone(), why="processes are spawned, and a line says so"),
+    Case(name="a file opened at import", recipe="Opened", beside=AT_IMPORT, processes=2,
+         sees="right", right=as_alone(), why="processes are spawned, and a line says so"),
+    *(
+        Case(name=f"{what} opened in a dataset's constructor", recipe="Opened", mistake=mistake,
+             flags="--batches.workers 2", sees="refused", word="open", why="loader workers share it")
+        for what, mistake in {
+            "a file": "dataset", "a ZipFile": "zip", "a database": "sqlite",
+        }.items()
+    ),
+    Case(name="an import that takes SIGTERM", recipe="Stopped", beside=DEAF, processes=2,
+         settings={"seconds": 0.01}, flags="--steps 60", sees="saved",
+         why="the launcher's handler is installed after it"),
+    Case(name="two buffers that share memory", recipe="SharedBuffer", processes=2, sees="right",
+         right=as_alone(), why="a model on the CPU is not moved"),
+    Case(name="an `ema_decay` too long for the run", recipe="Wrong",
+         flags="--optim.ema_decay 0.9999", sees="warned", word="ema_decay",
+         why="the export is mostly initial weights"),
+    Case(name="a dataset with `set_epoch`", recipe="EpochTold", processes=2, sees="right",
+         right=as_alone(settings={"by_hand": True}), why="it is called"),
+    Case(name="a lane whose `state_dict` returns None", recipe="LaneWithoutState", starts=2,
+         sees="right", right=as_alone(), why="an older position is dropped"),
+    Case(name="two `main` in threads of a process", recipe="TwoMains", sees="refused",
+         word="thread|process|two|another", why="their random numbers would mix"),
+    Case(name="a schedule-free optimizer with an EMA", recipe="Wrong",
+         flags="--optim.class_path mistakes.ScheduleFree --optim.ema_decay 0.5", sees="refused",
+         word="ema_decay", why="it has an average of its own"),
+    Case(name="a misspelled optional method", recipe="Misspelled", sees="refused",
+         word="predict_samples", why="did you mean"),
+    # ---- not noticed
+    Case(name="a loss times the number of ranks", recipe="NotASum", mistake="times ranks",
+         processes=2, sees="silent", why="it adds up, as a legitimate weight does"),
+    Case(name="a detached part of the model", recipe="Unnoticed", mistake="detached",
+         sees="silent", why="a stopped gradient is what many methods need"),
+    Case(name="a `backward` of one's own in `loss`", recipe="Unnoticed", mistake="backward",
+         sees="silent", why="gradients carry no origin"),
+    Case(name="a cache in a global variable", recipe="Unnoticed", mistake="cache", starts=2,
+         sees="silent", why="no checkpoint holds it, and nothing lists a module's variables"),
+    Case(name="a teacher outside the model", recipe="Unnoticed", mistake="teacher", starts=2,
+         sees="silent", why="as above: keep it in the model, where checkpoints hold it"),
+    Case(name="samples that a metric gets twice", recipe="Measured", mistake="twice",
+         settings={}, flags="", sees="silent", why="a metric may weigh its samples"),
+    Case(name="a metric of the means of batches", recipe="Measured", mistake="means",
+         sees="silent", why="a metric gets numbers, not samples"),
+    Case(name="one row edited between two starts", recipe="Edited", mistake="one", starts=2,
+         sees="silent", why="four samples of a set are compared, not all"),
+]  # fmt: skip
+
+
+# ---- running -------------------------------------------------------------------------------------
+def noted_warnings(file: Path) -> None:
+    """Write each warning that this process and its forks log into a file."""
+    make = logging.getLogRecordFactory()
+
+    def record(*arguments: Any, **more: Any) -> logging.LogRecord:
+        made = make(*arguments, **more)
+        if made.levelno >= logging.WARNING:
+            with file.open("a") as lines:
+                lines.write(" ".join(made.getMessage().split()) + "\n")
+        return made
+
+    logging.setLogRecordFactory(record)
+
+
+def launch(case: Case, folder: Path, number: int, node: int, port: int) -> int:
+    """Start a launch in a forked process; return its process number."""
+    (place := folder / f"start{number}_node{node}").mkdir()
+    (place / "beside.py").write_text(case.beside.format(number + node))
+    command = faults.command(case.processes, "--main_process_port", str(port))
+    if case.nodes > 1:
+        at = command.index("--max_restarts")
+        command[at:at] = ["--num_machines", "2", "--num_processes", "2", "--machine_rank",
+                          str(node), "--main_process_ip", "127.0.0.1"]  # fmt: skip
+    command += [*case.flags.split(), "--run_name", "run", "--optim.schedule", "constant"]
+    command += ["--steps", "4"] * (number < case.starts - 1)
+    if child := os.fork():
+        return child
+    os.environ |= faults.environment(place) | {"STARTED": str(number), "OMP_NUM_THREADS": "1"}
+    noted_warnings(folder / "warnings.txt")
+    if case.hash_seed:
+        os.chdir(folder)
+        output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        os.environ["PYTHONHASHSEED"] = str(number)
+        os.execv(command[0], command)
+    random.seed()  # as in a process of its own
+    np.random.seed()
+    sys.path.insert(0, str(place))
+    faults.launched(folder, command[3:])
+
+
+def play(case: Case, folder: Path) -> list[int]:
+    """Train as the case says; return the exit codes of its last start."""
+    folder.mkdir()
+    np.arange(1.0, 100.0).tofile(folder / "rows.bin")
+    module = "mistakes" if "{}" in case.beside else "beside"
+    recipe = case.settings | {"mistake": case.mistake}
+    text = faults.CONFIG.replace("faulty.Faulty", f"{module}.{case.recipe}")
+    text = text.format(recipe=json.dumps(recipe), workers=0, steps=12, timeout=40, startup=60,
+                       blocks="false")  # fmt: skip
+    (folder / "run.yaml").write_text(text)
+    codes: list[int] = []
+    for number in range(case.starts):
+        port = free_port() if case.nodes > 1 else 0
+        nodes = [launch(case, folder, number, node, port) for node in range(case.nodes)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in nodes]
+    return codes
+
+
+def checks(folder: Path) -> list[str]:
+    """Return what the checks of a run have recorded."""
+    path = folder / "runs/run/metrics.jsonl"
+    records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [f"check {r['check']}: {r['problem']}" for r in records if r.get("kind") == "check"]
+
+
+def read(*paths: Path) -> str:
+    """Read files that may not be there."""
+    return "\n".join(path.read_text(errors="replace") for path in paths if path.exists())
+
+
+def numbers(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the weights that a run exports, and the results of its last evaluation."""
+    for part in ("export", "best"):
+        if (folder / "runs/run" / part).exists():
+            for name, tensor in weights(folder / "runs/run" / part).items():
+                yield f"{part} {name}", tensor
+    for name, value in json.loads(read(folder / "runs/run/status.json"))["result"].items():
+        if "/" in name:
+            yield name, torch.tensor(math.nan if value is None else float(value))
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Return the names of the weights and results of two runs that differ."""
+    ours, theirs = dict(numbers(one)), dict(numbers(other))
+    assert ours.keys() == theirs.keys()
+    return [
+        name
+        for name, value in ours.items()
+        if not torch.allclose(value, theirs[name], rtol=1e-4, atol=1e-5, equal_nan=True)
+    ]
+
+
+def outcome(case: Case, folder: Path) -> tuple[str, str]:
+    """Return what one sees of a case, a key of SEES or other words, and what was seen."""
+    codes = play(case, folder / "run")
+    screen = read(folder / "run/output.txt")
+    said = checks(folder / "run")
+    lines = [*screen.splitlines(), *said]
+    seen = [line.strip() for line in lines if case.word and re.search(case.word, line)]
+    evidence = seen[0] if seen else "; ".join([*said, *screen.splitlines()[-6:]])
+    if {*codes} == {2}:
+        refused = case.sees in ("refused", "ended") and seen
+        return (case.sees if refused else "exit code 2"), evidence
+    if {*codes} == {75}:
+        return "saved", evidence
+    if any(codes):
+        return f"exit codes {codes}", screen[-2000:]
+    if case.sees == "right":
+        play(dataclasses.replace(case, **case.right), folder / "right")
+        if found := differences(folder / "run", folder / "right"):
+            return "silent", f"other values: {', '.join(found)}; {said}"
+        return "right", "; ".join(said)
+    if seen and case.sees in ("warned", "changed", "shown"):
+        return case.sees, evidence
+    warned = read(folder / "run/warnings.txt")
+    if said or warned:
+        return "silent" if not said else "other warning", evidence + warned
+    return "silent", evidence
+
+
+def row(case: Case) -> str:
+    """Return the row of a case as expected."""
+    many = f"{case.nodes} nodes" if case.nodes > 1 else case.processes
+    return f"| {case.name} | {SEES[case.sees]} | {many} | {case.why} |"
+
+
+def table(cases: list[Case]) -> str:
+    """Return the table of some cases."""
+    head = "| mistake | what one sees | processes | by what, or why |\n| --- | --- | --- | --- |"
+    return "\n".join([head, *map(row, cases)])
+
+
+def main() -> None:
+    """Try the cases, and print the table."""
+    faults.import_all("sklearn.model_selection", "mistakes")
+    chosen = [c for c in CASES if not sys.argv[1:] or any(word in c.name for word in sys.argv[1:])]
+    wrong = 0
+    for case in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            seen, evidence = outcome(case, Path(folder))
+        wrong += seen != case.sees
+        mark = "" if seen == case.sees else f" WRONG, expected {case.sees}"
+        print(f"{case.name}: {seen}{mark}\n    {evidence}", file=sys.stderr, flush=True)
+    print(table([c for c in chosen if c.sees != "silent"]), "\n")
+    print(table([c for c in chosen if c.sees == "silent"]))
+    raise SystemExit(int(wrong > 0))
+
+
+if __name__ == "__main__":
+    main()
