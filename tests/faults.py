@@ -374,13 +374,16 @@ def import_all(*more: str) -> None:
 
 def launched(folder: Path, arguments: list[str]) -> NoReturn:
     """Launch in this process, which has imported all, and exit."""
-    from my_project import launch
+    from my_project import cli, launch
 
     os.chdir(folder)
     with open("output.txt", "a") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
-    os._exit(launch.main(arguments))
+    try:
+        cli.run(launch.main, arguments)
+    except SystemExit as end:  # not to be seen by those who have forked this process
+        os._exit(end.code)  # type: ignore[arg-type]
 
 
 def sound_runs(count: int) -> list[int]:
