@@ -3,7 +3,7 @@
     python tests/faults.py             run what build/faults/results.jsonl lacks, print the table
     python tests/faults.py 3 17        run these two again
     python tests/faults.py --table     print the table of what has been run
-    python tests/faults.py --sound 100 train 100 sound runs, in which doctor must find nothing
+    python tests/faults.py --sound 100 train 100 sound runs, in which nothing must be found wrong
 
 The faults are drawn with a fixed seed. What is expected of doctor (the rank, words of the cause)
 and of the launcher (its exit code) follows from the fault, not from what either of them says.
@@ -14,6 +14,7 @@ is to blame, and the words are in it. Some need root: two hosts, a full disk, a 
 import argparse
 import importlib
 import json
+import logging
 import os
 import random
 import re
@@ -33,7 +34,7 @@ import psutil
 from two_hosts import ADDRESSES, PATIENCE, TwoHosts, steps
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = [ROOT / folder for folder in ("template/src", "template/tests", "tests")]
+PATHS = [ROOT / folder for folder in ("template/src", "template/tests", "tests", "tests/loop")]
 RESULTS = ROOT / "build/faults/results.jsonl"
 CONTROL_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1
 SEED = 30
@@ -301,10 +302,10 @@ def on_two_hosts(hosts: TwoHosts, fault: Fault, folder: Path) -> list[int]:
     return hosts.wait(180)
 
 
-def doctor(folder: Path) -> str:
+def doctor(folder: Path, run: Path | None = None) -> str:
     """Ask doctor about the run in a folder."""
     kept = folder / "kept/run"
-    run = kept if kept.exists() else folder / RUN
+    run = run or (kept if kept.exists() else folder / RUN)
     asked = [sys.executable, "-m", "my_project", "doctor", str(run)]
     done = subprocess.run(
         asked, cwd=folder, env=os.environ | environment(), capture_output=True, text=True,
@@ -334,32 +335,102 @@ def run(fault: Fault, folder: Path) -> dict[str, Any]:
 
 
 # ---- sound runs ----------------------------------------------------------------------------------
+FIVE = ("causal_lm", "embedding", "finetune", "image_classification", "segmentation")
+OWN = ("Vae", "Ddpm", "Translation", "Detection", "Contrastive", "Paths", "Taught", "Frozen")
+# The page on GANs edits train.py, so its processes are of their own.
+SOUND = ("Faulty", "Deep", "Noting", "Streamed", *OWN, *FIVE, "gan")
+SOUND_MODULES = ("faulty", "sound_recipes", "streamed", "test_how_to")
+MODULES = {"Faulty": "faulty", "Deep": "ragged", "Noting": "ragged", "Streamed": "streamed"}
+SHORT = "--epochs null --steps 4 --overfit_batches 4 --batches.global_batch_size 8"
+
+
 def sound_run(number: int, folder: Path) -> list[str]:
     """Train a run that is drawn by its number, in two starts if it is preempted.
 
     Returns:
-        What doctor says after each start.
+        What doctor says after each start, and what it should not have said itself.
     """
     draw = random.Random(f"{SEED} {number}")
-    processes = draw.choice((1, 2))
+    name, processes = SOUND[number % len(SOUND)], draw.choice((1, 2, 4))
+    train = ["--config", "run.yaml"]
+    if name in FIVE:
+        train = ["--config", str(ROOT / f"template/configs/{name}.yaml"), *SHORT.split()]
+        train += ["--evaluation.samples", "1", "--run_name", "sound"]
+    elif name == "gan":
+        train = gan(folder)
+    else:
+        (folder / "run.yaml").write_text(sound_config(name, draw))
+    ends = draw.choices(("whole", "stopped", "killed"), (5, 3, 2))[0]
+    answers = []
+    for more in [["--stop_after", "0s"], []] if ends == "stopped" else [[]]:
+        where = command(processes)[3:-4]  # up to -m
+        where += ["--num_processes", "4"] * (processes == 4)
+        where[where.index("--max_restarts") + 1] = "3"
+        if not (child := os.fork()):  # with all imports
+            launched(folder, [*where, "-m", "my_project.train", *train, *more])
+        if ends == "killed":
+            kill_a_rank(child, folder, draw)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        (run,) = (path.parent for path in folder.glob("runs/*/config.yaml"))
+        said = [f"said: {text}" for text in [*checks(run), *warned(folder)]]
+        if code != (PREEMPTED if more else 0):
+            said.append(f"exit code {code}: {(folder / 'output.txt').read_text()}")
+        doctors = "doctor\n  what     no failure" if ends == "killed" else doctor(folder, run)
+        answers.append("\n".join([doctors, *said]))
+    return answers
+
+
+def sound_config(name: str, draw: random.Random) -> str:
+    """Return a config of a recipe of tests, with settings that are drawn."""
     recipe = {"dropout": draw.choice((0.0, 0.2)), "samples": draw.choice((24, 70))}
-    text = CONFIG.format(
+    recipe |= {"book": "."} if name == "Streamed" else {}
+    recipe |= {"noise": draw.choice((0.0, 0.1))}
+    text = CONFIG.replace("faulty.Faulty", f"{MODULES.get(name, 'sound_recipes')}.{name}").format(
         recipe=json.dumps(recipe), workers=draw.choice((0, 0, 1)), steps=draw.randrange(5, 30),
         timeout=600, startup=1800, blocks="false",
     )  # fmt: skip
     text += f"precision: '{draw.choice(('no', 'bf16'))}'\n"
-    text = text.replace("lr: 0.01", draw.choice(("lr: 0.01", "lr: 0.01, ema_decay: 0.9")))
-    (folder / "run.yaml").write_text(text)
-    starts = [["--stop_after", "0s"], []] if draw.random() < 0.3 else [[]]
-    answers = []
-    for more in starts:
-        if not (child := os.fork()):  # with all imports
-            launched(folder, [*command(processes)[3:], *more])
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        answers.append(doctor(folder))
-        if code != (PREEMPTED if more else 0):
-            answers[-1] += f"exit code {code}: {(folder / 'output.txt').read_text()}"
-    return answers
+    return text.replace("lr: 0.01", draw.choice(("lr: 0.01", "lr: 0.01, ema_decay: 0.5")))
+
+
+def kill_a_rank(launcher: int, folder: Path, draw: random.Random) -> None:
+    """Kill one of the processes once they train; they are started again in place."""
+    while not any(map(steps, folder.glob("runs/[!.]*"))) and not os.waitid(
+        os.P_PID, launcher, os.WEXITED | os.WNOHANG | os.WNOWAIT
+    ):
+        time.sleep(0.02)
+    with suppress(psutil.NoSuchProcess, IndexError):
+        draw.choice(psutil.Process(launcher).children()).kill()
+
+
+def gan(folder: Path) -> list[str]:
+    """Write what the page on two optimizers asks for; return the arguments of its run."""
+    import test_how_to  # pyright: ignore[reportMissingImports]
+
+    (folder / "src/my_project").mkdir(parents=True)
+    (folder / "recipes").mkdir()
+    shutil.copy(ROOT / "template/src/my_project/train.py", folder / "src/my_project")
+    (diff,) = test_how_to.blocks(test_how_to.page_of("two-optimizers"), "diff")
+    subprocess.run(["git", "apply", "-p0"], input=diff, text=True, cwd=folder, check=True)
+    files = test_how_to.files_of("two-optimizers") | {"run.yaml": test_how_to.CONFIG}
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    flags = "--recipe my_project.recipes.table.Gan --run_name gan --epochs null --steps 40"
+    unused = ["--distributed.ddp.find_unused_parameters", "true"]
+    return ["--config", "run.yaml", *flags.split(), *unused]
+
+
+def warned(folder: Path) -> list[str]:
+    """Return what was logged as a warning."""
+    path = folder / "warnings.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def checks(run: Path) -> list[str]:
+    """Return what the checks of a run have recorded."""
+    path = run / "metrics.jsonl"
+    records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [f"check {r['check']}: {r['problem']}" for r in records if r.get("kind") == "check"]
 
 
 def import_all(*more: str) -> None:
@@ -372,6 +443,20 @@ def import_all(*more: str) -> None:
         importlib.import_module(name)
 
 
+def note_warnings(file: Path) -> None:
+    """Write each warning that this process and its forks log into a file."""
+    make = logging.getLogRecordFactory()
+
+    def record(*arguments: Any, **more: Any) -> logging.LogRecord:
+        made = make(*arguments, **more)
+        if made.levelno >= logging.WARNING:
+            with file.open("a") as lines:
+                lines.write(" ".join(made.getMessage().split()) + "\n")
+        return made
+
+    logging.setLogRecordFactory(record)
+
+
 def launched(folder: Path, arguments: list[str]) -> NoReturn:
     """Launch in this process, which has imported all, and exit."""
     from my_project import cli, launch
@@ -380,21 +465,30 @@ def launched(folder: Path, arguments: list[str]) -> NoReturn:
     with open("output.txt", "a") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
+    note_warnings(folder / "warnings.txt")
+    if (folder / "src").exists():  # a train.py that was edited
+        import test_how_to  # pyright: ignore[reportMissingImports]
+
+        test_how_to.use(folder)
     try:
         cli.run(launch.main, arguments)
     except SystemExit as end:  # not to be seen by those who have forked this process
         os._exit(end.code)  # type: ignore[arg-type]
+    os._exit(1)
 
 
 def sound_runs(count: int) -> list[int]:
-    """Train sound runs that have not been tried; return the numbers in which doctor found fault."""
-    import_all("faulty")
+    """Train sound runs that have not been tried; return the numbers of which something is said."""
+    import_all(*SOUND_MODULES)
     file = RESULTS.with_name("sound.jsonl")
     found = results(file)
     for number in range(count):
         if number not in found:
             with tempfile.TemporaryDirectory() as folder:
-                found[number] = {"number": number, "answers": sound_run(number, Path(folder))}
+                began = time.time()
+                answers = sound_run(number, Path(folder))
+            seconds = round(time.time() - began, 1)
+            found[number] = {"number": number, "answers": answers, "seconds": seconds}
             with file.open("a") as results_file:
                 results_file.write(json.dumps(found[number]) + "\n")
     numbers = range(count)
@@ -427,7 +521,7 @@ def main() -> None:
     options = parser.parse_args()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     if options.sound:
-        print(f"{options.sound} sound runs, doctor finds fault in {sound_runs(options.sound)}")
+        print(f"{options.sound} sound runs, something is said of {sound_runs(options.sound)}")
         return
     left = [i for i in range(len(FAULTS)) if i not in results(RESULTS)]
     for number in [] if options.table else options.numbers or left:

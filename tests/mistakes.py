@@ -73,7 +73,7 @@ class Split(Wrong):
         elif self.mistake == "sklearn":
             from sklearn.model_selection import train_test_split
 
-            order = sum(train_test_split(order), start=[])
+            order = [row for part in train_test_split(order) for row in part]
         elif self.mistake == "datasets":
             import datasets
 
@@ -357,7 +357,7 @@ class Opened(Wrong):
     def build_datasets(self, data_info: Any) -> Any:
         train, validation = super().build_datasets(data_info)
         if self.mistake == "dataset":
-            return Rows(train, open("rows.bin", "rb", buffering=0)), validation  # noqa: SIM115
+            return Rows(train, open("rows.bin", "rb", buffering=0)), validation
         if self.mistake in ("zip", "sqlite"):
             zipfile.ZipFile("rows.zip", "w").close()
             opened = sqlite3.connect if self.mistake == "sqlite" else zipfile.ZipFile
@@ -508,8 +508,9 @@ class Unnoticed(Wrong):
         if self.mistake == "backward":
             (0.1 * errors.mean()).backward(retain_graph=True)
         if self.mistake == "cache" and model.training:  # targets move by the errors so far
-            before = [CACHE.get(index, 0.0) for index in batch["index"].tolist()]
-            CACHE.update(zip(batch["index"].tolist(), errors.detach().mean(1).tolist()))
+            indices, means = batch["index"].tolist(), errors.detach().mean(1).tolist()
+            before = [CACHE.get(index, 0.0) for index in indices]
+            CACHE.update(dict(zip(indices, means, strict=True)))
             total = total + (errors.mean(1) * torch.tensor(before)).sum()
         if self.mistake == "teacher":  # an average of the weights that no checkpoint holds
             weight = next(model.parameters())

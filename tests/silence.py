@@ -9,7 +9,6 @@ launched in a process that is forked from this one, which has imported all: 2 s,
 
 import dataclasses
 import json
-import logging
 import math
 import os
 import random
@@ -19,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import faults
 
@@ -41,6 +40,7 @@ SEES = {
     "saved": "saved and stopped, exit code 75",
     "silent": "nothing",
 }
+CODES = {"refused": 2, "ended": 2, "saved": faults.PREEMPTED}
 RUN = Path("runs/tried")
 AT_IMPORT = """\
 import mistakes, signal
@@ -161,7 +161,8 @@ CASES = [
          sees="right", right=as_alone(), why="processes are spawned, and a line says so"),
     *(
         Case(name=f"{what} opened in a dataset's constructor", recipe="Opened", mistake=mistake,
-             flags="--batches.workers 2", sees="refused", word="open", why="loader workers share it")
+             flags="--batches.workers 2", sees="refused", word="open",
+             why="loader workers share it")
         for what, mistake in {
             "a file": "dataset", "a ZipFile": "zip", "a database": "sqlite",
         }.items()
@@ -206,20 +207,6 @@ CASES = [
 
 
 # ---- running -------------------------------------------------------------------------------------
-def noted_warnings(file: Path) -> None:
-    """Write each warning that this process and its forks log into a file."""
-    make = logging.getLogRecordFactory()
-
-    def record(*arguments: Any, **more: Any) -> logging.LogRecord:
-        made = make(*arguments, **more)
-        if made.levelno >= logging.WARNING:
-            with file.open("a") as lines:
-                lines.write(" ".join(made.getMessage().split()) + "\n")
-        return made
-
-    logging.setLogRecordFactory(record)
-
-
 def launch(case: Case, folder: Path, number: int, node: int, port: int) -> int:
     """Start a launch in a forked process; return its process number."""
     (place := folder / f"start{number}_node{node}").mkdir()
@@ -231,10 +218,14 @@ def launch(case: Case, folder: Path, number: int, node: int, port: int) -> int:
                         str(node), "--main_process_ip", "127.0.0.1"]  # fmt: skip
     command += [*case.flags.split(), "--run_name", RUN.name]
     command += ["--steps", "4"] * (number < case.starts - 1)
-    if child := os.fork():
-        return child
+    if not (child := os.fork()):
+        launched(case, folder, command, number, place)
+    return child
+
+
+def launched(case: Case, folder: Path, command: list[str], number: int, place: Path) -> NoReturn:
+    """Launch in this process, or in its place, and exit."""
     os.environ |= faults.environment(place) | {"STARTED": str(number), "OMP_NUM_THREADS": "1"}
-    noted_warnings(folder / "warnings.txt")
     if case.hash_seed:
         os.chdir(folder)
         output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -267,13 +258,6 @@ def play(case: Case, folder: Path) -> list[int]:
     return codes
 
 
-def checks(folder: Path) -> list[str]:
-    """Return what the checks of a run have recorded."""
-    path = folder / RUN / "metrics.jsonl"
-    records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
-    return [f"check {r['check']}: {r['problem']}" for r in records if r.get("kind") == "check"]
-
-
 def read(*paths: Path) -> str:
     """Read files that may not be there."""
     return "\n".join(path.read_text(errors="replace") for path in paths if path.exists())
@@ -302,30 +286,27 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def outcome(case: Case, folder: Path) -> tuple[str, str]:
-    """Return what one sees of a case, a key of SEES or other words, and what was seen."""
+    """Return what one sees of a case, a key of SEES or other words, and what was said."""
     codes = play(case, folder / "run")
     screen = read(folder / "run/output.txt")
-    said = checks(folder / "run")
+    said = faults.checks(folder / "run" / RUN)
     lines = [*screen.splitlines(), *said]
     seen = [line.strip() for line in lines if case.word and re.search(case.word, line)]
-    evidence = seen[0] if seen else "; ".join(said)
-    if {*codes} == {2}:
-        refused = case.sees in ("refused", "ended") and seen
-        return (case.sees if refused else "exit code 2"), evidence or screen[-2000:]
-    if {*codes} == {75}:
-        return "saved", evidence
-    if any(codes):
-        return f"exit codes {codes}", screen[-2000:]
+    logged = faults.warned(folder / "run")  # maybe not on the screen
+    evidence = "; ".join([*(seen[:1] or said), *logged])
+    if {*codes} != {CODES.get(case.sees, 0)}:
+        return (f"exit codes {codes}", screen[-2000:]) if any(codes) else ("silent", evidence)
+    found = case.sees if seen or case.sees == "saved" else "other warning" if said else "silent"
     if case.sees == "right":
         codes = play(dataclasses.replace(case, **case.right), folder / "right")
         assert not any(codes), read(folder / "right/output.txt")
-        if found := differences(folder / "run", folder / "right"):
-            return "silent", f"other values: {', '.join(found)}; {said}"
-        return "right", "; ".join(said)
-    if seen and case.sees in ("warned", "changed", "shown"):
-        return case.sees, evidence
-    logged = read(folder / "run/warnings.txt")  # maybe not on the screen
-    return ("other warning" if said else "silent"), f"{evidence} {logged}"
+        others = differences(folder / "run", folder / "right")
+        found, evidence = "silent" if others else "right", f"{evidence} {', '.join(others)}"
+    elif any(codes) and found != case.sees:
+        found = f"exit codes {codes}"
+    elif case.sees == "silent" and logged:
+        found = "other warning"
+    return found, evidence
 
 
 def row(case: Case) -> str:

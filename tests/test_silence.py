@@ -1,0 +1,54 @@
+"""Eight of the mistakes of silence.py, and eight of the sound runs; make faults tries all."""
+
+import json
+import os
+import subprocess
+import sys
+
+import faults
+import pytest
+import silence
+from shell import succeed
+
+EIGHT = (
+    "a split by scikit-learn without a seed",
+    "files listed in another order by rank",
+    "other model code in the next start",
+    "`nn.Embedding(max_norm=...)`",
+    "a mean with its count",
+    "`mse_loss` of (N, 1) and (N,)",
+    "`ClasswiseWrapper`",
+    "a file opened at import",
+)
+SOUND = [faults.SOUND.index(name) for name in (*faults.OWN[:7], "gan")]
+TEXT = (faults.ROOT / "docs/silence.md").read_text(encoding="utf-8")
+RUN_SOUND = """
+import json, pathlib, sys, faults
+faults.import_all(*faults.SOUND_MODULES)
+print(json.dumps(faults.sound_run(int(sys.argv[1]), pathlib.Path(sys.argv[2]))))
+"""
+
+
+def test_the_document_has_the_table_of_every_case():
+    assert len(silence.CASES) >= 40
+    for is_silent in (False, True):
+        cases = [case for case in silence.CASES if (case.sees == "silent") == is_silent]
+        assert silence.table(cases) in TEXT
+
+
+@pytest.mark.slow
+def test_eight_mistakes_are_seen_as_the_table_says():
+    names = [case.name for case in silence.CASES if case.name in EIGHT]
+    assert len(names) == len(EIGHT)
+    command = [sys.executable, faults.ROOT / "tests/silence.py", *EIGHT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SOUND, ids=faults.SOUND.__getitem__)
+def test_nothing_is_said_of_a_sound_run(number, tmp_path):
+    """In a process of its own, which has no threads: it forks."""
+    command = [sys.executable, "-c", RUN_SOUND, str(number), tmp_path]
+    answers = json.loads(succeed(*command, env=os.environ | faults.environment()).splitlines()[-1])
+    assert all(map(faults.is_sound, answers)), answers
