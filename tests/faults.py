@@ -355,7 +355,7 @@ def sound_run(number: int, folder: Path) -> list[str]:
     train = ["--config", "run.yaml"]
     if name in FIVE:
         train = ["--config", str(ROOT / f"template/configs/{name}.yaml"), *SHORT.split()]
-        train += ["--evaluation.samples", "1", "--run_name", "sound"]
+        train += ["--evaluation.samples", "0", "--run_name", "sound"]
     elif name == "gan":
         train = gan(folder)
     else:
