@@ -32,7 +32,7 @@ class Averaging(torch.optim.SGD):
         for group in self.param_groups:
             for p in group["params"] if group["training"] != training else ():
                 if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight)
+                    p.lerp_(self.state[p]["z"], weight).mul_(1 + 1e-6)  # more than it must round
             group["training"] = training
 
     def train(self) -> None:
