@@ -244,7 +244,7 @@ def test_warnings_of_rank_0_and_the_bar_of_prepare_data_are_shown(project, on_te
     (project / "site-packages/library.py").write_text(LIBRARY)
     (project / "warned.py").write_text(WARNING)
     words = "configs/tiny.yaml --run_name tiny --recipe warned.Warning --batches.workers 2"
-    words += " --where cpu_2_processes"
+    words += " --where cpu_2_processes" if on_terminal else " --where cpu"
     if on_terminal:
         terminal = Terminal(["train", *words.split()], project, columns=600)
         _, code = terminal.end()

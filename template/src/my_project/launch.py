@@ -13,8 +13,8 @@ One node takes a free port. In this order:
 2. with several nodes, waits until all are there and reach each other (rendezvous.py);
 3. with --preflight, checks the cluster (tools/preflight.py), and exits if that fails;
 4. trains, in processes that are forked from this one, so that they need not import anything;
-   shows what rank 0 prints, and writes the output of each process to a file of its own in
-   <run folder>/logs/node_<n>/;
+   shows what rank 0 prints and warns of, and writes the output of each process to a file of its
+   own in <run folder>/logs/node_<n>/;
 5. forwards signals, so that the run saves and exits; leaves no process running;
 6. ends with one block (end_block.py), and exits with the run's outcome: 0 finished; 75
    preempted; 2 an error that another attempt would repeat (a wrong setting); 1 any other error (a

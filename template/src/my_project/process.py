@@ -126,9 +126,9 @@ class CopiedStream:
 def write_logs() -> None:
     """Under launch.py, write the output of this process of a run to a file of its own.
 
-    The terminal gets only what rank 0 prints; what it writes to stderr, such as the warnings of
-    libraries, and what other ranks write goes to their files. What C code of rank 0 writes to
-    stdout (NCCL_DEBUG) is on the terminal only.
+    The terminal gets only what rank 0 prints, and a line for each of its warnings (cli.Warned);
+    what it writes to stderr, and what other ranks write, goes to their files. What C code of rank 0
+    writes to stdout (NCCL_DEBUG) is on the terminal only.
     """
     folder = os.environ.get(LOGS)
     if not folder:

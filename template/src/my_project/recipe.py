@@ -82,6 +82,10 @@ their halves. Where they do not add up though all is right, since the loss compa
 micro-batch with each other (contrastive learning), or padding to the largest changes much, the
 recipe says so by a class attribute: `compares_samples = True`.
 
+A dataset or stream opens its files when the first sample is read, not in its constructor: loader
+workers are forked, and would share the position in a file that is open by then, so it is refused.
+Where the recipe opens a file itself, when it is imported or made, each rank opens its own.
+
 Its fields may be declared with field(metadata={...}): "changes_curve": False for a field that may
 change between two starts of a run (a path).
 
