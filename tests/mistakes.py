@@ -1,6 +1,5 @@
 """Slightly wrong recipes, for silence.py: all of them train, none raises an error by itself."""
 
-import logging
 import os
 import random
 import signal
@@ -285,7 +284,8 @@ class Libraries(Wrong):
     def layers(self) -> list[nn.Module]:
         if self.mistake == "logger":
             text = "Some weights of the model were newly initialized: ['classifier.weight']"
-            logging.getLogger("transformers.modeling_utils").warning(text)
+            call = f"logging.getLogger('transformers.modeling_utils').warning({text!r})"
+            exec(compile(call, "/lib/site-packages/transformers/modeling_utils.py", "exec"))
         return []
 
 

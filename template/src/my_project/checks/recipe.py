@@ -1,6 +1,5 @@
 """Whether the recipe's loss returns sums, as the loop needs them, and what has no effect in it."""
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -14,7 +13,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import default_collate
 
-from ..config import Config
+from .. import contract
+from ..config import Config, ConfigError
 from ..devices import on_main_then_broadcast
 from ..evaluate import evaluation_mode, restored_state
 from ..loading.layout import is_stream
@@ -24,7 +24,6 @@ from ..process import DRY_RUN
 from ..recipe import PARAMETERS, Recipe, optional, source_location
 from .findings import Findings
 
-logger = logging.getLogger(__name__)
 FEWEST, MOST = 4, 8  # samples: a half of one sample may be a special case to a recipe
 TOLERANCE = 0.02  # relative: padding moves the outputs of a sound model a little
 SAME = 1e-4  # relative: what the same forward gives twice
@@ -42,9 +41,10 @@ def check_sums(
 ) -> None:
     """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
 
-    In evaluation mode, without gradients, uncompiled and in full precision; the samples are the
-    same on every rank, and weights and buffers are restored. Of a stream they are those of the
-    first validation set, since a lane may take long to open.
+    Once in the precision of training, where the sum must be float32. Then in evaluation mode,
+    without gradients, uncompiled and in full precision. The samples are the same on every rank, and
+    weights and buffers are restored. Of a stream they are those of the first validation set, since
+    a lane may take long to open.
 
     Args:
         findings: of this run.
@@ -52,13 +52,16 @@ def check_sums(
         model: prepared, without DDP (sharding.RecipeModule).
         train_set: whose first samples are read, in a loader worker if there are any.
         validation_sets: by name.
+
+    Raises:
+        ConfigError: loss returns something else, or a sum in a lower precision.
     """
     recipe, batches, accelerator = config.recipe, config.batches, findings.accelerator
     data = next(iter(validation_sets.values()), []) if is_stream(train_set) else train_set
     count = min(batches.micro_batch_size or MOST, MOST)
     count = min(max(count, FEWEST), batches.global_batch_size, len(data))
     compares_samples = getattr(recipe, "compares_samples", False)
-    if count < FEWEST or compares_samples or not findings.is_on("recipe"):
+    if count < FEWEST or not findings.is_on("recipe"):
         return
     problem, device = "", accelerator.device
     with restored_state(model), evaluation_mode(accelerator, model):
@@ -71,6 +74,10 @@ def check_sums(
             brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
             (read,) = make_loader(batches, fetch, device, batch_sampler=[keys], **brief)
 
+            def check_returned(plain: nn.Module, batch: Any) -> None:
+                # in the forward: accelerate makes float32 of all that it returns
+                contract.check_loss(recipe, recipe.loss(plain, batch, 0))
+
             def returned(seed: int, part: int) -> np.ndarray:
                 seed_forward(config.seed, "check", seed, device)
                 return model(loss_in_full_precision, send_to_device(read[seed][part], device))
@@ -81,10 +88,13 @@ def check_sums(
                 with nullcontext() if model.autocast else full:
                     return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
 
-            problem = problem_of_sums(returned, count)
+            model(check_returned, send_to_device(read[0][0], device))
+            problem = "" if compares_samples else problem_of_sums(returned, count)
+        except ConfigError:
+            raise
         except Exception as error:  # it need not take a batch of another size
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            logger.info("whether loss returns sums could not be checked: %s", reason)
+            findings.passed("recipe", f"loss could not be compared with its halves: {reason}")
     if problem := on_main_then_broadcast(accelerator, lambda: problem):
         place = source_location(recipe.loss)
         findings.add("recipe", f"{type(recipe).__name__}.loss ({place}) {problem}")
