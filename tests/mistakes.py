@@ -284,7 +284,7 @@ class Libraries(Wrong):
     def layers(self) -> list[nn.Module]:
         if self.mistake == "logger":
             text = "Some weights of the model were newly initialized: ['classifier.weight']"
-            call = f"logging.getLogger('transformers.modeling_utils').warning({text!r})"
+            call = f"import logging; logging.getLogger('transformers.modeling').warning({text!r})"
             exec(compile(call, "/lib/site-packages/transformers/modeling_utils.py", "exec"))
         return []
 

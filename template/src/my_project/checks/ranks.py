@@ -151,10 +151,11 @@ class EqualRanks:
     # ---- what a forward changes ------------------------------------------------------------------
     def _watch_gathered(self) -> None:
         """Watch the first forward of a sharded model, whose weights are whole only within it."""
-        named: Any = self.wrapper.named_modules()
-        for prefix, module in named:
+        named = self.wrapper.named_modules()
+        sharded: list[Any] = [pair for pair in named if isinstance(pair[1], FSDPModule)]
+        for prefix, module in sharded:
             # compiled code would be compiled again, with the hooks and then without
-            if isinstance(module, FSDPModule) and module._compiled_call_impl is None:
+            if module._compiled_call_impl is None:
                 begun, done = (partial(hook, prefix) for hook in (self._begun, self._done))
                 self.hooks.append(module.register_forward_pre_hook(begun))
                 self.hooks.append(module.register_forward_hook(done, prepend=True))
