@@ -139,6 +139,7 @@ def main(config: Config) -> int:
                 evaluate_and_record()
             elif state.step == 0:
                 check_settings(findings)
+                watchdog.allow_long_limit()
                 with metrics.paused("evaluation"):
                     if config.evaluation.sanity_check:
                         sanity_check(*evaluated, watchdog)

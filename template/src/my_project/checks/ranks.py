@@ -38,8 +38,8 @@ UNEQUAL = {
     f" norm (rounding: less than {ROUNDING:.0e}): each rank computes with its own, and rank 0's is"
     " saved. Gather its new value from all ranks (docs/how-to/state-in-a-buffer.md).",
 }
-CHANGED = f"a forward has changed the parameter {{names}}. {REMEDY}"
-DISCARDED = f"a forward has changed the parameter {{names}}, which FSDP discards. {REMEDY}"
+CHANGED = "a forward has changed the parameter {names}. " + REMEDY
+DISCARDED = "a forward has changed the parameter {names}, which FSDP discards. " + REMEDY
 UNFROZEN = (
     "{names}: requires_grad was False when this start began and is True now, which trains nothing,"
     " since the optimizer was built before. Let it be True in build_model, or start another run"
