@@ -89,7 +89,7 @@ class MetricsWriter:
                 "resumed_from": self.run.continued_from,
             }
             self.write(start)
-            self._write_notes()
+            self._write_gathered()
             self.screen.start(self.state.step)
             self.interval_began = time.perf_counter()  # trackers may take seconds to start
         return self
@@ -102,7 +102,6 @@ class MetricsWriter:
             if kind is NotFiniteError and self.interval_steps:  # the steps that ended the run
                 self._end_interval(self.last, time.perf_counter())
             self._write_gathered(wait=kind is None)  # another rank may be gone
-            self._write_notes()
         finally:
             self.screen.stop()
             self.trackers.finish(has_failed=kind is not None)
@@ -118,10 +117,6 @@ class MetricsWriter:
         written = self.file.append(about | record)
         self.trackers.log(written)
         self.screen.show(written)
-
-    def _write_notes(self) -> None:
-        while self.run.notes:
-            self.write(self.run.notes.pop(0))
 
     def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
         """Record the results of the evaluation that was the last pause."""
@@ -189,7 +184,6 @@ class MetricsWriter:
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
         self._write_gathered()
-        self._write_notes()
         clock, phases, self.last_rate = self.ended.pop(report.step)
         self.last = report
         self.interval_steps += 1
@@ -243,18 +237,19 @@ class MetricsWriter:
         state.begin_interval()
 
     def _write_gathered(self, *, wait: bool = True) -> None:
-        """Write the record that waits for the reports of the other ranks.
+        """Write the record that waits for the reports of the other ranks, and the run's notes.
 
         Args:
             wait: for their reports, which they send where this is called on all ranks.
         """
-        if not self.gathering:
-            return
-        record, reports = self.gathering
-        self.gathering = None
-        if wait:
-            record |= rounded(reports.summarize(self.run.hosts))
-        self.write(record)
+        if self.gathering:
+            record, reports = self.gathering
+            self.gathering = None
+            if wait:
+                record |= rounded(reports.summarize(self.run.hosts))
+            self.write(record)
+        while self.run.notes:
+            self.write(self.run.notes.pop(0))
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------
