@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import sys
+import textwrap
 import threading
 import warnings
 import zlib
@@ -69,20 +70,18 @@ def one_at_a_time() -> Iterator[None]:
 
     Both would draw from one set of random generators, and share accelerate's global state.
     """
-    if not _TRAINING.acquire(blocking=False):
+    if _TRAINING.locked():
         raise ConfigError(
             "this process trains another run in another thread, and both would draw from the same"
             " random generators: train one after the other, or each in a process of its own."
         )
-    try:
+    with _TRAINING:
         yield
-    finally:
-        _TRAINING.release()
 
 
 FOR_DEVELOPERS = re.compile("(Deprecation|Future|Resource)Warning$")
 # as warnings.formatwarning writes one: file, line, category, message, line of code
-PYTHONS = re.compile(r"(.+?):(\d+): (\w+): (.*?)(\n  [^\n]*)?\n", re.DOTALL)
+PYTHONS = re.compile(r"(.+?:\d+): (\w+): (.*?)(?:\n  [^\n]*)?\n", re.DOTALL)
 LONGEST = 300  # characters of a warning on the screen
 
 
@@ -110,16 +109,16 @@ class Warned:
     def _note(self, make: Callable, *arguments: Any, **more: Any) -> logging.LogRecord:
         record: logging.LogRecord = make(*arguments, **more)
         with suppress(Exception):  # a message that cannot be formatted, a terminal that was closed
-            is_warning = (record.levelno or 0) >= logging.WARNING and not _is_of_project(record)
+            is_warning = record.levelno >= logging.WARNING and not _is_of_project(record)
             if is_warning and is_printed(record.name):
-                kind, text, place = record.name, record.getMessage(), record.pathname
-                line = str(record.lineno)
+                place, kind = f"{record.pathname}:{record.lineno}", record.name
+                text = record.getMessage()
                 if kind == "py.warnings" and (found := PYTHONS.fullmatch(text)):
-                    place, line, kind, text, _ = found.groups()
-                at = zlib.crc32(f"{kind} {place} {line}".encode()) % len(self.lines)
+                    place, kind, text = found.groups()
+                at = zlib.crc32(f"{kind} {place}".encode()) % len(self.lines)
                 is_new, self.lines[at] = not self.lines[at], 1
                 if is_new and LOGS in os.environ and not FOR_DEVELOPERS.search(kind):
-                    show_warning(kind, text, f"{place}:{line}")
+                    show_warning(kind, text, place)
         return record
 
 
@@ -128,8 +127,7 @@ WARNED = Warned()
 
 def show_warning(kind: str, text: str, place: str) -> None:
     """Write a warning to the terminal alone, above the bar, which the next step draws again."""
-    text = printable(mask(" ".join(text.split())))
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    text = printable(textwrap.shorten(mask(text), LONGEST, placeholder="..."))
     place = short_path(re.sub(".*/(site|dist)-packages/", "", place))
     erased = "\r\x1b[K" * can_redraw()
     os.write(1, f"{erased}warning: {kind}: {text} ({place})\n".encode())
