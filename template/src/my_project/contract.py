@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ from .failures import frames_of, own_frame
 from .files import TransientError, writing
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
-from .process import stderr_on_terminal
+from .process import STDERR, stderr_on_terminal
 from .recipe import Recipe, optional, problems, source_location
 
 logger = logging.getLogger(__name__)
-KNOWN_NAMES: dict[Literal["max", "min"], set[str]] = {  # words of metrics, by their best_mode
+KNOWN_NAMES: dict[str, set[str]] = {  # words of metrics, by their best_mode
     "max": {"accuracy", "acc", "precision", "recall", "f1", "iou", "dice", "auroc", "auc", "bleu"},
     "min": {"loss", "error", "perplexity", "nll", "mse", "rmse", "mae", "wer", "cer", "bits"},
 }
@@ -98,7 +98,7 @@ def in_turn(folder: Path) -> Iterator[None]:
     """
     with first_alone(folder / f".prepare_data.{socket.gethostname()}.lock") as is_first:
         alone = first_alone(folder / ".prepare_data.lock") if is_first else nullcontext()
-        with alone, stderr_on_terminal() if is_first else nullcontext():
+        with alone, stderr_on_terminal() if is_first and STDERR else nullcontext():
             yield
 
 
@@ -238,10 +238,9 @@ def build_metrics(recipe: Recipe) -> dict[str, Any]:
         problem = "" if is_metric else f"a {type(metric).__name__}, not a torchmetrics.Metric"
         for part in metric_parts(metric) if is_metric else []:
             kind = type(part).__name__
-            is_leaf = sum(isinstance(inner, Metric) for inner in part.modules()) == 1
             if isinstance(part, WrapperMetric) and part._defaults:  # Running: of its last updates
                 problem = f"a {kind}, whose value depends on the micro-batches of each process"
-            elif is_leaf and not part._defaults:
+            elif not part._defaults and len(metric_parts(part)) == 1:
                 problem = f"a {kind} without a state (add_state), which ranks could merge"
             if isinstance(part, BaseAggregator) and part.nan_strategy in ("warn", "disable"):
                 part._cast_and_nan_check_input = partial(_keep_nan, part)  # type: ignore
@@ -270,7 +269,7 @@ def _keep_nan(metric: Any, value: Any, weight: Tensor | None = None) -> tuple[Te
     return value, torch.ones_like(value) if weight is None else weight.to(metric.dtype)
 
 
-def best_mode(metric: Any, result: str, name: str) -> Literal["max", "min"]:
+def best_mode(metric: Any, result: str, name: str) -> str:
     """Return whether a higher or a lower result is better, by torchmetrics and by its name.
 
     Args:
@@ -285,12 +284,9 @@ def best_mode(metric: Any, result: str, name: str) -> Literal["max", "min"]:
 
     by_key = dict(metric.items()) if hasattr(metric, "items") else {}
     metric = by_key.get(result.removeprefix(f"{name}/"), metric)
-    told = {getattr(metric, "higher_is_better", None)}
-    if told == {None}:  # a wrapper or a collection: as all in it
-        parts = [part for part in metric_parts(metric) if not isinstance(part, WrapperMetric)]
-        told = {part.higher_is_better for part in parts}
+    parts = [part for part in metric_parts(metric) if not isinstance(part, WrapperMetric)]
+    told = {part.higher_is_better for part in parts}
     words = {*re.findall("[a-z]+[0-9]?", result.lower())}
-    modes: set[Literal["max", "min"]]
     modes = {mode for mode, known in KNOWN_NAMES.items() if words & known}
     if told in ({True}, {False}):
         modes.add("max" if told == {True} else "min")

@@ -157,9 +157,6 @@ def _set_stderr(descriptor: int) -> None:
 @contextmanager
 def stderr_on_terminal() -> Iterator[None]:
     """Give stderr back to the terminal for the block, so that the bar of a download is seen."""
-    if not STDERR:
-        yield
-        return
     log = os.dup(2)
     _set_stderr(STDERR[0])
     try:
