@@ -291,12 +291,10 @@ def evaluated_weights(optimizer: Any, ema: EMA | None) -> Iterator[None]:
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         kept = [p.detach().clone() for p in weights]  # train() would round them
         optimizer.eval()
-        try:
-            yield
-        finally:
-            optimizer.train()
-            with torch.no_grad():
-                for weight, before in zip(weights, kept, strict=True):
-                    weight.copy_(before)
+        yield  # what fails there ends the run
+        optimizer.train()
+        with torch.no_grad():
+            for weight, before in zip(weights, kept, strict=True):
+                weight.copy_(before)
     else:
         yield
