@@ -327,12 +327,8 @@ def call(module: str, settings: Config | tuple[str, ...]) -> None:
     gc.freeze()  # a collection would copy the pages of all that was imported before the fork
     LAUNCHER.watch()
     main = importlib.import_module(module).main
-
-    def run() -> int:
-        config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
-        return main(as_restarted(config))
-
-    cli.run_on_all_ranks(run)
+    config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
+    cli.run_on_all_ranks(main, as_restarted(config))
 
 
 def run_module(

@@ -46,13 +46,12 @@ class Workers:
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
         self.others: Any = None  # with several nodes rendezvous.OtherNodes
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
-        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
-        self.handled = [one for one in SIGNALS if one != signal.SIGHUP or not is_ignored]
         self._handle_signals()
 
     def _handle_signals(self) -> None:
-        for number in self.handled:
-            signal.signal(number, self._handle)
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: object) -> None:
         if not self.stop_signal:
@@ -170,10 +169,9 @@ def open_files() -> set[tuple[int, str]]:
     share: devices, and files that are mapped into memory.
     """
     found: set[tuple[int, str]] = set()
-    if sys.platform != "linux":
-        return found
-    mapped = Path("/proc/self/maps").read_text(errors="replace")
-    for path in Path("/proc/self/fd").iterdir():
+    maps = Path("/proc/self/maps")  # of Linux
+    mapped = maps.read_text(errors="replace") if maps.exists() else ""
+    for path in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # the descriptor that lists them is closed by now
             number, name = int(path.name), os.readlink(path)
             kind, flags = os.stat(number).st_mode, fcntl.fcntl(number, fcntl.F_GETFL)
