@@ -148,15 +148,13 @@ def how_it_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}"
 
 
-def print_finished(
-    folder: Path, status: dict[str, Any], warnings: tuple[str, str] = ("", "")
-) -> None:
+def print_finished(folder: Path, status: dict[str, Any], *more: tuple[str, str]) -> None:
     """Show how a finished run ended, and what can be done with it."""
     results = [f"{name} {format_metric(value)}" for name, value in status.get("result", {}).items()]
     pairs = [
         ("steps", f"{status.get('step')} of {status.get('steps')}, {status.get('reason')}"),
         ("note", status.get("note", "")),
-        warnings,
+        *more,
         ("time", f"{format_seconds(status.get('seconds', 0))} in the last start"),
         ("goodput", in_words(status)),
         ("best", best_of(folder)),
