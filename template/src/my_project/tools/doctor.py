@@ -422,11 +422,9 @@ def slow_rank(records: list[dict[str, Any]]) -> list[str]:
 
 def by_checks(records: list[dict[str, Any]]) -> list[str]:
     """Return what the checks have found in the run, each with the first step at which they did."""
-    found: dict[str, int] = {}
-    for one in records:
-        if "problem" in one:
-            found.setdefault(str(one["problem"]), one["step"])
-    return [f"from step {step} on: {problem}" for problem, step in [*found.items()][:5]]
+    found = {str(one["problem"]): one["step"] for one in reversed(records) if "problem" in one}
+    firsts = sorted(found.items(), key=lambda item: item[1])[:5]
+    return [f"from step {step} on: {problem}" for problem, step in firsts]
 
 
 # ---- what is said of it --------------------------------------------------------------------------
