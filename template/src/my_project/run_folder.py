@@ -64,6 +64,7 @@ class Run:
         self.numerics: dict[str, Any] = {}  # of this launch, see devices.numerics
         self.notes: list[dict[str, Any]] = []  # records that are to be written to metrics.jsonl
         self.began = time.monotonic()
+        self.warned_before = WARNED.count  # in an earlier run of this process
         self.paused_seconds = 0.0  # for evaluations and saves, since then
         self.lengths: dict[str, int] = {}  # of the datasets
         self.trackers: dict[str, str] = {}  # where each shows the run
@@ -81,6 +82,7 @@ class Run:
 
     def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
         """Record the outcome; written by rank 0, or by a failing rank."""
+        warned = WARNED.count - self.warned_before
         record = {
             "outcome": outcome,
             "step": self.step,
@@ -91,7 +93,7 @@ class Run:
             "seconds": round(time.monotonic() - self.began, 1),
             "paused_seconds": round(self.paused_seconds, 3),
             "trackers": dict(self.trackers),  # a copy: a late tracker may add one
-            "warnings": WARNED.count if self.rank == 0 else self.status().get("warnings", 0),
+            "warnings": self.status().get("warnings", 0) if self.rank else warned,
             **more,
         }
         if "result" in record:
