@@ -5,7 +5,6 @@ tensor are compared, by one all-reduce. A digest would not do: on a CPU of anoth
 rounds differently, harmlessly.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache, partial
@@ -18,36 +17,32 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..step_sums import dtype_of_sums
 from .findings import Findings
 
 ROUNDING, MOST = 1e-5, 1e-3  # relative to the norm: equal up to the first, unequal above the second
-WIDTH = 4096  # of the rows into which a tensor is cut
-LARGE = 2**16  # elements; a norm of all takes a second pass over the memory, and loses digits
+CHUNK = 2**18  # elements of a tensor that are converted at once
 
 REMEDY = (
     "Only the optimizer may change a parameter: a weight that its first batch sets, or nn.Embedding"
     " with max_norm, depends on how samples are divided into micro-batches. Set it in build_model,"
     " from samples read there, or leave it as it is and compute from it what the forward uses."
 )
-UNEQUAL = {
-    "parameter": "after {step} steps the ranks differ in the parameter {names}, by {worst:.1e} of"
-    f" its norm (rounding: less than {ROUNDING:.0e}). {REMEDY}",
-    "buffer": "after {step} steps the ranks differ in the buffer {names}, by {worst:.1e} of its"
-    f" norm (rounding: less than {ROUNDING:.0e}): each rank computes with its own, and rank 0's is"
-    " saved. Gather its new value from all ranks (docs/how-to/state-in-a-buffer.md).",
+UNEQUAL = "after {step} steps the ranks differ in the {kind} {names}, by {worst:.1e} of its norm"
+UNEQUAL_OF = {
+    "parameter": f"{UNEQUAL}. {REMEDY}",
+    "buffer": f"{UNEQUAL}: each rank computes with its own, and rank 0's is saved. Gather its new"
+    " value from all ranks (docs/how-to/state-in-a-buffer.md).",
 }
 CHANGED = "a forward has changed the parameter {names}. " + REMEDY
-DISCARDED = "a forward has changed the parameter {names}, which FSDP discards. " + REMEDY
 UNFROZEN = (
-    "{names}: requires_grad was False when this start began and is True now, which trains nothing,"
-    " since the optimizer was built before. Let it be True in build_model, or start another run"
-    " from the weights."
+    "{names}: requires_grad was False when this start began and is True now, which trains nothing:"
+    " let it be True in build_model, or start another run from the weights."
 )
 NOT_TRAINING = (
-    "the recipe's loss has left the model in evaluation mode ({names} is False), without dropout"
-    " and with BatchNorm's running statistics: call model.train() where it has called model.eval()."
+    "the recipe's loss has left the model in evaluation mode ({names} is False), without dropout:"
+    " call model.train() where it has called model.eval()."
 )
 
 
@@ -64,29 +59,27 @@ class EqualRanks:
         """
         self.findings = findings
         self.accelerator = accelerator
-        self.wrapper = model
+        self.wrapper: nn.Module = model
         self.model: nn.Module = model.model
         parameters = dict(self.model.named_parameters())
         self.trained = {name for name, p in parameters.items() if p.requires_grad}
         self.was_training = self.model.training
         # named once: a buffer that only one rank adds later would change its all-reduce
-        statistics = (m.buffers() for m in self.model.modules() if isinstance(m, _BatchNorm))
-        left_out = {id(buffer) for buffers in statistics for buffer in buffers}
-        named = self.model.named_buffers()
-        self.names = {"buffer": [name for name, buffer in named if id(buffer) not in left_out]}
-        # the shards of one place in HSDP hold the same; FSDP2 alone has each once
+        buffers = [name for name, _ in self.model.named_buffers()]
+        self.compared: dict[str, tuple[list[str], Any]] = {"buffer": (buffers, None)}
         meshes = [p.device_mesh for p in parameters.values() if isinstance(p, DTensor)]
-        self.mesh = meshes[0] if meshes else None
-        self.has_replicas = self.mesh is None or self.mesh.ndim > 1
-        self.names["parameter"] = [*parameters] if self.has_replicas else []
-        self.said: dict[str, set[str]] = defaultdict(set)
+        if not meshes:
+            self.compared["parameter"] = [*parameters], None
+        elif meshes[0].ndim > 1:  # HSDP: between replicas; FSDP2 alone has each shard once
+            self.compared["parameter"] = [*parameters], meshes[0].get_group(0)
+        self.said: dict[tuple[str, str], set[str]] = defaultdict(set)
         self.before: dict[str, Tensor] = {}
         self.changed: list[set[str]] = []  # in each forward that was looked at
         self.hooks: list[Any] = []
-        if findings.is_on("ranks") and self.mesh:
+        if findings.is_on("ranks") and meshes:
             self._watch_gathered()
         elif findings.is_on("ranks") and accelerator.num_processes == 1:
-            self.before = self._weights(model)
+            self._note_before("", model)
 
     def after_forward(self) -> None:
         """Look at what the first forward of the first two steps has changed, on one process.
@@ -94,9 +87,9 @@ class EqualRanks:
         A weight that is brought within limits, whatever the data, changes in each step; one that
         the first batch sets changes once. Several ranks compare their weights instead.
         """
-        if not self.before or self.hooks or len(self.changed) == 2:
+        if self.hooks or not self.before:
             return
-        self._note_changed(self.wrapper)
+        self._note_changed("", self.wrapper)
         if len(self.changed) == 2:
             modules = self.model.named_modules()
             limited = {f"{name}.weight" for name, m in modules if getattr(m, "max_norm", None)}
@@ -106,9 +99,11 @@ class EqualRanks:
     def after_step(self) -> None:
         """Compare after the first step of this start."""
         if self.hooks:
-            self._report(DISCARDED, set().union(*self.changed))
+            self._report(CHANGED, set().union(*self.changed))
         elif self.before:
-            self.before = self._weights(self.wrapper)
+            self._note_before("", self.wrapper)
+        for hook in self.hooks:
+            hook.remove()
         self.at_save()
 
     def at_save(self) -> None:
@@ -119,58 +114,48 @@ class EqualRanks:
         self._report(UNFROZEN, trained - self.trained)
         if self.was_training and not self.model.training:
             self._report(NOT_TRAINING, ["model.training"])
-        if self.accelerator.num_processes == 1:
-            return
-        apart = self._differences()
-        for kind, names in self.names.items():
-            found = {name: apart[name] for name in names if apart[name] > ROUNDING}
-            worst = max(found.values(), default=0.0)
-            level = "" if kind == "parameter" and worst > MOST else "warn"
-            step = self.findings.run.step
-            self._report(UNEQUAL[kind], found, level=level, step=step, worst=worst)
+        for kind, (names, group) in self.compared.items():
+            if self.accelerator.num_processes > 1 and names:
+                apart = self._differences(names, group)
+                found = {name: part for name, part in apart.items() if part > ROUNDING}
+                worst = max(apart.values())
+                level = "" if kind == "parameter" and worst > MOST else "warn"
+                values = {"kind": kind, "worst": worst, "step": self.findings.run.step}
+                self._report(UNEQUAL_OF[kind], found, level, **values)
 
-    def _differences(self) -> dict[str, float]:
-        """Return how far apart the ranks' values of each tensor are, relative to its norm."""
+    def _differences(self, names: list[str], group: Any) -> dict[str, float]:
+        """Return how far apart a group's values of each tensor are, relative to its norm."""
+        device = self.accelerator.device
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        names = [name for of_kind in self.names.values() for name in of_kind]
-        if not names:
-            return {}
-        device, mesh = self.accelerator.device, self.mesh
-        numbers = torch.stack([sketch(tensors[n]).to(device, torch.float64) for n in names])
-        shards, shard = (
-            (mesh.size(1), mesh.get_local_rank(1)) if mesh and self.has_replicas else (1, 0)
-        )
-        places = [shard * isinstance(tensors[name], DTensor) for name in names]
-        largest = numbers.new_full((2, shards, *numbers.shape), -math.inf)
-        largest[0, places, range(len(names))] = numbers
-        largest[1, places, range(len(names))] = -numbers  # the smallest, by the same all-reduce
-        torch.distributed.all_reduce(largest, ReduceOp.MAX)
-        spread = largest.sum(0) / largest[0, ..., :1].clamp(min=1e-30)
-        return dict(zip(names, spread.amax((0, 2)).tolist(), strict=True))
+        numbers = torch.stack([sketch(tensors[name]).to(device) for name in names])
+        largest = torch.stack([numbers, -numbers])  # the smallest, by the same all-reduce
+        torch.distributed.all_reduce(largest, ReduceOp.MAX, group)
+        spread = (largest.sum(0) / largest[0, :, :1].clamp(min=1e-30)).amax(1)
+        torch.distributed.all_reduce(spread, ReduceOp.MAX)  # of all groups
+        return dict(zip(names, spread.tolist(), strict=True))
 
     # ---- what a forward changes ------------------------------------------------------------------
     def _watch_gathered(self) -> None:
-        """Watch the first forward of a sharded model, whose weights are whole only within it."""
+        """Watch the first step of a sharded model, whose weights are whole only in a forward."""
         named = self.wrapper.named_modules()
         sharded: list[Any] = [pair for pair in named if isinstance(pair[1], FSDPModule)]
         for prefix, module in sharded:
             # compiled code would be compiled again, with the hooks and then without
             if module._compiled_call_impl is None:
-                begun, done = (partial(hook, prefix) for hook in (self._begun, self._done))
-                self.hooks.append(module.register_forward_pre_hook(begun))
-                self.hooks.append(module.register_forward_hook(done, prepend=True))
+                before = partial(self._note_before, prefix)
+                after = partial(self._note_changed, prefix)
+                self.hooks.append(module.register_forward_pre_hook(before))
+                self.hooks.append(module.register_forward_hook(after, prepend=True))
 
-    def _begun(self, prefix: str, module: nn.Module, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self.before |= self._weights(module, prefix)
+    def _note_before(self, prefix: str, module: nn.Module, *_: Any) -> None:
+        self.before |= self._weights(prefix, module)
 
-    def _done(self, prefix: str, module: nn.Module, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._note_changed(module, prefix)
-            for hook in () if prefix else self.hooks:  # the root's forward is the last
-                hook.remove()
+    def _note_changed(self, prefix: str, module: nn.Module, *_: Any) -> None:
+        before, after = self.before, self._weights(prefix, module)
+        apart = {name: abs(after[name] - before[name])[1] for name in after.keys() & before.keys()}
+        self.changed.append({name for name, by in apart.items() if by > 1e-6 * before[name][0]})
 
-    def _weights(self, module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    def _weights(self, prefix: str, module: nn.Module) -> dict[str, Tensor]:
         """Return the numbers of the trained parameters, but for those in shards, by full name."""
         return {
             f"{prefix}.{name}".lstrip(".").removeprefix("model."): sketch(parameter)
@@ -178,52 +163,40 @@ class EqualRanks:
             if parameter.requires_grad and not isinstance(parameter, DTensor)
         }
 
-    def _note_changed(self, module: nn.Module, prefix: str = "") -> None:
-        after, before = self._weights(module, prefix), self.before
-        apart = {name: abs(now - before[name])[1] for name, now in after.items()}
-        limits = {name: 1e-6 * before[name][0] for name in after}
-        self.changed.append({name for name in after if apart[name] > limits[name]})
-
     def _report(
-        self, problem: str, names: Iterable[str], *, level: str = "warn", **values: Any
+        self, problem: str, names: Iterable[str], level: str = "warn", **values: Any
     ) -> None:
         """Say what is true of these names, of each once at a level."""
-        said = self.said[problem + level]
+        said = self.said[problem, level]
         if new := sorted({*names} - said):
-            said |= {*new}
+            said.update(new)
             text = ", ".join(new[:5]) + f" and {len(new) - 5} more" * (len(new) > 5)
             self.findings.add("ranks", problem.format(names=text, **values), level=level)
 
 
 # ---- two numbers of a tensor ---------------------------------------------------------------------
 @cache
-def fixed_numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def fixed_numbers(device: torch.device) -> Tensor:
     """Return numbers between -1 and 1 in no order.
 
     Not signs: two values with the same sign could change places and leave the product as it was.
     """
-    return torch.arange(count, dtype=torch.float64).square().cos().to(device, dtype)
+    return torch.arange(CHUNK, dtype=torch.float64).square().cos().to(device, dtype_of_sums(device))
 
 
 @torch.no_grad()
 def sketch(tensor: Tensor) -> Tensor:
-    """Return about the norm of a tensor, and its product with fixed numbers, by one pass over it.
+    """Return the norm of a tensor, and its product with fixed numbers.
 
-    Rows of the tensor are multiplied by the same numbers, and their products by others, so that
-    rows that change places are noticed too. Integers are compared exactly: their norm is 1.
+    Each chunk is multiplied by the same numbers, and the products by others, so that chunks that
+    change places are noticed too. Integers are compared exactly: their norm is 1.
     """
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    is_wide = not tensor.is_floating_point() or tensor.element_size() > 4
-    dtype = torch.float64 if is_wide else torch.float32
-    fixed = partial(fixed_numbers, dtype=dtype, device=tensor.device)
-    flat = tensor.reshape(-1)
-    whole = len(flat) // WIDTH * WIDTH
-    rows, rest = flat[:whole].view(-1, WIDTH), flat[whole:].to(dtype)
-    with torch.autocast(tensor.device.type, enabled=False):
-        parts = [part.to(dtype) @ fixed(WIDTH) for part in rows.split(WIDTH)]
-        products = torch.cat([*parts, (rest @ fixed(len(rest)))[None]])
-        norm = torch.linalg.vector_norm(products if len(flat) > LARGE else flat.to(dtype))
-        norm = norm if tensor.is_floating_point() else torch.ones_like(norm)
-        product = products @ fixed(len(products))
+    fixed = fixed_numbers(tensor.device)
+    chunks = (chunk.to(fixed.dtype) for chunk in tensor.reshape(-1).split(CHUNK))
+    numbers = [torch.stack([chunk.norm(), chunk @ fixed[: len(chunk)]]) for chunk in chunks]
+    norms, products = torch.stack(numbers).unbind(1)
+    norm = norms.norm() if tensor.is_floating_point() else torch.ones_like(norms[0])
+    product = products @ fixed[: len(products)]
     return torch.stack([norm, product]).nan_to_num(1e30, 1e30, 1e30)  # as of a mask of -inf
