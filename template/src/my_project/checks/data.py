@@ -34,43 +34,36 @@ ARRAYS = ("__array__", "__array_interface__")  # what arrays, tensors and images
 TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 
 
-@dataclasses.dataclass(kw_only=True)
-class Facts:
-    """What is known of a dataset."""
-
-    length: int  # of a stream its lanes
-    samples: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """By index, the parts of a sample: a hash, or three numbers."""
-    draws: bool = False
-    """A sample that is read again under the same seed is another one."""
-
-    @property
-    def unknown(self) -> list[str]:
-        """Return the types that cannot be compared."""
-        found = (part for sample in self.samples.values() for part in sample.items())
-        return sorted({fact for name, fact in found if name.endswith("?")})
-
-    def difference(self, before: "Facts") -> str:
-        """Return how it differs from what was known before or elsewhere; "" if it does not."""
-        if self.length != before.length:
-            return f"has {self.length:,} samples, not {before.length:,}"
-        indices = self.samples.keys() & before.samples.keys()
-        others = [i for i in indices if not is_same(self.samples[i], before.samples[i])]
-        numbers = ", ".join(sorted(others, key=int))
-        return f"has other values in sample{'s' * (len(others) > 1)} {numbers}" if others else ""
+Facts = dict[str, Any]  # of a dataset: "length", some "samples", whether it "draws"; see _read
 
 
-def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two samples have the same parts."""
+def difference(one: Facts, other: Facts) -> str:
+    """Return how a dataset differs from what was known before or elsewhere; "" if it does not."""
+    if one["length"] != other["length"]:
+        return f"has {one['length']:,} samples, not {other['length']:,}"
+    numbers = others(one["samples"], other["samples"])
+    return f"has other values in samples {', '.join(numbers)}" if numbers else ""
 
-    def is_close(part: str) -> bool:
-        a, b = one[part], other[part]
-        if not (isinstance(a, list) and isinstance(b, list)):
-            return bool(a == b)
-        limit = TOLERANCE * max(a[0], b[0])  # the root mean square
-        return all(abs(x - y) <= limit or x == y for x, y in zip(a, b, strict=True))
 
-    return one.keys() == other.keys() and all(map(is_close, one))
+def unknown(facts: Facts) -> list[str]:
+    """Return the types in a dataset that cannot be compared."""
+    found = (part for sample in facts["samples"].values() for part in sample.items())
+    return sorted({fact for name, fact in found if name.endswith("?")})
+
+
+def others(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names that both have, for something else."""
+    return [name for name in one if name in other and not is_same(one[name], other[name])]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two samples have the same parts, or two parts are the same."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and not others(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        limit = TOLERANCE * max(one[0], other[0])  # the root mean square
+        return np.allclose(one, other, rtol=0, atol=limit, equal_nan=True)
+    return bool(one == other)
 
 
 class Reading:
@@ -78,9 +71,8 @@ class Reading:
 
     def __init__(self, config: Config, datasets: Mapping[str, Any]) -> None:
         """Start the process, for map-style datasets or streams by their names."""
-        context: Any = multiprocessing.get_context(
-            config.batches.loader.get("multiprocessing_context")
-        )
+        how = config.batches.loader.get("multiprocessing_context")
+        context: Any = multiprocessing.get_context(how)
         self.pipe, theirs = context.Pipe(duplex=False)
         arguments = theirs, datasets, config.seed, config.batches.seed_samples is not True
         self.process = context.Process(target=_read, args=arguments, daemon=True)
@@ -109,13 +101,13 @@ def _read(pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool) -> Non
     found: dict[str, Facts] = {}
     for name, data in datasets.items():
         length = data.lanes if is_stream(data) else len(data)
-        found[name] = facts = Facts(length=length)
+        samples: dict[str, dict[str, Any]] = {}  # the parts of each: a hash, or three numbers
         for index in sorted({length * k // SAMPLES for k in range(SAMPLES)}):
             if time.monotonic() < deadline:
-                facts.samples[str(index)] = sample_facts(data, index, seed)
-        first = facts.samples.get("0")
-        if first and twice and not is_stream(data) and time.monotonic() < deadline:
-            facts.draws = not is_same(first, sample_facts(data, 0, seed))
+                samples[str(index)] = sample_facts(data, index, seed)
+        reads_again = twice and samples and not is_stream(data) and time.monotonic() < deadline
+        draws = reads_again and not is_same(samples["0"], sample_facts(data, 0, seed))
+        found[name] = {"length": length, "samples": samples, "draws": bool(draws)}
     pipe.send(found)
 
 
@@ -170,15 +162,14 @@ def numbers(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     yield f"{name}:", f"{kind} {array.shape}"
     # images as bytes are resized with other roundings on another type of CPU
     is_image = array.dtype == np.uint8 and array.ndim > 1
-    if not (is_image or np.issubdtype(array.dtype, np.inexact)):
+    if not array.size or not (is_image or np.issubdtype(array.dtype, np.inexact)):
         yield name, hash_of(np.ascontiguousarray(array).tobytes())
         return
     flat = np.abs(array).ravel() if np.iscomplexobj(array) else array.ravel()
     flat = np.nan_to_num(flat.astype(np.float64), nan=1e9, posinf=1e9, neginf=-1e9)
     # with weights that differ, since samples are often scaled to a mean of 0 and a norm of 1
-    weighted = float(flat @ np.cos(np.arange(flat.size))) / math.sqrt(max(1, flat.size))
-    mean = float(flat.mean()) if flat.size else 0.0
-    yield name, [float(np.sqrt(np.mean(flat**2))) if flat.size else 0.0, mean, weighted]
+    weighted = flat @ np.cos(np.arange(flat.size)) / math.sqrt(flat.size)
+    yield name, [float(number) for number in (np.sqrt(np.mean(flat**2)), flat.mean(), weighted)]
 
 
 def hash_of(content: str | bytes) -> str:
