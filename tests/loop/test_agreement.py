@@ -24,9 +24,11 @@ from world import run_world
 class Other(Dataset):
     """Samples of which some are others."""
 
+    seed: int | None = None
+
     def __init__(self, samples: Any, how: str) -> None:
         self.samples, self.how = samples, how
-        self.generator = np.random.default_rng()
+        self.generator = np.random.default_rng(self.seed)
 
     def __len__(self) -> int:
         return len(self.samples) + 10 * (self.how == "grown")
@@ -200,21 +202,17 @@ def test_a_restart_in_place_reads_no_sample_again(tmp_path, monkeypatch):
         train(change(config, steps=6))
 
 
-def test_reading_samples_changes_neither_the_dataset_nor_the_weights(tmp_path):
+def test_reading_samples_changes_neither_the_dataset_nor_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(Other, "seed", 0)
     configs = [
         make_config(tmp_path, Differing(how="drawn"), steps=2, run_name=name, checks__recipe=False)
         for name in "ab"
     ]  # without the check of the loss, which draws from the dataset's generator in this process
     off = {f"checks__{name}": False for name in ("data", "code", "ranks")}
-    train(with_seed(configs[0]))
-    train(with_seed(change(configs[1], **off)))
+    train(configs[0])
+    train(change(configs[1], **off))
     assert not (configs[1].folder / agreement.FILE).exists() or told(configs[1]) == {}
     assert_same_weights(*configs)
-
-
-def with_seed(config: Config) -> Config:
-    np.random.default_rng = lambda seed=0: np.random.Generator(np.random.PCG64(seed))
-    return config
 
 
 # ---- what a sample holds -------------------------------------------------------------------------
