@@ -143,7 +143,7 @@ def main(config: Config) -> int:
                 with metrics.paused("evaluation"):
                     if config.evaluation.sanity_check:
                         sanity_check(*evaluated, watchdog)
-                    check_sums(findings, config, eval_model, train_set, validation_sets)
+                    check_sums(findings, eval_model, train_set, validation_sets)
             ranks = EqualRanks(findings, eval_model, accelerator)
             end_reason = state.end_reason(run)  # empty until the run is at its end
             micro_batches = metrics.timed(batches)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from difflib import get_close_matches
+from functools import partial
 from inspect import getmembers_static, isroutine, signature
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from .. import contract
-from ..config import Config, ConfigError
+from ..config import ConfigError
 from ..devices import on_main_then_broadcast
 from ..evaluate import evaluation_mode, restored_state
 from ..loading.layout import is_stream
@@ -33,11 +34,7 @@ LEFT = 0.05  # of the initial weights in an average
 
 # ---- loss and num_items --------------------------------------------------------------------------
 def check_sums(
-    findings: Findings,
-    config: Config,
-    model: Any,
-    train_set: Any,
-    validation_sets: dict[str, Any],
+    findings: Findings, model: Any, train_set: Any, validation_sets: dict[str, Any]
 ) -> None:
     """Compare what `loss` returns for a few samples and for their halves. Called by every rank.
 
@@ -48,7 +45,6 @@ def check_sums(
 
     Args:
         findings: of this run.
-        config: the run's config.
         model: prepared, without DDP (sharding.RecipeModule).
         train_set: whose first samples are read, in a loader worker if there are any.
         validation_sets: by name.
@@ -56,40 +52,40 @@ def check_sums(
     Raises:
         ConfigError: loss returns something else, or a sum in a lower precision.
     """
-    recipe, batches, accelerator = config.recipe, config.batches, findings.accelerator
+    config, accelerator = findings.run.config, findings.accelerator
+    recipe, batches = config.recipe, config.batches
     data = next(iter(validation_sets.values()), []) if is_stream(train_set) else train_set
-    count = min(batches.micro_batch_size or MOST, MOST)
-    count = min(max(count, FEWEST), batches.global_batch_size, len(data))
-    compares_samples = getattr(recipe, "compares_samples", False)
+    count = max(FEWEST, min(batches.micro_batch_size or MOST, MOST))
+    count = min(count, batches.global_batch_size, len(data))
     if count < FEWEST or not findings.is_on("recipe"):
         return
     problem, device = "", accelerator.device
+
+    def check_returned(plain: nn.Module, batch: Any) -> None:
+        # in the forward: accelerate makes float32 of all that it returns
+        contract.check_loss(recipe, recipe.loss(plain, batch, 0))
+
+    def in_full_precision(plain: nn.Module, batch: Any) -> np.ndarray:
+        # FSDP gathers weights of lower precision, which need autocast
+        full = torch.autocast(device.type, enabled=False)
+        with nullcontext() if model.autocast else full:
+            return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
+
+    def returned(seed: int, part: int) -> np.ndarray:
+        seed_forward(config.seed, "check", seed, device)
+        return model(in_full_precision, send_to_device(read[seed][part], device))
+
     with restored_state(model), evaluation_mode(accelerator, model):
         try:
-            keys = [
-                (0, i) for i in permutation(len(data), config.seed, 0)(np.arange(count)).tolist()
-            ]
-            collate = WholeAndHalves(optional(recipe, "collate") or default_collate)
+            order = permutation(len(data), config.seed, 0)(np.arange(count))
+            collate = partial(whole_and_halves, optional(recipe, "collate") or default_collate)
             fetch = Fetch(data, collate, config.seed, batches.seed_samples)
             brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
-            (read,) = make_loader(batches, fetch, device, batch_sampler=[keys], **brief)
-
-            def check_returned(plain: nn.Module, batch: Any) -> None:
-                # in the forward: accelerate makes float32 of all that it returns
-                contract.check_loss(recipe, recipe.loss(plain, batch, 0))
-
-            def returned(seed: int, part: int) -> np.ndarray:
-                seed_forward(config.seed, "check", seed, device)
-                return model(loss_in_full_precision, send_to_device(read[seed][part], device))
-
-            def loss_in_full_precision(plain: nn.Module, batch: Any) -> np.ndarray:
-                # FSDP gathers weights of lower precision, which need autocast
-                full = torch.autocast(device.type, enabled=False)
-                with nullcontext() if model.autocast else full:
-                    return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
-
+            keys = [[(0, index) for index in order.tolist()]]
+            (read,) = make_loader(batches, fetch, device, batch_sampler=keys, **brief)
             model(check_returned, send_to_device(read[0][0], device))
-            problem = "" if compares_samples else problem_of_sums(returned, count)
+            if not getattr(recipe, "compares_samples", False):
+                problem = problem_of_sums(returned, count)
         except ConfigError:
             raise
         except Exception as error:  # it need not take a batch of another size
@@ -102,22 +98,15 @@ def check_sums(
         findings.passed("recipe", "loss and num_items add up")
 
 
-class WholeAndHalves:
+def whole_and_halves(collate: Callable, samples: list[Any]) -> list[list[Any]]:
     """Collate samples as a whole, the first half and the second half, under three seeds."""
-
-    def __init__(self, collate: Callable) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> list[list[Any]]:
-        """Return [whole, first, second] for each seed."""
-        half = len(samples) // 2
-        batches: list[list[Any]] = []
-        for seed in range(3):
-            batches.append([])
-            for part in (samples, samples[:half], samples[half:]):
-                seed_rng(seed)
-                batches[-1].append(self.collate(part))
-        return batches
+    half = len(samples) // 2
+    batches: list[list[Any]] = [[], [], []]
+    for seed, of_seed in enumerate(batches):
+        for part in (samples, samples[:half], samples[half:]):
+            seed_rng(seed)
+            of_seed.append(collate(part))
+    return batches
 
 
 def problem_of_sums(returned: Callable[[int, int], np.ndarray], count: int) -> str:
@@ -128,25 +117,23 @@ def problem_of_sums(returned: Callable[[int, int], np.ndarray], count: int) -> s
             for the whole, 1 and 2 for its halves.
         count: of the samples.
     """
-    first = np.array([returned(0, part) for part in range(3)])
-    whole, one, other = first
+    sums = np.array([[returned(seed, part) for part in range(3)] for seed in range(3)])
+    again = returned(0, 0)
+    whole, one, other = sums[0]
     size = np.maximum(abs(whole), abs(one) + abs(other))
     loss_adds_up, items_add_up = abs(whole - one - other) <= TOLERANCE * size
-    if abs(returned(1, 0) - whole)[0] > SAME * size[0]:
+    if abs(sums[1, 0] - whole)[0] > SAME * size[0]:
         # a VAE, diffusion, masked tokens: halves draw other numbers, so only a mean can be told
-        again = np.array([[returned(seed, part) for part in range(3)] for seed in (1, 2)])
-        losses = np.array([first, *again])[..., 0]
-        ratios = losses[:, 0] / (losses[:, 1] + losses[:, 2])
+        ratios = sums[:, 0, 0] / sums[:, 1:, 0].sum(1)
         loss_adds_up = not ((ratios > A_MEAN[0]) & (ratios < A_MEAN[1])).all()
-        items_add_up |= (again[..., 1] != first[:, 1]).any()  # drawn too
-    if abs(returned(0, 0) - whole)[0] > SAME * size[0]:
+        items_add_up |= (sums[..., 1] != sums[0, :, 1]).any()  # drawn too
+    if abs(again - whole)[0] > SAME * size[0]:
         return (
-            f"returned {whole[0]:.5g} and later {returned(0, 0)[0]:.5g} for the same {count}"
-            " samples and seed: it counts its calls, or draws from a generator of its own, so the"
-            " weights would depend on the number of processes and micro-batches. Use its argument"
+            f"returned {whole[0]:.5g} and later {again[0]:.5g} for the same {count} samples and"
+            " seed: it counts its calls, or draws from a generator of its own. Use its argument"
             " step, and the global generators."
         )
-    if not np.isfinite(first).all() or (loss_adds_up and items_add_up):
+    if not np.isfinite(sums[0]).all() or (loss_adds_up and items_add_up):
         return ""
     names = ("loss_sum", loss_adds_up), ("num_items", items_add_up)
     wrong = " and ".join(name for name, adds_up in names if not adds_up)
@@ -154,9 +141,9 @@ def problem_of_sums(returned: Callable[[int, int], np.ndarray], count: int) -> s
         f"must return sums, but its {wrong} is not one: of {count} samples it returned"
         f" {whole[0]:.5g} and {whole[1]:.5g} items, of their halves {one[0]:.5g} and {one[1]:.5g}"
         f" items, {other[0]:.5g} and {other[1]:.5g} items. The weights would depend on the number"
-        " of processes and micro-batches. Return the sum of the per-item losses (such as"
-        ' reduction="sum") and the number of items in it, both without padding. A recipe whose'
-        " loss compares samples with each other says so: compares_samples = True."
+        ' of processes. Return the sum of the per-item losses (such as reduction="sum") and the'
+        " number of items in it, both without padding. A recipe whose loss compares samples with"
+        " each other says so: compares_samples = True."
     )
 
 
@@ -171,11 +158,8 @@ def check_settings(findings: Findings) -> None:
         findings.add("recipe", problem)
     for name, meant in misspelled(config.recipe).items():
         place = source_location(getattr(config.recipe, name))
-        findings.add(
-            "recipe",
-            f"{type(config.recipe).__name__}.{name} ({place}) is not a method that the loop calls:"
-            f" is {meant} meant?",
-        )
+        method = f"{type(config.recipe).__name__}.{name} ({place})"
+        findings.add("recipe", f"{method} is not a method that the loop calls: is {meant} meant?")
 
 
 def ema_problem(decay: float | None, steps: int) -> str:
