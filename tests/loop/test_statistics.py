@@ -42,7 +42,6 @@ class Norms(nn.Module):
                 "stuck": nn.BatchNorm1d(width, momentum=0.0),
                 "twice": nn.BatchNorm1d(width),
                 "recomputed": nn.BatchNorm1d(width),
-                "instance": nn.InstanceNorm1d(width, track_running_stats=True),
                 "untracked": nn.BatchNorm1d(width, track_running_stats=False),
                 "still": Still(width),
                 "average": nn.BatchNorm1d(width, momentum=None),
@@ -56,7 +55,7 @@ class Norms(nn.Module):
         """Return (B, T, 1) for x (B, T, features)."""
         hidden = self.input(x).transpose(1, 2)
         norms: dict[str, Any] = dict(self.norms)
-        used = [norms[n] for n in ("plain", "slow", "fast", "stuck", "instance", "untracked")]
+        used = [norms[n] for n in ("plain", "slow", "fast", "stuck", "untracked")]
         total = sum((norm(hidden) for norm in [*used, norms["still"]]), torch.zeros(()))
         total = total + norms["twice"](norms["twice"](hidden).square())
         if self.training and self.recompute:

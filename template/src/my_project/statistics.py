@@ -12,15 +12,16 @@ This is exact where all micro-batches of a step call a layer equally often. Wher
 often than others, or not at all, a part's weight assumes that later micro-batches call the layer as
 often as its own, and the weights are normalized: an average that is the same for any number of
 processes above one. Layers of which no call is counted keep what the recipe or torch has left.
-Not in here: SyncBatchNorm, and layers with momentum None, whose average is of all calls.
+Not in here: SyncBatchNorm, InstanceNorm, and layers with momentum None, whose average is of all
+calls.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from .loading.layout import BatchLayout
@@ -34,7 +35,7 @@ def exact_statistics(
     layers = [
         layer
         for layer in model.modules()
-        if isinstance(layer, _NormBase)
+        if isinstance(layer, _BatchNorm)
         and not isinstance(layer, nn.SyncBatchNorm)
         and None not in (layer.running_mean, layer.num_batches_tracked, layer.momentum)
     ]
@@ -56,7 +57,7 @@ class RunningStatistics:
         self.rank = accelerator.process_index
         self.number = self.rank  # of the next micro-batch of this rank, counted over all ranks
         self.buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var)]
-        self.counters = [calls_counter(layer) for layer in layers]
+        self.counters = [layer.num_batches_tracked for layer in layers]
         self.sizes = [len(buffer) for buffer in self.buffers]
         lengths = torch.tensor(self.sizes).view(-1, 2).sum(1)
         self.layer_of = torch.arange(len(layers)).repeat_interleave(lengths).to(device)  # (C,)
@@ -94,7 +95,11 @@ class RunningStatistics:
         before, calls_before = self.before
         after, calls = self.start
         if self.parts is not None:
-            after, calls = self._after_all_ranks(sums)
+            parts, weights, added = sums.statistics.split(self.part_sizes)
+            mean = parts / weights[self.layer_of]
+            moved = torch.lerp(after, mean, 1 - self._decay(added)[self.layer_of])
+            after = torch.where((weights > 0)[self.layer_of], moved, after)
+            calls = calls + added.long()
             self.parts.zero_()
         is_finite = torch.as_tensor(norm, device=calls.device).isfinite()
         moves = is_finite | (calls == calls_before)
@@ -114,15 +119,6 @@ class RunningStatistics:
         part = statistics - decay[self.layer_of] * before
         parts += torch.cat([part * weight[self.layer_of], weight * (1 - decay), calls])
 
-    def _after_all_ranks(self, sums: StepSums) -> tuple[Tensor, Tensor]:
-        """Return the statistics and the number of calls after the micro-batches of all ranks."""
-        before, calls_before = self.start
-        statistics, weights, calls = sums.statistics.split(self.part_sizes)
-        mean = statistics / weights[self.layer_of]
-        after = torch.lerp(before, mean, 1 - self._decay(calls)[self.layer_of])
-        after = torch.where((weights > 0)[self.layer_of], after, before)
-        return after, calls_before + calls.long()
-
     def _read(self) -> tuple[Tensor, Tensor]:
         """Return copies of the statistics (C,) and of the number of calls (L,)."""
         return torch.cat(self.buffers).to(self.dtype), torch.stack(self.counters)
@@ -139,16 +135,3 @@ class RunningStatistics:
             self.momenta = momenta
             self.kept = 1 - torch.tensor(momenta, dtype=self.dtype, device=calls.device)
         return self.kept**calls
-
-
-def calls_counter(layer: Any) -> Tensor:
-    """Return the tensor that counts a layer's calls in training."""
-    if isinstance(layer, _BatchNorm):
-        return cast("Tensor", layer.num_batches_tracked)
-    calls = torch.zeros_like(layer.num_batches_tracked)  # which InstanceNorm does not move
-
-    def count(layer: Any, *_: Any) -> None:
-        calls.add_(layer.training)
-
-    layer.register_forward_hook(count)
-    return calls
