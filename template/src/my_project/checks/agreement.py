@@ -35,11 +35,9 @@ REMEDY = (
 )
 OWN_GENERATOR = (
     "draws from a generator of its own, which the loop cannot seed: a sample that was read twice"
-    " under one seed was not the same, so it depends on the number of processes and changes after"
-    " a resume. Draw from torch, random or numpy.random, or make the generator for each sample"
-    " from torch.initial_seed()."
+    " under one seed was not the same. Draw from torch, random or numpy.random, or make the"
+    " generator for each sample from torch.initial_seed()."
 )
-
 
 Known = dict[str, Any]
 """What one rank knows of a start: "data" by the name of the dataset; hashes of "data_info" by key

@@ -59,12 +59,9 @@ class Findings:
         Args:
             own: what this rank has found.
         """
-        everywhere = gather_on_main(self.accelerator, own)
-        return on_main_then_broadcast(self.accelerator, lambda: self._places(everywhere))
-
-    def _places(self, everywhere: list[list[str]]) -> dict[str, str]:
+        gathered = gather_on_main(self.accelerator, own)
         ranks: dict[str, list[int]] = {}
-        for rank, found in enumerate(everywhere):
+        for rank, found in enumerate(on_main_then_broadcast(self.accelerator, lambda: gathered)):
             for what in found:
                 ranks.setdefault(what, []).append(rank)
         hosts = self.run.hosts

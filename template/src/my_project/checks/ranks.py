@@ -25,9 +25,8 @@ ROUNDING, MOST = 1e-5, 1e-3  # relative to the norm: equal up to the first, uneq
 CHUNK = 2**18  # elements of a tensor that are converted at once
 
 REMEDY = (
-    "Only the optimizer may change a parameter: a weight that its first batch sets, or nn.Embedding"
-    " with max_norm, depends on how samples are divided into micro-batches. Set it in build_model,"
-    " from samples read there, or leave it as it is and compute from it what the forward uses."
+    "Only the optimizer may change a parameter: set it in build_model, from samples read there, or"
+    " compute from it what the forward uses (also in place of max_norm of nn.Embedding)."
 )
 UNEQUAL = "after {step} steps the ranks differ in the {kind} {names}, by {worst:.1e} of its norm"
 UNEQUAL_OF = {

@@ -169,8 +169,7 @@ def ema_problem(decay: float | None, steps: int) -> str:
         return ""
     return (
         f"optim.ema_decay is {decay} and the run has {steps} steps, so {left:.0%} of what is"
-        f" evaluated and exported would be the initial weights: lower it, to at most"
-        f" {LEFT ** (1 / steps):.4g}, or train longer."
+        f" exported would be the initial weights: lower it to {LEFT ** (1 / steps):.4g}, or less."
     )
 
 
