@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from .. import files
 from ..devices import on_main_then_broadcast
 from ..failures import short_path
 from ..loading.layout import is_stream
-from .data import Reading, difference, hash_of, others, unknown
+from .data import Facts, Reading, hash_of, others
 from .findings import Findings
 
 FILE = "agreement.json"
@@ -39,9 +40,35 @@ OWN_GENERATOR = (
     " generator for each sample from torch.initial_seed()."
 )
 
-Known = dict[str, Any]
-"""What one rank knows of a start: "data" by the name of the dataset; hashes of "data_info" by key
-and of "code" by module; the lines of the "model"."""
+
+@dataclass(kw_only=True)
+class Known:
+    """What one rank knows of a start."""
+
+    data_info: dict[str, str] = field(default_factory=dict)  # hashes
+    data: dict[str, Facts] = field(default_factory=dict)  # by the name of the dataset
+    code: dict[str, str] = field(default_factory=dict)  # hashes of sources, by module
+    model: list[str] = field(default_factory=list)  # the lines of its repr
+
+    def other_data(self, known: "Known") -> dict[str, str]:
+        """Return what differs in the datasets that both know, by name."""
+        both = [name for name in self.data if name in known.data]
+        found = {name: self.data[name].difference(known.data[name]) for name in both}
+        return {name: text for name, text in found.items() if text}
+
+    def other_code(self, known: "Known") -> list[str]:
+        """Return the files of the modules that both know and whose sources differ."""
+        modules = (sys.modules.get(name, name) for name in others(self.code, known.code))
+        return [short_path(getattr(module, "__file__", None) or str(module)) for module in modules]
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> "Known":
+        """Return what an earlier start has written; nothing where that is damaged."""
+        try:
+            data = {name: Facts(**facts) for name, facts in saved["data"].items()}
+            return cls(data_info=dict(saved["data_info"]), data=data, code=dict(saved["code"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return cls()
 
 
 class Agreement:
@@ -90,46 +117,46 @@ class Agreement:
         """
         if self.is_restart_in_place:
             return
-        own = {
-            "data_info": self.data_info,
-            "data": self.reading.facts() if self.reading else {},
-            "code": sources(),
-            "model": OF_PROCESS.sub("", repr(model)).splitlines(),
-        }
+        own = Known(
+            data_info=self.data_info,
+            data=self.reading.facts() if self.reading else {},
+            code=sources(),
+            model=OF_PROCESS.sub("", repr(model)).splitlines(),
+        )
         of_main = on_main_then_broadcast(self.findings.accelerator, lambda: own)
-        saved = {name: known for name, known in self.before.items() if isinstance(known, dict)}
-        earlier = {name: saved.get(name, {}) if is_resumed else {} for name in own}
+        saved = Known.from_json(self.before)
+        earlier = saved if is_resumed else Known()
         self._leave_out_what_draws(own, of_main, earlier)
         if self.findings.is_on("ranks"):
             self._compare_ranks(own, of_main)
         self._compare_starts(of_main, earlier)
         for name in self.datasets if self.reading else ():
-            types = unknown(own["data"][name]) if name in own["data"] else ["what was not read"]
+            types = own.data[name].unknown if name in own.data else ["what was not read"]
             if types:
                 self.findings.passed("data", f"{name}: {', '.join(types)} cannot be compared")
         if self.run.rank == 0:
-            del own["model"]
-            own["data"] = earlier["data"] | own["data"]  # not all may have been read
+            now = asdict(replace(own, data=saved.data | own.data))  # not all may have been read
+            del now["model"]
             with files.writing(self.run.folder):
-                text = json.dumps({"launch": self.launch} | own)
+                text = json.dumps({"launch": self.launch} | now)
                 files.write_atomically(self.path, f"{text}\n")
 
     def _leave_out_what_draws(self, own: Known, *of_others: Known) -> None:
         """Leave out datasets whose samples are others whenever they are read, with a warning."""
-        draws = [name for name, facts in own["data"].items() if facts["draws"]]
-        differing = [name for known in of_others for name in other_data(own, known)]
+        draws = [name for name, facts in own.data.items() if facts.draws]
+        differing = [name for known in of_others for name in own.other_data(known)]
         if self.findings.of_ranks(differing) and self.reading:
-            draws += other_data({"data": self._read().facts()}, own)
+            draws += Known(data=self._read().facts()).other_data(own)
         for name in self.findings.of_ranks(draws):
             for known in (own, *of_others):
-                known["data"].pop(name, None)
+                known.data.pop(name, None)
             self.findings.add("data", f"{name} {OWN_GENERATOR}", level="warn")
 
     def _compare_ranks(self, own: Known, of_main: Known) -> None:
-        lines = [line.strip() for line in own["model"] if line not in of_main["model"]][:3]
-        lines = lines or ["other lines"] * (own["model"] != of_main["model"])
-        differing = [f"{name} {text}" for name, text in other_data(own, of_main).items()]
-        differing += [f"other code in {file}" for file in other_code(own, of_main)]
+        lines = [line.strip() for line in own.model if line not in of_main.model][:3]
+        lines = lines or ["other lines"] * (own.model != of_main.model)
+        differing = [f"{name} {text}" for name, text in own.other_data(of_main).items()]
+        differing += [f"other code in {file}" for file in own.other_code(of_main)]
         differing += [f"a model with {line}" for line in lines]
         if found := self.findings.of_ranks(differing):
             told = "; ".join(f"{what} {places}" for what, places in found.items())
@@ -138,34 +165,20 @@ class Agreement:
             self.findings.passed("ranks", "data, code and model are the same on all")
 
     def _compare_starts(self, now: Known, earlier: Known) -> None:
-        keys = others(now["data_info"], earlier["data_info"])
-        found = {
-            "data": [f"{name} {text}" for name, text in other_data(now, earlier).items()]
-            + [f"data_info has another {key}" for key in keys],
-            "code": other_code(now, earlier),
-        }
-        for check, differing in found.items():
+        keys = others(now.data_info, earlier.data_info)
+        data = [f"{name} {text}" for name, text in now.other_data(earlier).items()]
+        data += [f"data_info has another {key}" for key in keys]
+        for check, differing in {"data": data, "code": now.other_code(earlier)}.items():
             if not self.findings.is_on(check):
                 continue
             if differing:
-                told = f"{'; '.join(differing)}: this start continues with other {check}"
-                self.findings.add(check, f"{told} than the last. --run_name trains another run.")
+                told = f"this start continues with other {check} than the last"
+                problem = f"{told}: {'; '.join(differing)}. --run_name trains another run."
+                self.findings.add(check, problem)
+            elif earlier.code:
+                self.findings.passed(check, "the same as in the last start")
             else:
-                compared = len(now[check].keys() & earlier[check].keys())
-                self.findings.passed(check, f"the same as in the last start ({compared} compared)")
-
-
-def other_data(one: Known, other: Known) -> dict[str, str]:
-    """Return how the datasets that both know differ, by name."""
-    both = [name for name in one["data"] if name in other["data"]]
-    found = {name: difference(one["data"][name], other["data"][name]) for name in both}
-    return {name: text for name, text in found.items() if text}
-
-
-def other_code(one: Known, other: Known) -> list[str]:
-    """Return the files of the modules that both know and whose sources differ."""
-    names = others(one["code"], other["code"])
-    return [short_path(getattr(sys.modules.get(name), "__file__", None) or name) for name in names]
+                self.findings.passed(check, "noted, for the next start")
 
 
 # ---- the code of the user ------------------------------------------------------------------------
@@ -176,7 +189,7 @@ def sources() -> dict[str, str]:
         spec = getattr(module, "__spec__", None)  # of what `python -m` runs too; a script has none
         name, file = getattr(spec, "name", ""), getattr(spec, "origin", None) or ""
         is_own = name.startswith(f"{PACKAGE}.")
-        is_tool = name.startswith(f"{PACKAGE}.tools.")
+        is_tool = f"{name}.".startswith(f"{PACKAGE}.tools.")
         if file.endswith(".py") and not is_tool and (is_own or not is_installed(name, file)):
             with suppress(OSError):  # it has been removed since, or is in an archive
                 found[name] = hash_of(Path(file).read_bytes())

@@ -34,21 +34,26 @@ ARRAYS = ("__array__", "__array_interface__")  # what arrays, tensors and images
 TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 
 
-Facts = dict[str, Any]  # of a dataset: "length", some "samples", whether it "draws"; see _read
+@dataclasses.dataclass(kw_only=True)
+class Facts:
+    """What is known of a dataset."""
 
+    length: int  # of a stream its lanes
+    samples: dict[str, dict[str, Any]]  # by index, the parts of each: a hash, or three numbers
+    draws: bool  # whether a sample that is read again under the same seed is another one
 
-def difference(one: Facts, other: Facts) -> str:
-    """Return how a dataset differs from what was known before or elsewhere; "" if it does not."""
-    if one["length"] != other["length"]:
-        return f"has {one['length']:,} samples, not {other['length']:,}"
-    numbers = others(one["samples"], other["samples"])
-    return f"has other values in samples {', '.join(numbers)}" if numbers else ""
+    @property
+    def unknown(self) -> list[str]:
+        """Return the types that cannot be compared."""
+        found = (part for sample in self.samples.values() for part in sample.items())
+        return sorted({fact for name, fact in found if name.endswith("?")})
 
-
-def unknown(facts: Facts) -> list[str]:
-    """Return the types in a dataset that cannot be compared."""
-    found = (part for sample in facts["samples"].values() for part in sample.items())
-    return sorted({fact for name, fact in found if name.endswith("?")})
+    def difference(self, known: "Facts") -> str:
+        """Return how it differs from what was known before or elsewhere; "" if it does not."""
+        if self.length != known.length:
+            return f"has {self.length:,} samples, not {known.length:,}"
+        numbers = others(self.samples, known.samples)
+        return f"has other values in samples {', '.join(numbers)}" if numbers else ""
 
 
 def others(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -107,7 +112,7 @@ def _read(pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool) -> Non
                 samples[str(index)] = sample_facts(data, index, seed)
         reads_again = twice and samples and not is_stream(data) and time.monotonic() < deadline
         draws = reads_again and not is_same(samples["0"], sample_facts(data, 0, seed))
-        found[name] = {"length": length, "samples": samples, "draws": bool(draws)}
+        found[name] = Facts(length=length, samples=samples, draws=bool(draws))
     pipe.send(found)
 
 
