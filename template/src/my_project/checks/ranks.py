@@ -28,7 +28,7 @@ REMEDY = (
     "Only the optimizer may change a parameter: set it in build_model, from samples read there, or"
     " compute from it what the forward uses (also in place of max_norm of nn.Embedding)."
 )
-UNEQUAL = "after {step} steps the ranks differ in the {kind} {names}, by {worst:.1e} of its norm"
+UNEQUAL = "after step {step} the ranks differ in the {kind} {names}, by {worst:.1e} of its norm"
 UNEQUAL_OF = {
     "parameter": f"{UNEQUAL}. {REMEDY}",
     "buffer": f"{UNEQUAL}: each rank computes with its own, and rank 0's is saved. Gather its new"
