@@ -17,17 +17,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 5_064,
-    "files of train.py and all that it imports": 33,
-    "lines of the package without tools/": 6_835,
-    "lines of tools/": 2_184,
-    "lines of template/tests": 3_504,
-    "lines of template/tests and tests": 13_170,
-    "settings": 52,
+    "lines of train.py and all that it imports": 6_029,
+    "files of train.py and all that it imports": 39,
+    "lines of the package without tools/": 7_851,
+    "lines of tools/": 2_201,
+    "lines of template/tests": 3_521,
+    "lines of template/tests and tests": 15_836,
+    "settings": 56,
     "methods of a recipe": 14,
-    "lines of train.py": 182,
+    "lines of train.py": 203,
 }
-STEP_FILES = 17  # 31 at a9ab39b, counted in the same way
+STEP_FILES = 19  # 31 at a9ab39b, counted in the same way
 NO_CODE = {
     getattr(tokenize, name)
     for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

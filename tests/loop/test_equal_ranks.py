@@ -171,4 +171,4 @@ def test_integers_are_compared_exactly_and_masks_of_infinity_are_bearable():
     one, two = sketch(many), sketch(other)
     assert abs(one[1] - two[1]) > ROUNDING * one[0]
     assert sketch(torch.full((3, 3), -torch.inf).triu(1)).isfinite().all()
-    assert len({*fixed_numbers(torch.device("cpu")).tolist()}) > 0.99 * CHUNK
+    assert len({*fixed_numbers(torch.device("cpu"), torch.float64).tolist()}) > 0.99 * CHUNK
