@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from my_project.checks import agreement, data
+from my_project.checks.agreement import Agreement
 from my_project.checks.data import is_same, parts
+from my_project.checks.findings import Findings
 from my_project.config import Config, ConfigError
+from my_project.run_folder import Run
 from PIL import Image
 from ragged import QUIET, Ragged
 from runs import assert_same_weights, change, make_config, records, train
@@ -81,6 +85,8 @@ class Differing(Ragged):
         model = super().build_model(data_info)
         if self.how == "dropout" and self.differs:
             model[2].p = 0.25
+        if self.how == "address":
+            model[1].extra_repr = lambda: f"{object()} on cuda:{os.environ['RANK']}"
         return model
 
 
@@ -127,8 +133,8 @@ def test_a_module_of_the_repository_that_differs_between_ranks_is_named(tmp_path
     assert told(change(config, run_name="same")) == {}
 
 
-@pytest.mark.parametrize("how", ["rounded", "slow"])
-def test_what_rounds_differently_or_takes_too_long_is_not_refused(tmp_path, how, monkeypatch):
+@pytest.mark.parametrize("how", ["rounded", "slow", "address"])
+def test_what_rounds_differently_or_takes_too_long_is_not_refused(tmp_path, how):
     config = make_config(tmp_path, Differing(how=how), steps=1)
     config = change(config, batches__global_batch_size=2, batches__micro_batch_size=1)
     assert run_world(2, train_in_haste, config) == [0, 0]
@@ -151,6 +157,30 @@ def test_a_dataset_with_a_generator_of_its_own_is_named(tmp_path, how, processes
             "data", "torch.initial_seed" * (how != "drawn")
         )
     assert told(config).keys() <= {"data"}
+
+
+class InOrder(Dataset):
+    """Reads one sample after the other from an open file, as it must not."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("rb", buffering=0)
+
+    def __len__(self) -> int:
+        return 70
+
+    def __getitem__(self, index: int) -> Any:
+        return self.file.read(1)
+
+
+def test_the_position_of_an_open_file_is_not_moved(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(70)))
+    config, opened = make_config(tmp_path), InOrder(tmp_path / "file")
+    run = Run(config, 0)
+    run.hosts = ["here"]
+    Agreement(Findings(Accelerator(cpu=True), run), {}, opened, {}).compare(
+        torch.nn.Identity(), is_resumed=False
+    )
+    assert opened[0] == b"\0"
 
 
 def test_the_samples_of_a_stream_are_compared_too(tmp_path):

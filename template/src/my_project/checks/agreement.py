@@ -21,6 +21,7 @@ from .. import files
 from ..devices import on_main_then_broadcast
 from ..failures import short_path
 from ..loading.layout import is_stream
+from ..loading.loader import open_file_in
 from .data import Facts, Reading, hash_of, others
 from .findings import Findings
 
@@ -99,10 +100,14 @@ class Agreement:
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
     def _read(self) -> Reading:
-        """Read samples; those of a stream on one rank of each node."""
+        """Read samples, those of a stream on one rank of each node.
+
+        Not of a dataset with an open file, whose position another process would move.
+        """
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         named = self.datasets.items()
         read = {name: data for name, data in named if is_first or not is_stream(data)}
+        read = {name: data for name, data in read.items() if not open_file_in(data)}
         return Reading(self.run.config, read)
 
     def compare(self, model: nn.Module, *, is_resumed: bool) -> None:
