@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from my_project import contract
 from ragged import QUIET, Ragged
 from runs import assert_same_weights, make_config, train, weights
+from test_launch import launch
 from torch.utils.data import Subset, random_split
 from world import run_world
 
@@ -97,6 +99,20 @@ def test_a_split_is_the_same_on_ranks_in_starts_and_for_seeds(tmp_path):
             assert {split for split in SPLITS if ours[split] != drawn[split]} == set(), name
     # what is drawn is drawn anew in each method
     assert first[0]["numpy"] != first[1]["numpy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["accelerate.commands.launch", "my_project.launch"])
+def test_processes_of_any_launcher_draw_the_same_split(tmp_path, monkeypatch, launcher):
+    """Each process of accelerate launch begins with random states of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    settings = ("--recipe", "test_seeds.Drawing", f"--recipe.notes={tmp_path}", "--steps", "1")
+    with launch(tmp_path, *settings, launcher=launcher) as process:
+        output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    texts = [path.read_text() for path in tmp_path.glob("*_0.json")]
+    assert len(texts) == 2
+    assert len({*texts}) == 1
 
 
 def test_weights_that_numpy_and_random_draw_follow_from_the_seed(tmp_path):
