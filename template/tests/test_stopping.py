@@ -70,7 +70,7 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, st
         assert f"no progress for {limit} s" in text
     assert "in strike" in found[1], "the one that hangs"
     assert "in strike" not in found[0]
-    places = ("sums.wait()", "in backward", "in agree")  # of the one that waits for it
+    places = ("sums.wait()", "in backward", "in check_sums")  # of the one that waits for it
     assert any(place in found[0] for place in places)
     failed = first_of(config)
     assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (1, "stalled", "strike")

@@ -99,7 +99,7 @@ class Agreement:
         is_on = findings.is_on("data") or findings.is_on("ranks")
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
-    def _read(self) -> Reading:
+    def _read(self, *, is_backward: bool = False) -> Reading:
         """Read samples, those of a stream on one rank of each node.
 
         Not of a dataset with an open file, whose position another process would move.
@@ -108,7 +108,7 @@ class Agreement:
         named = self.datasets.items()
         read = {name: data for name, data in named if is_first or not is_stream(data)}
         read = {name: data for name, data in read.items() if not open_file_in(data)}
-        return Reading(self.run.config, read)
+        return Reading(self.run.config, read, is_backward=is_backward)
 
     def compare(self, model: nn.Module, *, is_resumed: bool) -> None:
         """Compare samples, code and model. Called by every rank; nothing in a restart in place.
@@ -151,7 +151,8 @@ class Agreement:
         draws = [name for name, facts in own.data.items() if facts.draws]
         differing = [name for known in of_others for name in own.other_data(known)]
         if self.findings.of_ranks(differing) and self.reading:
-            draws += Known(data=self._read().facts()).other_data(own)
+            again = Known(data=self._read(is_backward=True).facts())
+            draws += again.other_data(own)
         for name in self.findings.of_ranks(draws):
             for known in (own, *of_others):
                 known.data.pop(name, None)

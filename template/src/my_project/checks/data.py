@@ -74,12 +74,22 @@ def is_same(one: Any, other: Any) -> bool:
 class Reading:
     """Reads the samples, from now on and beside this process."""
 
-    def __init__(self, config: Config, datasets: Mapping[str, Any]) -> None:
-        """Start the process, for map-style datasets or streams by their names."""
+    def __init__(
+        self, config: Config, datasets: Mapping[str, Any], *, is_backward: bool = False
+    ) -> None:
+        """Start the process.
+
+        Args:
+            config: of the run.
+            datasets: map-style, or streams, by their names.
+            is_backward: read the last sample first. A generator that a dataset has is forked in the
+                same state each time, so that in the same order the samples would be the same.
+        """
         how = config.batches.loader.get("multiprocessing_context")
         context: Any = multiprocessing.get_context(how)
         self.pipe, theirs = context.Pipe(duplex=False)
-        arguments = theirs, datasets, config.seed, config.batches.seed_samples is not True
+        twice = config.batches.seed_samples is not True
+        arguments = theirs, datasets, config.seed, twice, is_backward
         self.process = context.Process(target=_read, args=arguments, daemon=True)
         with suppress(AttributeError, TypeError, PicklingError):  # not forked, and cannot be sent
             self.process.start()
@@ -98,7 +108,9 @@ class Reading:
                 self.process.join(SECONDS)  # storage that hangs holds it
 
 
-def _read(pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool) -> None:
+def _read(
+    pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool, is_backward: bool
+) -> None:
     """Send the facts of each dataset, in a process of its own."""
     ignore_signals_except_parents(0)
     torch.set_num_threads(1)
@@ -107,10 +119,13 @@ def _read(pipe: Any, datasets: Mapping[str, Any], seed: int, twice: bool) -> Non
     for name, data in datasets.items():
         length = data.lanes if is_stream(data) else len(data)
         samples: dict[str, dict[str, Any]] = {}  # the parts of each: a hash, or three numbers
-        for index in sorted({length * k // SAMPLES for k in range(SAMPLES)}):
+        indices = {length * k // SAMPLES for k in range(SAMPLES)}
+        for index in sorted(indices, reverse=is_backward):
             if time.monotonic() < deadline:
                 samples[str(index)] = sample_facts(data, index, seed)
-        reads_again = twice and samples and not is_stream(data) and time.monotonic() < deadline
+        reads_again = (
+            twice and "0" in samples and not is_stream(data) and time.monotonic() < deadline
+        )
         draws = reads_again and not is_same(samples["0"], sample_facts(data, 0, seed))
         found[name] = Facts(length=length, samples=samples, draws=bool(draws))
     pipe.send(found)
