@@ -18,7 +18,9 @@ class Recorded(Ragged):
     step_seconds: float = 0.06  # that a step takes at least, by any number of processes
 
     def loss(self, model: Any, batch: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note the samples, wait, and compute."""
+        """Note the samples of training, wait, and compute."""
+        if not model.training:  # a check of the recipe
+            return super().loss(model, batch, step)
         indices, processes = batch["index"].tolist(), int(os.environ.get("WORLD_SIZE", "1"))
         # a restart in place has the variable of its launch, and one process no number of restarts
         restart = os.environ["TORCHELASTIC_RESTART_COUNT"] if processes > 1 else os.getpid()
