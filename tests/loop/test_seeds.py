@@ -97,7 +97,7 @@ def test_a_split_is_the_same_on_ranks_in_starts_and_for_seeds(tmp_path):
     for name, text in texts.items():
         for ours, drawn in zip(first, json.loads(text), strict=True):
             assert {split for split in SPLITS if ours[split] != drawn[split]} == set(), name
-    # what is drawn is drawn anew in each method
+    # each method draws from a seed of its own
     assert first[0]["numpy"] != first[1]["numpy"]
 
 
