@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_040,
+    "lines of train.py and all that it imports": 6_043,
     "files of train.py and all that it imports": 39,
-    "lines of the package without tools/": 7_862,
+    "lines of the package without tools/": 7_865,
     "lines of tools/": 2_201,
     "lines of template/tests": 3_521,
-    "lines of template/tests and tests": 15_869,
+    "lines of template/tests and tests": 15_875,
     "settings": 56,
     "methods of a recipe": 14,
     "lines of train.py": 203,

@@ -88,3 +88,11 @@ def test_processes_that_do_not_see_each_other_end_at_once(tmp_path):
     pytest.importorskip("accelerate", minversion="1.13")  # before it, they find each other
     with pytest.raises(RuntimeError, match="started 2 processes, but rank 0 sees 1"):
         run_world(2, train_blindly, make_config(tmp_path))
+
+
+def test_a_switch_of_a_check_is_off_warn_or_end(tmp_path):
+    config = change(make_config(tmp_path), checks__ranks="off", checks__data=False)
+    assert (config.checks.ranks, config.checks.data) == ("off", False)
+    for level in ("maybe", "none", True):
+        with pytest.raises(ConfigError, match="checks.code is .*off, warn or end"):
+            change(config, checks__code=level)

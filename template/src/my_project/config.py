@@ -223,14 +223,14 @@ class ChecksConfig:
     with exit code 2.
     """
 
-    recipe: Literal["off", "warn", "end", False] = may_change("warn")
+    recipe: str | bool = may_change("warn")
     """`loss` and `num_items` that are no sums over samples, and settings of no effect, before the
     first step of a new run (checks/recipe.py)."""
-    data: Literal["off", "warn", "end", False] = may_change("warn")
+    data: str | bool = may_change("warn")
     """A run that continues with other data (checks/agreement.py)."""
-    code: Literal["off", "warn", "end", False] = may_change("warn")
+    code: str | bool = may_change("warn")
     """A run that continues with other code (checks/agreement.py)."""
-    ranks: Literal["off", "warn", "end", False] = may_change("end")
+    ranks: str | bool = may_change("end")
     """Data, code or a model that differ between the ranks when the run starts
     (checks/agreement.py), and weights that part while it trains (checks/ranks.py)."""
 
@@ -295,6 +295,9 @@ class Config:
             raise ConfigError("optim.decay_steps is 0, but must be at least 1 for wsd.")
         if self.stop_after is not None:
             seconds_of(self.stop_after)
+        for name, level in vars(self.checks).items():
+            if level not in ("off", "warn", "end", False):
+                raise ConfigError(f"checks.{name} is {level}, but must be off, warn or end.")
         _ = self.profile.window  # refuse what is none
         patience = self.evaluation.patience
         if patience and not self.evaluation.best_metric:
