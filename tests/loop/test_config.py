@@ -94,5 +94,5 @@ def test_a_switch_of_a_check_is_off_warn_or_end(tmp_path):
     config = change(make_config(tmp_path), checks__ranks="off", checks__data=False)
     assert (config.checks.ranks, config.checks.data) == ("off", False)
     for level in ("maybe", "none", True):
-        with pytest.raises(ConfigError, match="checks.code is .*off, warn or end"):
+        with pytest.raises(ConfigError, match=r"checks\.code is .*off, warn or end"):
             change(config, checks__code=level)
