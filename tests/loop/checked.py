@@ -3,11 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from my_project.checks.findings import Findings
 from my_project.files import ConfigError
 from runs import make_config, train
 from test_fsdp_on_cpu import ask_for_fsdp
 from world import run_world
+
+
+LAYOUTS = {"alone": (1, 0), "ddp": (2, 0), "fsdp": (2, 1)}  # processes, replicas
+EACH_LAYOUT = pytest.mark.parametrize(
+    "layout", ["alone", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
+)
 
 
 def found(

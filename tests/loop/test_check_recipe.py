@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checked import check
+from checked import EACH_LAYOUT, LAYOUTS, check
 from documents import PROJECT
 from my_project.checks.recipe import misspelled, problem_of_sums
 from my_project.recipe import PARAMETERS
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # B: samples, T: the longest of them, V: tokens
-LAYOUTS = {"alone": (1, 0), "ddp": (2, 0), "fsdp": (2, 1)}
 LENGTHS = [3, 9, 5, 2, 8, 7, 1, 6]
 
 
@@ -111,7 +110,7 @@ def test_a_loss_that_counts_its_calls_is_named(tmp_path):
     assert "argument step" in problem
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_LAYOUT
 def test_the_loss_is_checked_in_full_precision_but_for_bf16_shards(tmp_path, layout):
     processes, replicas = LAYOUTS[layout]
     settings = {"precision": "bf16", "steps": 2}
@@ -253,7 +252,7 @@ class StreamedMean(Streamed):
     loss = Mean.loss
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_LAYOUT
 def test_the_loss_is_checked_on_any_layout_and_changes_no_bit(tmp_path, layout):
     processes, replicas = LAYOUTS[layout]
     ends = []

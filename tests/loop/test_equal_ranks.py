@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checked import check
+from checked import EACH_LAYOUT, LAYOUTS, check
 from my_project.checks.ranks import CHUNK, ROUNDING, fixed_numbers, sketch
 from ragged import Deep, Ragged
 from torch import Tensor, nn
@@ -78,11 +78,10 @@ class Drifting(torch.optim.SGD):
 
 
 UNUSED = {"distributed__ddp": {"find_unused_parameters": True}, "checkpoints__every_steps": 1}
-LAYOUTS = {"alone": (1, 0), "ddp": (2, 0), "fsdp": (2, 1)}  # processes, replicas
 CARRIED = {"carried": "0.state", "fleeting": "1.state", "counted": "2.number"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_LAYOUT
 def test_a_weight_that_a_forward_changes_is_named_on_any_layout(tmp_path, layout):
     processes, replicas = LAYOUTS[layout]
     kinds = ("first_batch", "max_norm")
@@ -92,7 +91,7 @@ def test_a_weight_that_a_forward_changes_is_named_on_any_layout(tmp_path, layout
     assert (code, level) == ((2, "") if layout == "ddp" else (0, "warn"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_LAYOUT
 def test_buffers_that_differ_by_rank_are_named_and_the_run_goes_on(tmp_path, layout):
     processes, replicas = LAYOUTS[layout]
     code, findings = check(
@@ -114,7 +113,7 @@ def test_a_layer_unfrozen_in_a_run_and_a_model_left_in_eval_are_named(tmp_path):
         assert all(name in problem for name, (_, problem) in problems.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_LAYOUT
 def test_a_layer_frozen_in_a_run_and_weights_within_limits_are_sound(tmp_path, layout):
     processes, replicas = LAYOUTS[layout]
     kinds = ("frozen", *["within_limits"] * (layout != "fsdp"))  # which discards it
@@ -123,7 +122,10 @@ def test_a_layer_frozen_in_a_run_and_weights_within_limits_are_sound(tmp_path, l
     assert result == (0, [])
 
 
-@pytest.mark.parametrize("layout", [(2, 0), (4, 2)], ids=["ddp", "hsdp"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param((2, 0), id="ddp"), pytest.param((4, 2), id="hsdp", marks=pytest.mark.slow)],
+)
 def test_ranks_may_differ_by_rounding_a_little_is_named_more_ends_the_run(tmp_path, layout):
     processes, replicas = layout
     expected = {1e-7: (0, []), 1e-4: (0, ["warn"]), 1e-2: (2, [""])}

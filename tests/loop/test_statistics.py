@@ -181,6 +181,7 @@ def test_statistics_are_those_of_one_process_under(tmp_path, kind):
         torch.testing.assert_close(several[0][name], wanted[name], rtol=0.02, atol=0.01)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_statistics(tmp_path):
     whole = of_norms(tmp_path, run_name="whole")
     run_world(2, train, whole)
@@ -212,6 +213,7 @@ def collectives_of(configs: list[Config]) -> list[list[int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_batch_norm_adds_no_collective_to_a_step(tmp_path):
     configs = [
         make_config(

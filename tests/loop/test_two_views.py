@@ -121,7 +121,11 @@ def train_sharded(config: Config) -> int:
 
 @pytest.mark.parametrize(
     ("processes", "run"),
-    [(1, train), pytest.param(2, train, marks=pytest.mark.slow), (2, train_sharded)],
+    [
+        (1, train),
+        pytest.param(2, train, marks=pytest.mark.slow),
+        pytest.param(2, train_sharded, marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(config, processes, run):
     assert run_world(processes, run, config) == [0] * processes
