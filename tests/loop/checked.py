@@ -10,7 +10,6 @@ from runs import make_config, train
 from test_fsdp_on_cpu import ask_for_fsdp
 from world import run_world
 
-
 LAYOUTS = {"alone": (1, 0), "ddp": (2, 0), "fsdp": (2, 1)}  # processes, replicas
 EACH_LAYOUT = pytest.mark.parametrize(
     "layout", ["alone", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
