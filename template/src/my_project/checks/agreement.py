@@ -143,8 +143,8 @@ class Agreement:
             now = asdict(replace(own, data=saved.data | own.data))  # not all may have been read
             del now["model"]
             with files.writing(self.run.folder):
-                text = json.dumps({"launch": self.launch} | now)
-                files.write_atomically(self.path, f"{text}\n")
+                # not fsynced, which takes longer than the checks: a damaged file is read as none
+                self.path.write_text(json.dumps({"launch": self.launch} | now), encoding="utf-8")
 
     def _leave_out_what_draws(self, own: Known, *of_others: Known) -> None:
         """Leave out datasets whose samples are others whenever they are read, with a warning."""
@@ -191,7 +191,9 @@ class Agreement:
 def sources() -> dict[str, str]:
     """Return a hash of the source of each imported module that is not installed, by its name."""
     found: dict[str, str] = {}
-    for module in [*sys.modules.values()]:
+    for key, module in [*sys.modules.items()]:
+        if is_installed_package(key.partition(".")[0]):
+            continue
         spec = getattr(module, "__spec__", None)  # of what `python -m` runs too; a script has none
         name, file = getattr(spec, "name", ""), getattr(spec, "origin", None) or ""
         is_own = name.startswith(f"{PACKAGE}.")
@@ -200,6 +202,15 @@ def sources() -> dict[str, str]:
             with suppress(OSError):  # it has been removed since, or is in an archive
                 found[name] = hash_of(Path(file).read_bytes())
     return found
+
+
+@cache
+def is_installed_package(name: str) -> bool:
+    """Return whether all modules of a top-level package are installed; thousands may be imported."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    file = getattr(spec, "origin", None) or f"{name}.py"  # folders have no file, nor have scripts
+    is_own = name in (PACKAGE, "__main__")
+    return not is_own and (not file.endswith(".py") or is_installed(name, file))
 
 
 def is_installed(name: str, file: str) -> bool:
