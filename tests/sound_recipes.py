@@ -38,7 +38,7 @@ class Ddpm(Sound):
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
         x = batch["x"][:, 0]
-        time, noise = torch.rand(len(x), 1), torch.randn_like(x)
+        time, noise = torch.rand(len(x), 1, device=x.device), torch.randn_like(x)
         noisy = time.cos() * x + time.sin() * noise
         return ((model(torch.cat([noisy, time], 1)) - noise) ** 2).mean(1).sum(), len(x)
 
@@ -86,7 +86,7 @@ class Contrastive(Sound):
 
     def loss(self, model: Any, batch: Any, step: int) -> Any:
         one, other = (F.normalize(model(batch["x"][:, i]), dim=1) for i in (0, 1))
-        labels = torch.arange(len(one))
+        labels = torch.arange(len(one), device=one.device)
         return F.cross_entropy(one @ other.T / 0.1, labels, reduction="sum"), len(one)
 
 

@@ -126,6 +126,11 @@ def test_a_sound_loss_of_sequences_is_not_named(tmp_path, kind):
     assert check(Sequences(kind=kind), tmp_path, steps=1) == (0, [])
 
 
+@pytest.mark.slow
+def test_an_error_in_the_check_leaves_a_sharded_model_whole(tmp_path):
+    assert check(Sequences(kind="of whole batches"), tmp_path, 2, replicas=1, steps=1) == (0, [])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Images(Ragged):
     """Losses of other kinds, of numbers in the place of images."""

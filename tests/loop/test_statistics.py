@@ -195,6 +195,21 @@ def test_a_resumed_run_ends_with_the_same_statistics(tmp_path):
             assert_same_weights(ours, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "replicas"), [(2, 1), (4, 2)])
+def test_batch_norm_trains_under_fsdp_in_bf16(tmp_path, processes, replicas):
+    """torch refuses statistics of float32 with weights that were gathered in bf16."""
+    one = of_norms(tmp_path, precision="bf16")
+    recipe = replace(one.recipe, dtype="float32", explode_at=())
+    one, ours = (change(one, recipe=recipe, run_name=name) for name in ("one", "sharded"))
+    run_world(1, train, one)
+    run_world(processes, train_sharded, ours, replicas)
+    states = [weights(config.folder / "export") for config in (one, ours)]
+    for kind in ("running_mean", "running_var"):
+        name = f"norms.plain.{kind}"
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=0.05, atol=0.02)
+
+
 def test_a_model_without_batch_norm_runs_not_a_line_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(statistics, "RunningStatistics", None)
     assert train(make_config(tmp_path, run_name="plain", steps=2)) == 0

@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from . import contract
@@ -190,6 +191,10 @@ def shard(
     block_list = blocks(config.recipe, model)
     compile_in_place(accelerator, wrapper, block_list)
     reshard = plugin.reshard_after_forward
+    # torch's BatchNorm takes weights and statistics of one type, and the statistics are float32
+    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for norm in [m for m in model.modules() if kind and isinstance(m, _BatchNorm) and m.affine]:
+        fully_shard(norm, reshard_after_forward=reshard, mp_policy=whole, **options)
     for block in block_list:
         fully_shard(block, reshard_after_forward=reshard, mp_policy=block_policy, **options)
     # the backward pass needs the root at once

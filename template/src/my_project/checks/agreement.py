@@ -206,7 +206,7 @@ def sources() -> dict[str, str]:
 
 @cache
 def is_installed_package(name: str) -> bool:
-    """Return whether all modules of a top-level package are installed; thousands may be imported."""
+    """Return whether a top-level package is installed, with all of its modules."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     file = getattr(spec, "origin", None) or f"{name}.py"  # folders have no file, nor have scripts
     is_own = name in (PACKAGE, "__main__")

@@ -139,7 +139,7 @@ def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
         sample = next(iter(data.lane(index, 0, seed))) if is_stream(data) else data[index]
         return dict(islice(parts(sample), MOST_PARTS))
     except Exception as error:  # training meets it, too
-        return {"": type(error).__name__}
+        return {"?": type(error).__name__}
 
 
 def parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -148,9 +148,11 @@ class EqualRanks:
         """Watch the first step of a sharded model, whose weights are whole only in a forward."""
         named = self.wrapper.named_modules()
         sharded: list[Any] = [pair for pair in named if isinstance(pair[1], FSDPModule)]
+        compiled = [m for m in self.wrapper.modules() if m._compiled_call_impl is not None]
+        inside = {id(part) for module in compiled for part in module.modules()}
         for prefix, module in sharded:
             # compiled code would be compiled again, with the hooks and then without
-            if module._compiled_call_impl is None:
+            if id(module) not in inside:
                 before = partial(self._note_before, prefix)
                 after = partial(self._note_changed, prefix)
                 self.hooks.append(module.register_forward_pre_hook(before))
@@ -208,7 +210,8 @@ def sketch(tensor: Tensor) -> Tensor:
     narrow = torch.float32 if is_float and tensor.element_size() <= 4 else wide
     fixed = fixed_numbers(tensor.device, narrow)
     chunks = (chunk.to(narrow) for chunk in tensor.reshape(-1).split(CHUNK))
-    numbers = [torch.stack([chunk.norm(), chunk @ fixed[: len(chunk)]]) for chunk in chunks]
+    with torch.autocast(tensor.device.type, enabled=False):  # of a forward that is looked at
+        numbers = [torch.stack([chunk.norm(), chunk @ fixed[: len(chunk)]]) for chunk in chunks]
     norms, products = torch.stack(numbers).to(wide).unbind(1)
     norm = norms.norm() if is_float else torch.ones_like(norms[0])
     product = products @ fixed_numbers(tensor.device, wide)[: len(products)]

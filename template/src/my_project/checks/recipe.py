@@ -71,9 +71,24 @@ def check_sums(
         with nullcontext() if model.autocast else full:
             return np.array([float(value) for value in recipe.loss(plain, batch, 0)[:2]])
 
+    def call(function: Callable, batch: Any) -> Any:
+        """Raise an error outside the forward, which FSDP leaves unfinished otherwise."""
+        failed: list[Exception] = []
+
+        def caught(plain: nn.Module, batch: Any) -> Any:
+            try:
+                return function(plain, batch)
+            except Exception as error:
+                failed.append(error)
+
+        result = model(caught, send_to_device(batch, device))
+        if failed:
+            raise failed[0]
+        return result
+
     def returned(seed: int, part: int) -> np.ndarray:
         seed_forward(config.seed, "check", seed, device)
-        return model(in_full_precision, send_to_device(read[seed][part], device))
+        return call(in_full_precision, read[seed][part])
 
     with restored_state(model), evaluation_mode(accelerator, model):
         try:
@@ -83,7 +98,7 @@ def check_sums(
             brief = {"max_workers": 1, "persistent_workers": False, "pin_memory": False}
             keys = [[(0, index) for index in order.tolist()]]
             (read,) = make_loader(batches, fetch, device, batch_sampler=keys, **brief)
-            model(check_returned, send_to_device(read[0][0], device))
+            call(check_returned, read[0][0])
             if not getattr(recipe, "compares_samples", False):
                 problem = problem_of_sums(returned, count)
         except ConfigError:
