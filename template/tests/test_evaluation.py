@@ -194,6 +194,24 @@ def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp
     assert read_manifest(folder)["state"]["evaluated_step"] == 4
 
 
+@pytest.mark.parametrize(("fault_in", "fault_at"), [("evaluation", 5), ("loss", 7)])
+def test_a_learning_rate_that_follows_results_is_the_same_over_a_kill(tmp_path, fault_in, fault_at):
+    """Killed in the evaluation after which it is lowered, or in the step after that."""
+    settings: dict[str, Any] = {
+        "steps": 12, "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
+        "evaluation__best_metric": "validation/accuracy",
+        "optim__lr": 1e-9,  # nothing gets better
+        "optim__schedule": "plateau", "optim__plateau_patience": 2, "optim__plateau_factor": 0.5,
+        "optim__warmup_steps": 0, "telemetry__every_steps": 1,
+    }  # fmt: skip
+    config = config_of(tmp_path, "killed", "leave", **settings)
+    with pytest.raises(RuntimeError):
+        run_world(1, train, change(config, recipe__fault_in=fault_in, recipe__fault_at=fault_at))
+    assert values(config, "learning_rate")[:6] == [1e-9] * 6
+    assert run_world(1, train, change(config, recipe__fault="")) == [0]
+    assert values(config, "learning_rate") == [1e-9] * 6 + [0.5e-9] * 4 + [0.25e-9] * 2
+
+
 @pytest.mark.slow
 def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
     settings: dict[str, Any] = {

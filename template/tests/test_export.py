@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from ragged import Ragged
 from runs import change, make_config, train, weights
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 from world import TESTS, run_world
 
 from my_project import commands
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config, ConfigError
+from my_project.export import load
 from my_project.run_folder import Run
 
 
@@ -29,6 +32,29 @@ def train_compiled(config: Config) -> int:
     """Train through torch.compile, as accelerate's dynamo settings ask for it."""
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "AOT_EAGER"  # the whole path but no C++ compiler
     return train(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled(Ragged):
+    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
+        return torch.compile(super().build_model(data_info), backend="eager")
+
+
+def load_after_a_resume(config: Config) -> list[Any]:
+    """Train, resume, and return the weights of the model of the export."""
+    train(change(config, steps=3))
+    train(config)
+    _, _, model = load(config.folder / "export", ["test_export.Compiled"])
+    return [weight.tolist() for weight in model.state_dict().values()]
+
+
+def test_a_recipe_may_compile_its_model_itself(tmp_path):
+    config = make_config(tmp_path, Compiled(), steps=5)
+    (loaded,) = run_world(1, load_after_a_resume, config)
+    plain = Ragged().build_model({"features": 6}).state_dict().keys()
+    found = weights(config.folder / "export")
+    assert found.keys() == plain
+    assert loaded == [found[key].tolist() for key in plain]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ again from the checkpoint of the middle. A cell says
 """
 
 import gc
+import importlib
 import os
 import warnings
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ import torch
 from my_project.checkpoint.shards import TensorReader
 from my_project.config import Config
 from ragged import Ragged
-from runs import change, make_config, train
+from runs import change, make_config, records, train
 from torch import Tensor, nn
 from world import World, free_port
 
@@ -93,6 +94,41 @@ class Odd(Ragged):
         return Layers(data_info["features"], self.weight)
 
 
+def external(package: str) -> list[str]:
+    """Return the class paths of the optimizers that a package exports."""
+    found = vars(importlib.import_module(package)).items()
+    kinds = {name: kind for name, kind in found if isinstance(kind, type)}
+    own = [name for name, kind in kinds.items() if package.startswith(kind.__module__[:5])]
+    return [f"{package}.{name}" for name in own if issubclass(kinds[name], torch.optim.Optimizer)]
+
+
+def train_external(folder: Path, paths: list[str]) -> dict[str, str]:
+    """Train by each, and again from the middle: refused by the second step, ok, or what is wrong.
+
+    Those that need arguments, or other weights, raise an error of their own in the first step.
+    """
+    warnings.simplefilter("ignore")
+    outcomes = {}
+    for path in paths:
+        config = make_config(
+            folder, run_name=path, steps=6, checkpoints__every_steps=3, optim__class_path=path,
+            optim__clip_norm=None, optim__warmup_steps=0, optim__schedule="constant",
+        )  # fmt: skip
+        middle = config.folder / "checkpoints/step_00000003"
+        resumed = change(config, run_name=f"{path}_resumed", resume=str(middle))
+        try:
+            train(config)
+            train(resumed)
+            names = differing(config, resumed, 0.0, step=6)
+            outcomes[path] = f"another curve: {names}" if names else "ok"
+        except Exception as error:
+            has_begun = (config.folder / "metrics.jsonl").exists()
+            is_late = has_begun and len(records(config)) > 2
+            outcomes[path] = f"{'late' if is_late else 'refused'}: {error!r}"
+        gc.freeze()
+    return outcomes
+
+
 def config_of(folder: Path, cell: Cell) -> Config:
     optimizer, weight, _ = cell
     return make_config(
@@ -106,16 +142,16 @@ def config_of(folder: Path, cell: Cell) -> Config:
     )
 
 
-def final(config: Config) -> dict[str, Tensor]:
-    """Return weights and optimizer state at the end, by name."""
-    folder = config.folder / f"checkpoints/step_{STEPS:08d}"
+def final(config: Config, step: int) -> dict[str, Tensor]:
+    """Return weights and optimizer state after its last step, by name."""
+    folder = config.folder / f"checkpoints/step_{step:08d}"
     kinds = {file.name.split(".")[0] for file in folder.glob("*.safetensors")}
     readers = [TensorReader(folder, kind) for kind in kinds]
     return {f"{r.kind} {name}": r.read(name) for r in readers for name in r.shards}
 
 
-def differing(ours: Config, theirs: Config, rounding: float) -> list[str]:
-    one, other = final(ours), final(theirs)
+def differing(ours: Config, theirs: Config, rounding: float, step: int = STEPS) -> list[str]:
+    one, other = final(ours, step), final(theirs, step)
     return sorted(
         name
         for name in one.keys() | other.keys()

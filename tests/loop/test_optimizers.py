@@ -1,7 +1,8 @@
 """No optimizer of torch ends in another curve, whatever the weights are: see optimizers.py."""
 
 import pytest
-from optimizers import OPTIMIZERS, PROCESSES, WEIGHTS, Cell, table
+from optimizers import OPTIMIZERS, PROCESSES, WEIGHTS, Cell, external, table, train_external
+from world import run_world
 
 FEW = [
     ("AdamW", "channels_last", "one"),
@@ -45,3 +46,26 @@ def test_a_few_optimizers_resume_to_the_bit_and_train_alike_under_ddp_and_fsdp(t
 @pytest.mark.timeout(900)
 def test_every_optimizer_with_every_weight_resumes_to_the_bit_or_ends_in_an_error(tmp_path):
     check(tmp_path, [(o, w, layout) for o in OPTIMIZERS for w in WEIGHTS for layout in PROCESSES])
+
+
+TRAINS = {
+    "pytorch_optimizer": ["SOAP", "Shampoo", "Kron", "SPlus", "Prodigy", "Lion", "StableAdamW"],
+    "schedulefree": ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"],
+    "lion_pytorch": ["Lion"],
+    "prodigyopt": ["Prodigy"],
+    "bitsandbytes.optim": ["AdamW"],  # accelerate imports it where it is installed, with warnings
+}
+REFUSED = {"pytorch_optimizer": ["ScalableShampoo", "StableSPAM", "EmoNavi"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("package", TRAINS)
+def test_other_optimizers_resume_to_the_bit_or_are_refused_before_work_is_lost(tmp_path, package):
+    pytest.importorskip(package)
+    (found,) = run_world(1, train_external, tmp_path, external(package), seconds=850)
+    wrong = {path: o for path, o in found.items() if o != "ok" and not o.startswith("refused")}
+    assert not wrong
+    assert {found[f"{package}.{name}"] for name in TRAINS[package]} <= {"ok"}
+    for name in REFUSED.get(package, []):
+        assert "cannot be resumed" in found[f"{package}.{name}"]

@@ -78,13 +78,18 @@ class OptimConfig:
     """The highest learning rate of the schedule."""
     weight_decay: float = limited(0.0, least=0)
     """Of matrices and kernels; biases and normalization weights are not decayed."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "wsd", "plateau"] = "cosine"
     """After the warmup (optim.learning_rate). wsd: constant, then a linear decay over the last
-    decay_steps."""
+    decay_steps. plateau: multiplied by plateau_factor after each plateau_patience evaluations in a
+    row without a better evaluation.best_metric."""
     warmup_steps: int = limited(0, least=0)
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int = limited(0, least=0)
     """wsd only: the length of the final decay, in steps."""
+    plateau_patience: int = limited(3, least=1)
+    """plateau only: evaluations without a better best_metric before the rate is lowered."""
+    plateau_factor: float = limited(0.1, least=0, most=1)
+    """plateau only: what the learning rate is multiplied by."""
     final_lr_fraction: float = limited(0.0, least=0, most=1)
     """The learning rate at the end, as a fraction of lr."""
     clip_norm: float | None = limited(1.0, least=1e-30)
@@ -293,16 +298,22 @@ class Config:
                 raise ConfigError(f"optim.init_args holds {name}: set optim.{name} instead.")
         if self.optim.schedule == "wsd" and not self.optim.decay_steps:
             raise ConfigError("optim.decay_steps is 0, but must be at least 1 for wsd.")
+        evaluation = self.evaluation
+        is_judged = evaluation.best_metric and evaluation.every_steps
+        if self.optim.schedule == "plateau" and not is_judged:
+            raise ConfigError(
+                "optim.schedule is plateau, but needs evaluation.best_metric and"
+                " evaluation.every_steps."
+            )
         if self.stop_after is not None:
             seconds_of(self.stop_after)
         for name, level in vars(self.checks).items():
             if level not in ("off", "warn", "end", False):
                 raise ConfigError(f"checks.{name} is {level}, but must be off, warn or end.")
         _ = self.profile.window  # refuse what is none
-        patience = self.evaluation.patience
-        if patience and not self.evaluation.best_metric:
+        if evaluation.patience and not evaluation.best_metric:
             raise ConfigError(
-                f"evaluation.patience is {patience}, but needs evaluation.best_metric."
+                f"evaluation.patience is {evaluation.patience}, but needs evaluation.best_metric."
             )
 
     @property

@@ -55,7 +55,7 @@ def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Mo
         loaded: nn.Module = load_of(data_info, folder)
         return loaded
     model = contract.build_model(config, data_info)
-    TensorReader(folder, "model").fill(model.state_dict())
+    TensorReader(folder, "model").fill(model_tensors(model))
     return model
 
 

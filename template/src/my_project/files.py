@@ -212,7 +212,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-FORMAT = 4  # of a checkpoint
+FORMAT = 5  # of a checkpoint
 PIECE_BYTES = 64 << 20  # hashed by itself, so that ranks and threads share a large file
 CHUNK_BYTES = 1 << 20  # read at once
 HASHING_THREADS = 4

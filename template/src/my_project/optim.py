@@ -121,8 +121,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
 
 
-def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Return the learning rate of a step; it depends on the step alone.
+def learning_rate(step: int, total_steps: int, config: OptimConfig, reductions: int = 0) -> float:
+    """Return the learning rate of a step; it depends on the step, and on the plateaus so far.
 
     Step k of the warmup uses lr x (k + 1) / warmup_steps. As in torch's schedulers, the decay would
     reach its end one step after the last.
@@ -138,15 +138,20 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
         "linear": 1.0 - progress,
         "wsd": 1.0 - progress,
+        "plateau": config.plateau_factor**reductions,
     }[config.schedule]
     return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * remaining)
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, step: int, total_steps: int, config: OptimConfig
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    total_steps: int,
+    config: OptimConfig,
+    reductions: int = 0,
 ) -> float:
     """Set the learning rate of a step in every group, times its own lr_scale; return the rate."""
-    rate = learning_rate(step, total_steps, config)
+    rate = learning_rate(step, total_steps, config, reductions)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
     return rate

@@ -25,6 +25,7 @@ EVALUATION = (
     "best_of",
     "best_step",
     "evaluations_since_best",
+    "lr_reductions",
 )  # fields of the state
 ROUNDING = 1e-6  # relative: sums differ by less on another CPU or world size
 
@@ -73,6 +74,7 @@ class TrainState:
     best_of: str = ""  # the mode and the metric of `best`
     best_step: int = 0
     evaluations_since_best: int = 0
+    lr_reductions: int = 0  # by the schedule plateau
     interval_loss_sum: float = 0.0  # summed since the last record
     interval_num_items: float = 0.0  # items since the last record
     interval_scalars: dict[str, float] = field(default_factory=dict)  # sums since the last record
@@ -175,6 +177,9 @@ class TrainState:
             self.best_of = best_of(config)
             self.best_step = self.step
         self.evaluations_since_best = 0 if is_better else self.evaluations_since_best + 1
+        is_plateau = not is_better and config.optim.schedule == "plateau"
+        if is_plateau and self.evaluations_since_best % config.optim.plateau_patience == 0:
+            self.lr_reductions += 1
         return is_better
 
     def end_reason(self, run: Run) -> str:

@@ -150,7 +150,9 @@ def main(config: Config) -> int:
             while not (end_reason or stop_agreed):
                 # ---- forward and backward, micro-batch by micro-batch ----------------------------
                 step = state.step
-                rate = optim.set_learning_rate(optimizer, step, run.total_steps, config.optim)
+                rate = optim.set_learning_rate(
+                    optimizer, step, run.total_steps, config.optim, state.lr_reductions
+                )
                 # gradients as small as those of a mean, for fp16; a power of two rounds no digit,
                 # and is divided out where they are normalized
                 backward_factor = 1 / optim.power_of_two(state.items_per_micro_batch)
@@ -204,6 +206,8 @@ def main(config: Config) -> int:
                 watchdog.step_done()
                 if step == steps.start:
                     ranks.after_step()
+                if step < steps.start + 2:
+                    checkpoints.check_optimizer()
 
                 # ---- periodically: save, then evaluate, so that a failure there loses no step ----
                 evaluation_due = state.evaluation_is_due(run)

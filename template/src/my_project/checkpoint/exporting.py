@@ -78,7 +78,7 @@ def export(
             save_tensors(once, folder / f"{stem}.safetensors", map(value, once), metadata)
             return
         plain = contract.build_model(run.config, data_info)
-        whole = plain.state_dict()
+        whole = model_tensors(plain)
         for key, tensor in whole.items():
             tensor.copy_(value(key))
         own(plain, data_info, whole, folder)

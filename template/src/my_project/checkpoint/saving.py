@@ -100,6 +100,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._saved_step = -1  # of the checkpoint that holds the current weights
         self._buffers: dict[str, Tensor] = {}
+        self._optimizer_numbers: dict[str, float] = {}
         self._has_lost_contact = threading.Event()
         self._thread: threading.Thread | None = None  # of the newest job
 
@@ -121,6 +122,23 @@ class Checkpoints:
         """Return whether the last save is too long ago; only the clock of rank 0 is asked."""
         since = time.monotonic() - self._saved_at
         return self.rank == 0 and 0 < self._seconds_between < since
+
+    def check_optimizer(self) -> None:
+        """Refuse an optimizer that cannot be resumed. Called after the first two steps of a start.
+
+        Raises:
+            ConfigError: names what no checkpoint can hold, or a number that it keeps elsewhere.
+        """
+        optimizer_state(self.optimizer, self.names)
+        before = self._optimizer_numbers
+        known = vars(self.optimizer).items()
+        numbers = {name: n for name, n in known if type(n) in (int, float) and name[0] != "_"}
+        if changed := [name for name in before if before[name] != numbers.get(name)]:
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} cannot be resumed: it counts in its attribute"
+                f" {changed[0]}, not in its state. Choose another optim.class_path."
+            )
+        self._optimizer_numbers = numbers
 
     def save(self, train_state: TrainState, *, by_time: bool = False) -> None:
         """Save the state after train_state.step steps, marked if by time. Called by every rank."""

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import starmap
@@ -282,23 +282,83 @@ class TensorReader:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the groups and numbers for the state, and the tensors by "<parameter>/<slot>".
+    """Return groups and slots for the state, and their tensors by "<parameter>/<slot>".
 
     Args:
         optimizer: of the model.
         names: of its parameters, by their id.
+
+    Raises:
+        ConfigError: a checkpoint cannot hold it.
     """
-    groups = [
-        group | {"params": [names[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    numbers: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    for parameter, slots in optimizer.state.items():
-        for slot, value in slots.items():
-            kind: dict[str, Any] = tensors if isinstance(value, Tensor) else numbers
-            kind[f"{names[id(parameter)]}/{slot}"] = value
-    return {"groups": groups, "numbers": numbers}, tensors
+    groups: list[dict[str, Any]] = []
+    slots: dict[str, Any] = {}
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            rest = {key: value for key, value in group.items() if key != "params"}
+            rest = {key: packed(value, f"/{number}/{key}", tensors) for key, value in rest.items()}
+            groups.append(rest | {"params": [names[id(p)] for p in group["params"]]})
+        for parameter, values in optimizer.state.items():
+            if id(parameter) not in names:
+                raise TypeError(f"its state holds {parameter!r}, which is not a parameter")
+            for slot, value in values.items():
+                key, is_sharded = f"{names[id(parameter)]}/{slot}", isinstance(parameter, DTensor)
+                slots[key] = packed(value, key, tensors, is_sharded=is_sharded)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(optimizer).__name__} cannot be resumed: {error}. A checkpoint holds numbers,"
+            " text and tensors, and lists, tuples and dicts of these: choose another"
+            " optim.class_path."
+        ) from error
+    return {"groups": groups, "slots": slots}, tensors
+
+
+def packed(value: Any, key: str, tensors: dict[str, Tensor], *, is_sharded: bool = False) -> Any:
+    """Return a value of an optimizer as JSON, with the keys of its tensors in their place.
+
+    Args:
+        value: of a slot or a group.
+        key: of the value.
+        tensors: to which its tensors are added.
+        is_sharded: whether the parameter is.
+
+    Raises:
+        TypeError: it is of another type, or a tensor of one rank beside a sharded parameter.
+    """
+    if isinstance(value, Tensor):
+        if is_sharded and value.numel() > 1 and not isinstance(value, DTensor):
+            raise TypeError(f"{key} of a sharded parameter is not sharded")
+        tensors[key] = value
+        # a product's rounding follows the order of its operands in memory
+        is_whole = isinstance(value, DTensor) or value.is_contiguous()
+        stride = None if is_whole else torch.empty_like(value, device="meta").stride()
+        return {"tensor": key, "stride": stride}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if type(value) in (list, tuple, dict):
+        named = value.items() if isinstance(value, dict) else enumerate(value)
+        parts = [
+            (name, packed(part, f"{key}/{name}", tensors, is_sharded=is_sharded))
+            for name, part in named
+        ]
+        return {type(value).__name__: parts}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{key} is of type {type(value).__name__}")
+
+
+def unpacked(value: Any, read: Callable[[str, Any], Tensor]) -> Any:
+    """Return what `packed` was given, whose tensors `read` reads by key and stride."""
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return read(value["tensor"], value["stride"])
+    ((kind, content),) = value.items()
+    if kind == "dtype":
+        return getattr(torch, content)
+    parts = {name: unpacked(part, read) for name, part in content}
+    return parts if kind == "dict" else {"list": list, "tuple": tuple}[kind](parts.values())
 
 
 def load_optimizer(
@@ -318,30 +378,45 @@ def load_optimizer(
     # The form of load_state_dict: parameters by their index in the list of all groups.
     index = {name: i for i, name in enumerate(name for group in groups for name in group)}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def read(key: str, stride: Any = None, parameter: Tensor | None = None) -> Tensor:
+        assert slots
+        if parameter is None or slots.shapes[key] != tuple(parameter.shape):
+            value = slots.read(key)
+            copy = torch.empty_strided(value.shape, stride or value.stride(), dtype=value.dtype)
+        elif isinstance(value := slots.read_like(key, parameter), DTensor):
+            return value
+        else:  # fused kernels walk a weight and its slots in the order of memory
+            copy = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
+        return copy.copy_(value)  # aligned as any tensor, which a product's rounding follows too
+
     state: dict[int, dict[str, Any]] = {}
-    for key, value in saved["numbers"].items():
+    for key, value in saved["slots"].items():
         name, _, slot = key.rpartition("/")
-        state.setdefault(index[name], {})[slot] = value
-    for key, shape in (slots.shapes if slots else {}).items():
-        name, _, slot = key.rpartition("/")
-        parameter = parameters[index[name]]
-        is_like = shape == tuple(parameter.shape)
-        value: Any = slots and (slots.read_like(key, parameter) if is_like else slots.read(key))
-        if is_like and not parameter.is_contiguous():
-            # fused kernels walk a weight and its slots in the order of memory
-            value = torch.empty_like(parameter, dtype=value.dtype, device="cpu").copy_(value)
-        state.setdefault(index[name], {})[slot] = value
+        of_parameter = functools.partial(read, parameter=parameters[index[name]])
+        state.setdefault(index[name], {})[slot] = unpacked(value, of_parameter)
     param_groups = [
         # which kernels: of this device and sharding, not of those that saved
-        group | {"params": [index[name] for name in group["params"]]} | _kernels(now)
+        {name: unpacked(value, read) for name, value in group.items() if name != "params"}
+        | {"params": [index[name] for name in group["params"]]}
+        | _kernels(now)
         for group, now in zip(saved["groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": param_groups})
-    for i, named in state.items():  # it has cast all but `step` to the weight's type
+    for i, named in state.items():
         loaded = optimizer.state[parameters[i]]
-        for slot, value in named.items():
-            if isinstance(value, Tensor) and value.dtype != loaded[slot].dtype:
-                loaded[slot] = value.to(loaded[slot].device)
+        loaded |= {slot: _with_types_of(value, loaded[slot]) for slot, value in named.items()}
+
+
+def _with_types_of(saved: Any, loaded: Any) -> Any:
+    """Undo that load_state_dict has cast all but `step` to the weight's type, text too."""
+    if isinstance(saved, Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        return {name: _with_types_of(part, loaded[name]) for name, part in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(map(_with_types_of, saved, loaded))
+    return saved
 
 
 def _kernels(group: dict[str, Any]) -> dict[str, Any]:
