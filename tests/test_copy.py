@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from documents import blocks
+from runs import quick
 from shell import succeed
 from test_generate import RENAMED, Desk, tree
 
@@ -101,7 +102,7 @@ def test_copied_by_hand_the_loop_and_a_recipe_run(tmp_path: Path):
         assert result["validation/loss"] < 0.5, "by chance it were ln 3 = 1.1"
 
 
-@pytest.mark.parametrize(("layout", "tools"), [("flat", False), ("nested", True)])
+@pytest.mark.parametrize(("layout", "tools"), quick(1, [("nested", True), ("flat", False)]))
 def test_by_hand_and_by_command_copy_the_same(tmp_path: Path, layout: str, tools: bool):
     _, copying, _ = blocks(HOW_TO, "bash")
     trees = []
@@ -163,16 +164,16 @@ def as_if_older(package: Path, *files: str) -> None:
     path.write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize(
-    ("folder", "files", "dotted", "root", "recipe"),
-    [
-        ("my_project", ["my_project/__init__.py"], "my_project", "", "segmentation.Segmentation"),
-        ("src/company/pkg", [], "company.pkg", "PYTHONPATH=src ", "finetune.Finetune"),
-        ("pkg", ["pkg/lib.py", "pkg/tests/__init__.py"], "pkg", "", "causal_lm.CausalLM"),
-        ("p/lib", ["p/__init__.py", "p/lib/nets/__init__.py"], "p.lib", "", "embedding.Embedding"),
-        ("my code/pkg", [], "pkg", "PYTHONPATH='my code' ", "image_classification.Image"),
-    ],
-)
+NAMED = [
+    ("my_project", ["my_project/__init__.py"], "my_project", "", "segmentation.Segmentation"),
+    ("src/company/pkg", [], "company.pkg", "PYTHONPATH=src ", "finetune.Finetune"),
+    ("pkg", ["pkg/lib.py", "pkg/tests/__init__.py"], "pkg", "", "causal_lm.CausalLM"),
+    ("p/lib", ["p/__init__.py", "p/lib/nets/__init__.py"], "p.lib", "", "embedding.Embedding"),
+    ("my code/pkg", [], "pkg", "PYTHONPATH='my code' ", "image_classification.Image"),
+]
+
+
+@pytest.mark.parametrize(("folder", "files", "dotted", "root", "recipe"), quick(2, NAMED))
 def test_the_package_is_named_as_it_is_imported(tmp_path, folder, files, dotted, root, recipe):
     repository = tmp_path / "their repo"
     (repository / folder).mkdir(parents=True)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runs import quick
 from test_lowest_versions import bounds
 
 REPOSITORY = Path(__file__).parents[1]
@@ -153,6 +154,7 @@ def default_tree(template: Path, *others: str) -> dict[str, tuple[bytes, bool]]:
 # The ways to the template
 
 
+@pytest.mark.slow
 def test_a_zip_archive_and_a_checkout_without_links_give_the_template_byte_for_byte(
     template: Path, tmp_path: Path, desk: Desk
 ):
@@ -278,7 +280,7 @@ def test_quotes_backslashes_and_letters_of_all_kinds_come_through_exactly(
         assert file in free_text or tree(project)[file] == content, file
 
 
-@pytest.mark.parametrize("package", ["my_project_two", "not_my_project"])
+@pytest.mark.parametrize("package", quick(1, ["not_my_project", "my_project_two"]))
 def test_a_package_name_may_contain_the_templates(template: Path, desk: Desk, package: str):
     project = desk.generate(template, package_name=package)
     assert not (project / "src/my_project").exists()
@@ -300,7 +302,7 @@ def test_all_keeps_every_recipe(template: Path, desk: Desk):
 
 @pytest.mark.parametrize(
     ("recipe", "license"),
-    [*zip([*POST_GEN.RECIPES, "all"], cycle([*LICENSES, "none"]), strict=False)],
+    quick(2, zip(["all", *POST_GEN.RECIPES], cycle([*LICENSES, "none"]), strict=False)),
 )
 def test_the_license_is_the_chosen_one_and_every_way_to_install_brings_what_the_recipes_need(
     template: Path, desk: Desk, recipe: str, license: str
@@ -353,14 +355,14 @@ def test_a_bad_answer_is_refused(tmp_path: Path, question: str):
         assert problem.startswith(f"{question} {answer!r} ")
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        {"package_name": "a'b\"c\\"},
-        {"project_slug": "../outside", "package_name": "outside"},
-        {"author": "\x1b[31mred"},
-    ],
-)
+REFUSED = [
+    {"package_name": "a'b\"c\\"},
+    {"project_slug": "../outside", "package_name": "outside"},
+    {"author": "\x1b[31mred"},
+]
+
+
+@pytest.mark.parametrize("answers", quick(1, REFUSED))
 def test_a_refusal_is_one_sentence_and_leaves_nothing(
     template: Path, desk: Desk, answers: dict[str, str]
 ):
@@ -432,17 +434,17 @@ def test_f_deletes_and_alters_nothing_of_the_users(template: Path, desk: Desk, p
     assert (project / "empty").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("file", "answers"),
-    [
-        ("src/my_project/train.py", {"package_name": "leafscan"}),
-        ("src/my_project/data.json", {"package_name": "leafscan"}),
-        ("LICENSE.MIT", {}),
-        ("LICENSE.Apache-2.0", {"license": "none"}),
-        ("configs/causal_lm.yaml", {}),
-        ("tests/recipes/test_image_classification.py", {"recipe": "causal_lm"}),
-    ],
-)
+LOST = [
+    ("src/my_project/train.py", {"package_name": "leafscan"}),
+    ("LICENSE.MIT", {}),
+    ("src/my_project/data.json", {"package_name": "leafscan"}),
+    ("LICENSE.Apache-2.0", {"license": "none"}),
+    ("configs/causal_lm.yaml", {}),
+    ("tests/recipes/test_image_classification.py", {"recipe": "causal_lm"}),
+]
+
+
+@pytest.mark.parametrize(("file", "answers"), quick(2, LOST))
 def test_f_is_refused_where_a_file_of_the_users_would_be_lost(
     template: Path, desk: Desk, file: str, answers: dict[str, str]
 ):
@@ -496,7 +498,7 @@ def test_the_hooks_and_the_questions_agree():
 # The checks of the generated project itself
 
 
-@pytest.mark.parametrize("package", ["a", "zz_top", "protein_localization"])
+@pytest.mark.parametrize("package", quick(1, ["zz_top", "a", "protein_localization"]))
 def test_formatting_and_lint_hold_under_any_name(template: Path, desk: Desk, package: str):
     project = desk.generate(template, package_name=package)
     desk.succeed("ruff", "format", "--check", "--diff", ".", cwd=project)

@@ -5,11 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ragged import Ragged
 
 from my_project.config import BatchesConfig, Config, OptimConfig, TelemetryConfig
 
 EXPORTED = {"config.yaml", "data_info.json", "step.json"}  # beside the weights
+
+
+def quick(count: int, cases: Any) -> list[Any]:
+    """Mark all cases but the first as slow: they are further ones of the same kind."""
+    listed = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*c, marks=[pytest.mark.slow] * (i >= count)) for i, c in enumerate(listed)]
 
 
 def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> Config:

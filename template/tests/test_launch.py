@@ -95,6 +95,7 @@ def test_two_processes_train_into_one_folder_and_show_the_result(tmp_path):
     assert about["environment"]["CUDA_VISIBLE_DEVICES"] == "-1,-1", "a CPU config hides GPUs"
 
 
+@pytest.mark.slow
 def test_a_bad_setting_is_one_sentence_and_starts_nothing(tmp_path):
     with launch(tmp_path, "--optim.lrr", "3", launcher="my_project.launch") as run:
         shown, _ = run.communicate(timeout=600)

@@ -2,7 +2,7 @@
 
 import pytest
 from ragged import Ragged
-from runs import make_config, status, train, values
+from runs import make_config, quick, status, train, values
 from world import run_world
 
 from my_project import contract
@@ -16,17 +16,18 @@ def overfitting(folder, batches: int = 1, **settings) -> Config:
     return make_config(folder, overfit_batches=batches, **defaults | settings)
 
 
-def test_a_model_learns_one_batch_by_heart_on_any_number_of_processes(tmp_path):
+@pytest.mark.parametrize("most", quick(1, [1, 2]))
+def test_a_model_learns_one_batch_by_heart_on_any_number_of_processes(tmp_path, most):
     small = {"batches__global_batch_size": 4, "batches__micro_batch_size": 2, "optim__lr": 0.1}
-    configs = [overfitting(tmp_path / name, steps=300, **small) for name in ("alone", "two")]
-    train(configs[0])
-    run_world(2, train, configs[1])
-    alone, two = map(values, configs)
-    assert alone[0] > 1
-    assert alone[-1] < 0.005, "with all 70 samples it is 0.2, on these 1e-10"
-    assert two[:20] == pytest.approx(alone[:20], rel=1e-4)
-    assert two[-1] < 0.005
-    result = status(configs[0])["result"]
+    curves = []
+    for processes in range(1, most + 1):
+        config = overfitting(tmp_path / str(processes), steps=300, **small)
+        run_world(processes, train, config)
+        curves.append(values(config))
+        assert curves[-1][0] > 1
+        assert curves[-1][-1] < 0.005, "with all 70 samples it is 0.2, on these 1e-10"
+    assert curves[-1][:20] == pytest.approx(curves[0][:20], rel=1e-4)
+    result = status(config)["result"]
     assert (result["validation/accuracy"], result["validation/auroc"]) == (1, 1), "the same samples"
 
 

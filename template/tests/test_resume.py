@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, records, status, train, values
+from runs import assert_same_weights, change, make_config, quick, records, status, train, values
 from world import run_world
 
 from my_project import files
@@ -44,16 +44,15 @@ def assert_same(run: Config, reference: Config, tolerance: float) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Config:
     recipe = Ragged(dtype="float64", dropout=0.2, noise=0.1)
-    config = make_config(
-        tmp_path_factory.mktemp("runs"), recipe, optim__ema_decay=0.8, checkpoints__keep=9
-    )
-    config = change(config, checkpoints__every_steps=FIRST)
+    saves = {"checkpoints__every_steps": FIRST, "checkpoints__keep": 9}
+    config = make_config(tmp_path_factory.mktemp("runs"), recipe, optim__ema_decay=0.8, **saves)
     run_world(2, train, config)
     return config
 
 
 @pytest.mark.parametrize(
-    ("processes", "tolerance", "newest"), [(2, 0.0, 6), (1, 1e-9, 6), (4, 1e-9, 6), (2, 0.0, 10)]
+    ("processes", "tolerance", "newest"),
+    quick(2, [(2, 0.0, 6), (1, 1e-9, 6), (4, 1e-9, 6), (2, 0.0, 10)]),
 )
 def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tolerance, newest):
     """A run that was killed at step 8, or at its end, and its newest checkpoint."""
@@ -134,6 +133,7 @@ def test_a_changed_config_is_refused_with_the_keys_and_two_remedies(tmp_path):
     assert "--resume never" in message
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_goes_on_without_the_settings_that_were_removed(tmp_path):
     config = make_config(tmp_path, steps=2)
     assert train(config) == 0
@@ -163,6 +163,7 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
     assert "TransientError" in str(refusal.value), "exit code 1: the other one may be about to end"
 
 
+@pytest.mark.slow
 def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_again(tmp_path):
     config = make_config(tmp_path, steps=2, resume="never")
     log = config.folder / "logs/node_0/stdout.log"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ragged
 from ragged import Ragged
-from runs import change, make_config, records, status, train
+from runs import change, make_config, quick, records, status, train
 from test_resume import interrupted_at
 from torch.utils.data._utils import signal_handling
 from world import TESTS, World, run_world
@@ -182,6 +182,7 @@ def train_with_a_late_signal(config: Config) -> int:
     return train(config)
 
 
+@pytest.mark.slow
 def test_the_signal_of_a_killed_loader_worker_does_not_interrupt_the_report(tmp_path):
     config = make_config(tmp_path, Ragged(bad_sample=5, fault="leave"), batches__workers=1)
     with pytest.raises(RuntimeError):
@@ -201,7 +202,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("name", quick(1, ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]))
 def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
     """As a scheduler sends it: to everything at once, loader workers included."""
     config = make_config(tmp_path, steps=5000, batches__workers=1)
@@ -224,10 +225,8 @@ def signals_of_a_loader_worker() -> list[bool]:
     from my_project.loading import loader
 
     loader.ignore_signals_except_parents(0)
-    return [
-        signal.getsignal(n) is signal.SIG_IGN
-        for n in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    ]
+    numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    return [signal.getsignal(number) is signal.SIG_IGN for number in numbers]
 
 
 def test_loader_workers_that_inherit_no_handler_ignore_signals_too():

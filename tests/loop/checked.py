@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 from my_project.checks.findings import Findings
 from my_project.files import ConfigError
-from runs import make_config, train
+from runs import make_config, quick, train
 from test_fsdp_on_cpu import ask_for_fsdp
 from world import run_world
 
 LAYOUTS = {"alone": (1, 0), "ddp": (2, 0), "fsdp": (2, 1)}  # processes, replicas
-EACH_LAYOUT = pytest.mark.parametrize(
-    "layout", ["alone", "ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
-)
+EACH_LAYOUT = pytest.mark.parametrize("layout", quick(1, ["ddp", "alone", "fsdp"]))
 
 
 def found(

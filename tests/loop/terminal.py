@@ -20,11 +20,7 @@ class Terminal:
     """A terminal of some columns in which a command of the package runs."""
 
     def __init__(
-        self,
-        words: list[str],
-        folder: Path,
-        columns: int = 80,
-        environment: dict | None = None,
+        self, words: list[str], folder: Path, columns: int = 80, environment: dict | None = None
     ) -> None:
         self.text = ""
         self.started = time.monotonic()

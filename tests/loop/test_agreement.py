@@ -19,7 +19,7 @@ from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
 from PIL import Image
 from ragged import QUIET, Ragged
-from runs import assert_same_weights, change, make_config, records, train
+from runs import assert_same_weights, change, make_config, quick, records, train
 from streamed import Streamed
 from torch.utils.data import Dataset, Subset
 from world import run_world
@@ -105,15 +105,15 @@ def train_beside(config: Config, sources: list[str]) -> int:
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("how", "named"),
-    [
-        ("edited", "the training set .*samples 0, 17, 35, 52 on rank"),
-        ("order", "validation set validation .*samples 0, "),
-        ("divided", "the training set .*samples 0, 8, 17, 26 "),
-        ("dropout", "p=0.25"),
-    ],
-)
+RANKS = [
+    ("order", "validation set validation .*samples 0, "),
+    ("edited", "the training set .*samples 0, 17, 35, 52 on rank"),
+    ("divided", "the training set .*samples 0, 8, 17, 26 "),
+    ("dropout", "p=0.25"),
+]
+
+
+@pytest.mark.parametrize(("how", "named"), quick(1, RANKS))
 def test_ranks_with_other_data_or_another_model_are_refused(tmp_path, how, named):
     config = make_config(tmp_path, Differing(how=how), steps=2)
     with pytest.raises(RuntimeError, match=rf"(?s){named}.*checks.ranks"):
@@ -126,6 +126,7 @@ def test_ranks_with_other_data_or_another_model_are_refused(tmp_path, how, named
     assert told(change(config, run_name="off")) == {}
 
 
+@pytest.mark.slow
 def test_a_module_of_the_repository_that_differs_between_ranks_is_named(tmp_path):
     config = make_config(tmp_path, Differing(), steps=2)
     with pytest.raises(RuntimeError, match=r"beside\.py on rank"):
@@ -134,9 +135,7 @@ def test_a_module_of_the_repository_that_differs_between_ranks_is_named(tmp_path
     assert told(change(config, run_name="same")) == {}
 
 
-@pytest.mark.parametrize(
-    "how", ["rounded", "address", pytest.param("slow", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", quick(1, ["rounded", "address", "slow"]))
 def test_what_rounds_differently_or_takes_too_long_is_not_refused(tmp_path, how):
     config = make_config(tmp_path, Differing(how=how), steps=1)
     config = change(config, batches__global_batch_size=2, batches__micro_batch_size=1)
@@ -149,7 +148,9 @@ def train_in_haste(config: Config) -> int:
     return train(config)
 
 
-@pytest.mark.parametrize(("how", "processes"), [("drawn", 1), ("drawn", 2), ("drawn later", 2)])
+@pytest.mark.parametrize(
+    ("how", "processes"), quick(1, [("drawn", 2), ("drawn", 1), ("drawn later", 2)])
+)
 def test_a_dataset_with_a_generator_of_its_own_is_named(tmp_path, how, processes):
     """It differs between the ranks, but no node has other files."""
     config = make_config(tmp_path, Differing(how=how), steps=2)
@@ -193,17 +194,17 @@ def test_the_samples_of_a_stream_are_compared_too(tmp_path):
 
 
 # ---- starts --------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("how", "check", "named"),
-    [
-        ("edited", "data", "samples 0, 17, 35, 52"),
-        ("grown", "data", "80 samples, not 70"),
-        ("vocabulary", "data", "words"),
-        ("code", "code", "beside.py"),
-        ("", "", ""),
-        ("rounded", "", ""),
-    ],
-)
+STARTS = [
+    ("edited", "data", "samples 0, 17, 35, 52"),
+    ("code", "code", "beside.py"),
+    ("grown", "data", "80 samples, not 70"),
+    ("vocabulary", "data", "words"),
+    ("", "", ""),
+    ("rounded", "", ""),
+]
+
+
+@pytest.mark.parametrize(("how", "check", "named"), quick(2, STARTS))
 def test_a_start_with_other_data_or_code_says_so_and_goes_on(tmp_path, how, check, named):
     config = make_config(tmp_path, Differing(on_rank="0"), steps=2)
     assert run_world(1, train_beside, config, ["FACTOR = 1"]) == [0]
@@ -308,6 +309,7 @@ def test_what_is_installed_is_no_code_of_the_user(tmp_path, monkeypatch):
     assert not [name for name in found if name.startswith("my_project.tools")]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_an_earlier_start_is_passed_over(tmp_path):
     config = make_config(tmp_path, Differing(), steps=2)
     train(config)

@@ -12,7 +12,7 @@ from documents import PROJECT
 from my_project.checks.recipe import misspelled, problem_of_sums
 from my_project.recipe import PARAMETERS
 from ragged import Deep, Ragged
-from runs import assert_same_weights, make_config
+from runs import assert_same_weights, make_config, quick
 from streamed import Streamed
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -96,7 +96,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("kind", quick(2, WRONG))
 def test_a_loss_that_returns_no_sums_is_named(tmp_path, kind):
     code, findings = check(Sequences(kind=kind), tmp_path, steps=1)
     ((_, problem),) = findings
@@ -121,7 +121,7 @@ def test_the_loss_is_checked_in_full_precision_but_for_bf16_shards(tmp_path, lay
 SOUND = ["", "masked", "weighed", "a penalty", "of a step", "of whole batches", "signed"]
 
 
-@pytest.mark.parametrize("kind", SOUND)
+@pytest.mark.parametrize("kind", quick(2, SOUND))
 def test_a_sound_loss_of_sequences_is_not_named(tmp_path, kind):
     assert check(Sequences(kind=kind), tmp_path, steps=1) == (0, [])
 
@@ -174,18 +174,18 @@ class Contrastive(Images):
 
 OTHERS = {
     Images(kind="vae"): "",
+    Images(kind="a mean of diffusion"): "loss_sum",
+    Contrastive(kind="contrastive"): "",
     Images(kind="diffusion"): "",
     Images(kind="masked"): "",
     Images(kind="a mean of a vae"): "loss_sum",
-    Images(kind="a mean of diffusion"): "loss_sum",
     Images(kind="a count of 1"): "num_items",
     Images(kind="contrastive"): "loss_sum",
-    Contrastive(kind="contrastive"): "",
 }
 
 
 @pytest.mark.parametrize(
-    "recipe", OTHERS, ids=lambda recipe: f"{type(recipe).__name__} {recipe.kind}"
+    "recipe", quick(3, OTHERS), ids=lambda recipe: f"{type(recipe).__name__} {recipe.kind}"
 )
 def test_losses_that_draw_or_compare_samples_are_named_only_if_wrong(tmp_path, recipe):
     code, findings = check(recipe, tmp_path, steps=1)
@@ -229,6 +229,7 @@ class Detection(Ragged):
     build_metrics = update_metrics = None  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_detection_with_lists_of_dicts_is_read_as_it_is(tmp_path):
     assert check(Detection(validation_samples=0), tmp_path, steps=1) == (0, [])
     recipe = Detection(counts_boxes=False, validation_samples=0)
@@ -276,6 +277,7 @@ def test_the_setting_ends_the_run_for_a_loss_that_is_no_sum(tmp_path):
     assert (code, len(findings)) == (2, 1)
 
 
+@pytest.mark.slow
 def test_of_a_stream_the_validation_samples_are_taken(tmp_path):
     for recipe, count in ((Streamed(), 0), (StreamedMean(), 1)):
         assert len(check(recipe, tmp_path, run_name=type(recipe).__name__)[1]) == count

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 from my_project import commands, files, optim
 from my_project.checkpoint import exporting, resuming, saving, shards
@@ -60,6 +61,7 @@ def copied(trained, tmp_path) -> Config:
 
 # ---- damage --------------------------------------------------------------------------------------
 FILES = ["model.safetensors", "optimizer.safetensors", "ema.safetensors"]
+EACH = runs.quick(2, ["manifest.json", *FILES])
 
 
 def flip_one_bit(path: Path, position: int) -> None:
@@ -104,7 +106,7 @@ def assert_same_state(ours: saving.Checkpoints, theirs: saving.Checkpoints) -> N
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+@pytest.mark.parametrize("name", EACH)
 def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, caplog):
     newest = folder_of(copied, 10)
     assert files.find_damage(newest) == ""
@@ -281,7 +283,7 @@ class Malicious:
         return os.mkdir, (os.environ["MALICIOUS_FOLDER"],)
 
 
-@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+@pytest.mark.parametrize("name", EACH)
 def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path, monkeypatch):
     """Also by whoever can write a manifest that fits."""
     monkeypatch.setenv("MALICIOUS_FOLDER", str(tmp_path / "made"))
@@ -382,6 +384,7 @@ def test_the_setting_says_when_a_save_is_due(tmp_path, minutes, every_steps, ran
     assert saver.is_due_by_time == is_due
 
 
+@pytest.mark.slow
 def test_a_run_saves_by_time_on_all_ranks_and_not_at_skipped_steps(tmp_path, trained):
     """The settings of the other run, which saves at other steps, give the same weights."""
     config = change(
@@ -501,7 +504,7 @@ def poison(patch: Any, place: str, at: int) -> None:
     patch.setattr(optim.EMA, "update", update_and_poison)
 
 
-@pytest.mark.parametrize("place", ["weight", "frozen", "buffer", "slot", "average"])
+@pytest.mark.parametrize("place", runs.quick(1, ["weight", "frozen", "buffer", "slot", "average"]))
 def test_a_value_that_is_not_finite_is_in_no_checkpoint_and_no_export(tmp_path, monkeypatch, place):
     """Set at the first step, in the middle, at a skipped step, and at the last one."""
     for at in (1, 3, 4, 6):
@@ -606,7 +609,7 @@ def train_with_file_limit(config: Config, limit: int, failing: int = 2) -> int:
     return train(config)
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", runs.quick(1, [True, False]))
 def test_a_failing_save_is_reported_and_the_run_goes_on(tmp_path, background, trained):
     config = change(
         trained, runs_folder=str(tmp_path), checkpoints__background=background,
@@ -624,6 +627,7 @@ def train_logging_to(path: Path, config: Config) -> int:
     return train(config)
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_end_the_run_and_loses_nothing(tmp_path, tmp_path_factory):
     """Neither checkpoints nor records nor, when there is room again, anything else."""
     config = make_config(
@@ -668,6 +672,7 @@ def train_with_late_best(config: Config, kill_in: int) -> list[bool]:
     return in_thread
 
 
+@pytest.mark.slow
 def test_best_weights_in_the_background_are_those_of_their_evaluation(tmp_path):
     """Also when a kill comes first: the next start evaluates, and writes them, again."""
     recipe = Ragged(dtype="float64", dropout=0.2, noise=0.1, seconds=0.01, batch_norm=True)
@@ -703,7 +708,7 @@ def test_a_save_is_not_waited_for_once_another_rank_is_gone(tmp_path, monkeypatc
     assert names(saver.config) == []
 
 
-@pytest.mark.parametrize(("stop_after", "saves"), [(None, 2), ("0s", 1)])
+@pytest.mark.parametrize(("stop_after", "saves"), runs.quick(1, [(None, 2), ("0s", 1)]))
 def test_a_run_whose_last_save_fails_has_failed_also_where_it_was_told_to_stop(
     tmp_path, stop_after, saves
 ):

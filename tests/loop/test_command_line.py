@@ -94,11 +94,7 @@ def test_config_yaml_keeps_the_name():
 # ---- what is typed -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("typed", "steps", "epochs"),
-    [
-        ("", None, 2),
-        ("--steps 4", 4, None),
-        ("--config steps.yaml --epochs 3", None, 3),
-    ],
+    [("", None, 2), ("--steps 4", 4, None), ("--config steps.yaml --epochs 3", None, 3)],
 )
 def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
     Path("steps.yaml").write_text("steps: 7\n")

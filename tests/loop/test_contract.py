@@ -23,7 +23,7 @@ from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
 from ragged import Noting, Ragged
-from runs import change, make_config, train, weights
+from runs import change, make_config, quick, train, weights
 from streamed import Streamed
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
 from world import run_world
@@ -155,6 +155,7 @@ class Settings(Ragged):
     derived: int = dataclasses.field(init=False, default=3)
 
 
+@pytest.mark.slow
 def test_settings_of_many_types_are_recorded_and_read_back(tmp_path):
     config = make_config(tmp_path, Settings(color=Color.BLUE), steps=2)
     assert run_world(2, train, config) == [0, 0]
@@ -167,14 +168,14 @@ def test_settings_of_many_types_are_recorded_and_read_back(tmp_path):
 
 
 # ---- ranks and loader workers --------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("misnames", "sentence"),
-    [
-        ("ranks", r"what loss returns on rank\(s\) \[1\] .* differs from that on rank 0"),
-        ("steps", r"the scalars \['at 1', 'twice'\], and in the first step .* \['at 0', 'twice'\]"),
-        ("loss", "under other names than epoch, gradient_norm"),
-    ],
-)
+MISNAMES = [
+    ("ranks", r"what loss returns on rank\(s\) \[1\] .* differs from that on rank 0"),
+    ("steps", r"the scalars \['at 1', 'twice'\], and in the first step .* \['at 0', 'twice'\]"),
+    ("loss", "under other names than epoch, gradient_norm"),
+]
+
+
+@pytest.mark.parametrize(("misnames", "sentence"), quick(1, MISNAMES))
 def test_scalars_whose_names_differ_are_refused(tmp_path, misnames, sentence):
     config = make_config(tmp_path, Noting(misnames=misnames))
     with pytest.raises(RuntimeError, match=sentence):
@@ -214,17 +215,17 @@ def train_with_own(config: Config, what: str) -> int:
     return train(config)
 
 
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        ("torch", "the version of torch"),
-        ("accelerate", "accelerate"),
-        ("precision", "precision"),
-        ("files", "the length of validation set validation"),
-        ("config", "config"),
-        ("recipe", "config"),
-    ],
-)
+OWN = [
+    ("torch", "the version of torch"),
+    ("config", "config"),
+    ("accelerate", "accelerate"),
+    ("precision", "precision"),
+    ("files", "the length of validation set validation"),
+    ("recipe", "config"),
+]
+
+
+@pytest.mark.parametrize(("what", "named"), quick(2, OWN))
 def test_hosts_with_other_versions_lengths_or_settings_are_named(tmp_path, what, named):
     """Each would train with the gradients of both, without a word."""
     sentence = rf"{named}.* on rank\(s\) \[1\] \(.*\) differs from that on rank 0"
@@ -336,7 +337,7 @@ class Holding(Ragged):
         return Subset(train, range(70)), {"validation": sets["validation"]}
 
 
-@pytest.mark.parametrize("in_validation", [False, True])
+@pytest.mark.parametrize("in_validation", quick(1, [False, True]))
 @pytest.mark.parametrize("kind", ["file", "list", "zip", "tar", "sqlite"])
 @pytest.mark.usefixtures("closing")
 def test_an_open_file_in_a_dataset_is_refused_with_workers(tmp_path, kind, in_validation):
@@ -349,7 +350,7 @@ def test_an_open_file_in_a_dataset_is_refused_with_workers(tmp_path, kind, in_va
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("map", 2), ("closed", 2), ("memory", 2), ("log", 2), ("file", 0)]
+    ("kind", "count"), quick(2, [("file", 0), ("map", 2), ("closed", 2), ("memory", 2), ("log", 2)])
 )
 @pytest.mark.usefixtures("closing")
 def test_what_workers_do_not_share_is_not_refused(tmp_path, kind, count):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from my_project.loading.loader import Fetch
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, records, train
+from runs import assert_same_weights, change, make_config, quick, records, train
 from test_loader import batches
 from torch.utils.data import ConcatDataset, Subset
 from world import run_world
@@ -65,7 +65,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick(2, WAYS))
 def test_each_sample_is_read_in_the_epoch_of_its_step(way):
     reference = batches(data=WAYS[way]())  # (micro-batches, samples, numbers)
     epochs = reference[..., 1].reshape(10, 16)
@@ -117,6 +117,7 @@ class Half(torch.utils.data.Dataset):
         return self.samples[2 * index + self.first]
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_for_any_workers_processes_and_resume(tmp_path):
     config = make_config(
         tmp_path, Halves(), evaluation__every_steps=3, checkpoints__every_steps=3,

@@ -9,6 +9,7 @@ import torch
 from checked import EACH_LAYOUT, LAYOUTS, check
 from my_project.checks.ranks import CHUNK, ROUNDING, fixed_numbers, sketch
 from ragged import Deep, Ragged
+from runs import quick
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -106,11 +107,11 @@ def test_buffers_that_differ_by_rank_are_named_and_the_run_goes_on(tmp_path, lay
         assert ", ".join(CARRIED.values()) in problem
 
 
-def test_a_layer_unfrozen_in_a_run_and_a_model_left_in_eval_are_named(tmp_path):
-    for processes in (1, 2):
-        _, findings = check(Parted(kinds=("late", "left_off")), tmp_path, processes, **UNUSED)
-        problems = dict(zip(("model.training", "0.scale"), findings, strict=True))
-        assert all(name in problem for name, (_, problem) in problems.items())
+@pytest.mark.parametrize("processes", quick(1, [1, 2]))
+def test_a_layer_unfrozen_in_a_run_and_a_model_left_in_eval_are_named(tmp_path, processes):
+    _, findings = check(Parted(kinds=("late", "left_off")), tmp_path, processes, **UNUSED)
+    problems = dict(zip(("model.training", "0.scale"), findings, strict=True))
+    assert all(name in problem for name, (_, problem) in problems.items())
 
 
 @EACH_LAYOUT
@@ -122,24 +123,23 @@ def test_a_layer_frozen_in_a_run_and_weights_within_limits_are_sound(tmp_path, l
     assert result == (0, [])
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param((2, 0), id="ddp"), pytest.param((4, 2), id="hsdp", marks=pytest.mark.slow)],
-)
-def test_ranks_may_differ_by_rounding_a_little_is_named_more_ends_the_run(tmp_path, layout):
+DRIFTS = {1e-2: (2, [""]), 1e-4: (0, ["warn"]), 1e-7: (0, [])}
+DRIFTING = [(layout, drift) for layout in ((2, 0), (4, 2)) for drift in DRIFTS]  # DDP, HSDP
+
+
+@pytest.mark.parametrize(("layout", "drift"), quick(1, DRIFTING))
+def test_ranks_may_differ_by_rounding_a_little_is_named_more_ends_the_run(tmp_path, layout, drift):
     processes, replicas = layout
-    expected = {1e-7: (0, []), 1e-4: (0, ["warn"]), 1e-2: (2, [""])}
-    for drift, outcome in expected.items():
-        code, findings = check(
-            Deep(), tmp_path / str(drift), processes, replicas=replicas, steps=2, optim__lr=1e-3,
-            optim__class_path="test_equal_ranks.Drifting", optim__init_args={"drift": drift},
-        )  # fmt: skip
-        assert (code, [level for level, _ in findings]) == outcome
-        assert all("blocks.0.inner.weight" in problem for _, problem in findings)
+    code, findings = check(
+        Deep(), tmp_path, processes, replicas=replicas, steps=2, optim__lr=1e-3,
+        optim__class_path="test_equal_ranks.Drifting", optim__init_args={"drift": drift},
+    )  # fmt: skip
+    assert (code, [level for level, _ in findings]) == DRIFTS[drift]
+    assert all("blocks.0.inner.weight" in problem for _, problem in findings)
 
 
 @pytest.mark.parametrize(
-    ("setting", "outcome"), [("warn", (0, 1)), ("off", (0, 0)), (False, (0, 0))]
+    ("setting", "outcome"), quick(1, [("warn", (0, 1)), ("off", (0, 0)), (False, (0, 0))])
 )
 def test_the_setting_lets_unequal_ranks_go_on(tmp_path, setting, outcome):
     recipe = Parted(kinds=("first_batch",))

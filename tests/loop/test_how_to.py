@@ -309,14 +309,8 @@ CHECKS = {
 }
 
 
-SLOW = {
-    "huggingface-stream",
-    "lion",
-    "muon",
-    "onnx",
-    "state-in-a-buffer",
-    "two-optimizers",
-}  # several processes
+# several processes
+SLOW = {"huggingface-stream", "lion", "muon", "onnx", "state-in-a-buffer", "two-optimizers"}
 
 
 @pytest.mark.parametrize(

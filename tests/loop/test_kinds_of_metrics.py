@@ -10,7 +10,7 @@ import yaml
 from my_project import contract
 from my_project.config import ConfigError
 from ragged import Ragged
-from runs import change, make_config, status, train, values
+from runs import change, make_config, quick, status, train, values
 from test_metrics import LossOnly, evaluate_all
 from torch import Tensor, nn
 from torchmetrics import (
@@ -109,6 +109,7 @@ def test_each_wrapper_of_torchmetrics_is_known_here():
     assert {*WRAPPED, *REFUSED, *ABSTRACT} >= {*wrappers.__all__}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_wrappers_and_groups_give_one_value_on_1_2_and_4_processes(tmp_path):
     kinds = tuple(WRAPPED)
@@ -200,7 +201,7 @@ class Judged(LossOnly):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", quick(1, [2, 1]))
 def test_a_nan_in_one_sample_is_in_every_result_for_any_batch_size(tmp_path, processes):
     configs = [
         make_config(tmp_path, recipe, evaluation__batch_size=size, steps=6)
@@ -212,7 +213,7 @@ def test_a_nan_in_one_sample_is_in_every_result_for_any_batch_size(tmp_path, pro
         assert numbers <= {f"validation/MinMaxMetric/{key}" for key in ("min", "max")}, "infinite"
 
 
-@pytest.mark.parametrize("strategy", ["warn", "disable"])
+@pytest.mark.parametrize("strategy", quick(1, ["warn", "disable"]))
 def test_weights_of_a_mean_count_whatever_its_nan_strategy(tmp_path, strategy):
     config = make_config(tmp_path, Aggregating(strategy=strategy))
     (result,) = run_world(2, evaluate_all, [config])[0]

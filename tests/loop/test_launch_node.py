@@ -19,6 +19,7 @@ from my_project import failures, launch, rendezvous, starts, workers
 from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
 from my_project.starts import Starts
+from runs import quick
 from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, steps_done, wait_for_steps
 from world import free_port
@@ -97,25 +98,27 @@ WRONG = ConfigError("lr is -1.")
 LATE = TransientError("a node is late.")
 
 
+OUTCOMES = [
+    ("running", "finished", 0, None, None, 0),
+    ("running", "preempted", 1, None, None, 75),
+    ("running", "failed", 1, None, None, 1),
+    ("", "", 1, WRONG, None, 2),
+    ("finished", "finished", 0, None, None, 0),  # again: it only shows the result
+    ("running", "finished", 1, None, None, 0),  # trouble after the end
+    ("running", "preempted", 0, None, None, 75),  # of workers with restarts
+    ("preempted", "preempted", 1, None, None, 1),  # refused before it began
+    ("running", "failed", 1, None, 5.0, 75),  # they leave in start-up, one by one
+    ("preempted", "preempted", 1, LATE, 5.0, 75),
+    ("preempted", "preempted", 1, LATE, math.inf, 1),  # as when srun ends the other nodes
+    ("", "running", -9, None, None, 1),
+    ("running", "running", 0, None, None, 1),  # a recipe called os._exit(0)
+    ("", "", 0, None, None, 1),  # the same, before the run began
+    ("", "running", 1, LATE, None, 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "code", "error", "stopped", "wanted"),
-    [
-        ("running", "finished", 0, None, None, 0),
-        ("finished", "finished", 0, None, None, 0),  # again: it only shows the result
-        ("running", "finished", 1, None, None, 0),  # trouble after the end
-        ("running", "preempted", 1, None, None, 75),
-        ("running", "preempted", 0, None, None, 75),  # of workers with restarts
-        ("preempted", "preempted", 1, None, None, 1),  # refused before it began
-        ("running", "failed", 1, None, None, 1),
-        ("running", "failed", 1, None, 5.0, 75),  # they leave in start-up, one by one
-        ("preempted", "preempted", 1, LATE, 5.0, 75),
-        ("preempted", "preempted", 1, LATE, math.inf, 1),  # as when srun ends the other nodes
-        ("", "running", -9, None, None, 1),
-        ("running", "running", 0, None, None, 1),  # a recipe called os._exit(0)
-        ("", "", 0, None, None, 1),  # the same, before the run began
-        ("", "running", 1, LATE, None, 1),
-        ("", "", 1, WRONG, None, 2),
-    ],
+    ("before", "after", "code", "error", "stopped", "wanted"), quick(4, OUTCOMES)
 )
 def test_the_exit_code_is_the_runs_outcome(
     before, after, code, error, stopped, wanted, tiny, monkeypatch

@@ -5,8 +5,7 @@ from my_project import devices
 
 
 @pytest.mark.parametrize(
-    ("given", "processes", "wanted"),
-    [("", 2, "lo"), ("", 4, None), ("eth9", 2, "eth9")],
+    ("given", "processes", "wanted"), [("", 2, "lo"), ("", 4, None), ("eth9", 2, "eth9")]
 )
 def test_it_is_set_where_all_processes_are_here_and_what_is_set_stays(
     given, processes, wanted, monkeypatch

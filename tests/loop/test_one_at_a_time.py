@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from my_project.config import Config, ConfigError
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, train
+from runs import assert_same_weights, change, make_config, quick, train
 
 OUTCOMES: list[Any] = []
 
@@ -42,7 +42,7 @@ class Studied(Ragged):
         return super().loss(model, batch, step)
 
 
-@pytest.mark.parametrize("where", ["build_datasets", "step 2"])
+@pytest.mark.parametrize("where", quick(1, ["build_datasets", "step 2"]))
 def test_a_run_in_another_thread_is_refused_and_changes_no_bit(tmp_path, where):
     alone = make_config(tmp_path, Studied(), run_name="alone", steps=4)
     other = change(alone, run_name="other")

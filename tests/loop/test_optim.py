@@ -13,7 +13,7 @@ from my_project.files import read_manifest
 from my_project.loading.seeding import permutation
 from my_project.optim import build_optimizer, learning_rate, set_learning_rate, step_if_finite
 from ragged import Ragged
-from runs import change, make_config, records, status, train, weights
+from runs import change, make_config, quick, records, status, train, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -21,7 +21,7 @@ from world import run_world
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("SGD", {"momentum": 0.9, "nesterov": True}), ("AdamW", {})]
+    ("name", "options"), quick(1, [("SGD", {"momentum": 0.9, "nesterov": True}), ("AdamW", {})])
 )
 def test_a_run_has_the_curve_of_a_loop_by_hand(tmp_path, name, options):
     """Two ranks accumulate two micro-batches each; by hand a global batch is one forward."""
@@ -198,7 +198,7 @@ def test_a_run_in_which_every_step_was_skipped_is_not_finished(tmp_path):
     assert train(change(config, steps=6)) == 0
 
 
-@pytest.mark.parametrize("reason", ["explode_at", "empty_at"])
+@pytest.mark.parametrize("reason", quick(1, ["explode_at", "empty_at"]))
 def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, reason):
     recipe = Ragged(**{reason: (3,)})
     config = make_config(tmp_path, recipe, steps=5, checkpoints__every_steps=1, checkpoints__keep=9)
@@ -213,16 +213,13 @@ def test_a_step_that_cannot_be_taken_changes_nothing_and_is_counted(tmp_path, re
     assert state["consecutive_skipped_steps"] == 1
 
 
-@pytest.mark.parametrize(
-    ("reason", "sentence"),
-    [
-        (
-            "explode_at",
-            r"gradient was not finite in 3 steps in a row.* loss on this rank is (nan|inf)",
-        ),
-        ("empty_at", "num_items 0 in 3 steps in a row"),
-    ],
-)
+SKIPPED = [
+    ("explode_at", r"gradient was not finite in 3 steps in a row.* loss on this rank is (nan|inf)"),
+    ("empty_at", "num_items 0 in 3 steps in a row"),
+]
+
+
+@pytest.mark.parametrize(("reason", "sentence"), quick(1, SKIPPED))
 def test_too_many_steps_that_teach_nothing_end_the_run(tmp_path, reason, sentence):
     recipe = Ragged(**{reason: tuple(range(2, 10))})
     config = make_config(tmp_path, recipe, optim__max_skipped_steps=3, telemetry__every_steps=4)
@@ -268,7 +265,7 @@ def final_weights_on(
     return [weights(config.folder / "export") for config in configs]
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", quick(1, [4, 1]))
 def test_a_parameter_that_some_steps_do_not_use_trains_as_in_one_process(tmp_path, accumulation):
     """A gradient of zeros in place of none would decay it and move its momentum."""
     one, two = final_weights_on(
@@ -279,7 +276,7 @@ def test_a_parameter_that_some_steps_do_not_use_trains_as_in_one_process(tmp_pat
     torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 2])
+@pytest.mark.parametrize("micro_batch_size", quick(1, [2, 8]))
 def test_a_parameter_that_the_last_step_does_not_use_is_noticed(tmp_path, micro_batch_size):
     """Else its neighbors in the bucket, which DDP has not averaged, would be exported."""
     config = make_config(
@@ -299,6 +296,7 @@ def count_all_reduces(configs: list[Config]) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_micro_batches_but_the_last_communicate_nothing(tmp_path):
     configs = [
         make_config(
@@ -312,6 +310,7 @@ def test_micro_batches_but_the_last_communicate_nothing(tmp_path):
     assert counts[0] >= 12, "one for the gradient and one for the loss, per step"
 
 
+@pytest.mark.slow
 def test_hooks_and_bf16_round_gradients_and_activations_but_no_weights(tmp_path):
     exact = make_config(tmp_path, run_name="exact", steps=4)
     hooked = change(exact, run_name="hooked", distributed__ddp={"comm_hook": "bf16"})
@@ -356,6 +355,7 @@ class Sharing(Ragged):
         return super().loss(model, batch, step)
 
 
+@pytest.mark.slow
 def test_buffers_that_share_memory_share_it_on_any_number_of_processes(tmp_path):
     one, two = final_weights_on((1, 2), tmp_path, Sharing(dtype="float64"))
     assert torch.equal(two["1.total"], torch.full((4,), 9 / 8))

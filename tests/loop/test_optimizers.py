@@ -37,6 +37,7 @@ def check(folder, cells: list[Cell]) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_a_few_optimizers_resume_to_the_bit_and_train_alike_under_ddp_and_fsdp(tmp_path):
     alone = [(optimizer, weight, "one") for optimizer, weight, layout in FEW]
     check(tmp_path, [*dict.fromkeys(alone + FEW)])

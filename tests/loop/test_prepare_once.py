@@ -12,6 +12,7 @@ import pytest
 from my_project import contract
 from my_project.contract import first_alone, in_turn, until_all_are_done
 from my_project.files import wait_until
+from runs import quick
 from world import World, run_world
 
 
@@ -53,7 +54,7 @@ def prepare(folder: Path, nodes: int) -> list[str]:
     return first_of
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", quick(1, [2, 1]))
 def test_the_first_prepares_alone_then_the_first_of_each_node_then_all_at_once(tmp_path, nodes):
     first_of = run_world(4, prepare, tmp_path, nodes)
     assert first_of[0] == [".prepare_data.host0.lock", ".prepare_data.lock"]
@@ -80,7 +81,7 @@ def prepare_and_fail(folder: Path, how: str) -> int:
     return -1
 
 
-@pytest.mark.parametrize("how", ["die", "raise"])
+@pytest.mark.parametrize("how", quick(1, ["die", "raise"]))
 def test_the_next_one_prepares_alone_where_the_first_has_failed(tmp_path, how):
     with closing(World(4, prepare_and_fail, tmp_path, how)) as world:
         done = []

@@ -21,7 +21,7 @@ from my_project import process, workers
 from my_project.config import Config
 from my_project.files import wait_until
 from ragged import Ragged
-from runs import make_config, status, train
+from runs import make_config, quick, status, train
 from test_launch import outcome, steps_done
 from world import run_world
 
@@ -166,6 +166,7 @@ print({chosen() for _ in range(300)})
 """
 
 
+@pytest.mark.slow
 def test_threads_that_python_has_joined_do_not_keep_processes_from_being_forked():
     assert script(ENDING_THREADS, OPENBLAS_NUM_THREADS="1") == ["{'fork'}"]
 
@@ -220,7 +221,9 @@ def train_launched(config: Config) -> int:
     return train(config)
 
 
-@pytest.mark.parametrize(("method", "main"), [("build_model", train), ("loss", train_launched)])
+@pytest.mark.parametrize(
+    ("method", "main"), quick(1, [("build_model", train), ("loss", train_launched)])
+)
 def test_a_signal_is_heeded_though_a_library_has_replaced_the_handler(tmp_path, method, main):
     config = make_config(tmp_path, Deaf(method=method), steps=20)
     assert run_world(1, main, config) == [75]

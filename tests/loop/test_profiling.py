@@ -22,6 +22,7 @@ def steps_in(path: Path) -> list[str]:
     return [event["name"].removeprefix("ProfilerStep#") for event in ranges]
 
 
+@pytest.mark.slow
 def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
     settings = {"steps": 6, "evaluation__every_steps": 4, "run_name": "plain"}
     plain = make_config(tmp_path, **settings)

@@ -9,15 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from documents import (
-    HAS_LAUNCHERS,
-    HAS_TOOLS,
-    PROJECT,
-    blocks,
-    commands,
-    run_as_typed,
-    text_of,
-)
+from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT, blocks, commands, run_as_typed, text_of
 from my_project import __main__
 from world import run_world
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from my_project.config import Config
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, records, status, train, weights
+from runs import assert_same_weights, change, make_config, quick, records, status, train, weights
 from test_fsdp_on_cpu import ask_for_fsdp
 from world import run_world
 
@@ -121,7 +121,7 @@ def each_config(folder: Path, **settings: Any) -> Config:
     return shown_config(folder, recipe, steps=1, evaluation__sanity_check=False)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", quick(1, [False, True]))
 def test_the_whole_model_answers_and_rank_0_writes(tmp_path, sharded):
     """Of a sharded model every rank answers, since each holds only a part of it."""
     config = each_config(tmp_path)
@@ -137,6 +137,7 @@ def test_the_whole_model_answers_and_rank_0_writes(tmp_path, sharded):
     assert record["pictures"] == ["samples/step_00000001/picture.png"]
 
 
+@pytest.mark.slow
 def test_an_error_in_a_sharded_model_ends_the_run(tmp_path):
     """The other ranks might wait in a gather for the one that failed."""
     with pytest.raises(RuntimeError, match="no answers on this rank"):

@@ -115,6 +115,7 @@ def test_processes_of_any_launcher_draw_the_same_split(tmp_path, monkeypatch, la
     assert len({*texts}) == 1
 
 
+@pytest.mark.slow
 def test_weights_that_numpy_and_random_draw_follow_from_the_seed(tmp_path):
     recipe = Drawing(notes=str(tmp_path))
     configs = [make_config(tmp_path, recipe, steps=1, run_name=name) for name in "ab"]

@@ -17,7 +17,7 @@ from my_project.checkpoint import exporting, saving
 from my_project.config import Config, ConfigError
 from my_project.evaluate import broadcast_buffers
 from ragged import Deep
-from runs import assert_same_weights, change, make_config, records, status, train
+from runs import assert_same_weights, change, make_config, quick, records, status, train
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, load_model
 from test_checkpoint import flip_one_bit, folder_of, limit_file_size, names
@@ -134,6 +134,7 @@ def train_failing_on_rank_1(config: Config) -> int:
     return train_sharded(config)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_write_its_shard_makes_the_save_fail_not_hang(tmp_path):
     config = odd(tmp_path, checkpoints__every_steps=2)
     assert run_world(2, train_failing_on_rank_1, config) == [0, 0]
@@ -248,7 +249,7 @@ def test_best_of_a_sharded_model_is_written_while_training_goes_on(tmp_path):
     assert_exported(odd(tmp_path), 2, is_saved=False)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", quick(1, [1, 2]))
 def test_best_is_read_from_the_checkpoint_of_its_step(tmp_path, processes):
     """Also a tied weight, with one average and two names, and a frozen one, which has none."""
     assert_exported(odd(tmp_path), processes, is_saved=True)
@@ -280,6 +281,7 @@ def export_with_failures(
     return outcomes
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_leaves_the_one_before_and_no_rank_waits(tmp_path):
     config = odd(tmp_path, distributed__startup_timeout_seconds=30)
     written, others = run_world(2, act_for_export, config, export_with_failures)

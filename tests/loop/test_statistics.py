@@ -149,7 +149,8 @@ WORLDS: dict[str, list[tuple[int, Callable, tuple]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_statistics_are_those_of_one_process_under(tmp_path, kind):
     """Of weights, buffers and results; a step is skipped, and a layer is recomputed."""
     one = of_norms(tmp_path, run_name="one")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from world import TESTS, free_port
 
 PACKAGE = TESTS.parent / "src/my_project"
@@ -57,6 +58,7 @@ except SystemExit as exit:
 """
 
 
+@pytest.mark.slow
 def test_a_run_imports_only_what_it_uses(tmp_path: Path):
     """One process under DDP, which trains, saves and exports."""
     (tmp_path / "tiny.yaml").write_text(

@@ -19,7 +19,7 @@ from accelerate.utils import LoggerType
 from my_project.config import Config
 from my_project.records import trackers
 from ragged import Noting
-from runs import change, make_config, status, train
+from runs import change, make_config, quick, status, train
 from world import run_world
 
 
@@ -87,11 +87,12 @@ def config_of(folder: Any) -> Config:
     return make_config(folder, steps=2, telemetry__trackers=names, evaluation__sanity_check=False)
 
 
-HANGS = [("start", "hang"), ("log", "hang"), ("finish", "hang")]
-FAILS = [(where, "raise") for where in ("init", "config", "log", "finish")]
+HANGS = [("start", "hang"), ("finish", "hang")]
+FAILS = [(where, "raise") for where in ("init", "config", "finish")]
+HOWS = [("log", how) for how in ("raise", "hang", "exit", "no_grad")]
 
 
-@pytest.mark.parametrize(("where", "how"), [*FAILS, *HANGS, ("log", "exit"), ("log", "no_grad")])
+@pytest.mark.parametrize(("where", "how"), quick(2, [*HOWS, *FAILS, *HANGS]))
 def test_a_tracker_that_fails_is_named_in_a_line_and_loses_its_records_alone(
     tmp_path, stubs, caplog, monkeypatch, where, how
 ):
@@ -153,7 +154,7 @@ def fail_and_resume(config: Config, **environment: str) -> int:
         return train(config)
 
 
-@pytest.mark.parametrize(("fails_at", "resumed_from"), [(5, 3), (2, 0)])
+@pytest.mark.parametrize(("fails_at", "resumed_from"), quick(1, [(2, 0), (5, 3)]))
 def test_tensorboard_shows_a_resumed_run_once_by_its_name(tmp_path, fails_at, resumed_from):
     """Also step 4, or 1, which both starts have logged."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

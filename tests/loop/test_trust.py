@@ -79,10 +79,7 @@ def write(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 EVIL = {"class_path": "hostile.Evil"}
-WRITE = {
-    "class_path": "my_project.files.write_atomically",
-    "init_args": {"path": "x", "text": ""},
-}
+WRITE = {"class_path": "my_project.files.write_atomically", "init_args": {"path": "x", "text": ""}}
 TYPED = "recipe: {class_path: test_trust.Typed}"
 DECOYS = {f"k{i}": "{b: {c: d, e: f}, g: h}" for i in range(30)}
 

@@ -132,11 +132,7 @@ NCCL = RuntimeError("NCCL error: unhandled system error")
 
 @pytest.mark.parametrize(
     ("reporting", "cause", "rank", "host"),
-    [
-        (2, "lost node", None, "gpu-b"),
-        (3, "no report", 3, "gpu-b"),
-        (4, "network", 0, "gpu-a"),
-    ],
+    [(2, "lost node", None, "gpu-b"), (3, "no report", 3, "gpu-b"), (4, "network", 0, "gpu-a")],
 )
 def test_ranks_that_lost_contact_point_to_those_that_do_not_report(
     tmp_path, monkeypatch, reporting, cause, rank, host

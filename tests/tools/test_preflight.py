@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from my_project.tools import preflight
-from runs import make_config
+from runs import make_config, quick
 from world import run_world
 
 
@@ -62,14 +62,14 @@ def test_two_processes_pass_and_what_was_measured_is_kept(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"], "nothing else is left"
 
 
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        ("sum", "1 values of a product or an all-reduce are wrong on rank 1"),
-        ("product", "1 values of a product or an all-reduce are wrong on rank 1"),
-        ("version", "torchmetrics differs: 1 on"),
-    ],
-)
+FAULTS = [
+    ("sum", "1 values of a product or an all-reduce are wrong on rank 1"),
+    ("product", "1 values of a product or an all-reduce are wrong on rank 1"),
+    ("version", "torchmetrics differs: 1 on"),
+]
+
+
+@pytest.mark.parametrize(("fault", "sentence"), quick(1, FAULTS))
 def test_what_is_wrong_on_one_process_is_named(tmp_path, fault, sentence):
     (code, _, said), (other_code, *_) = run_world(2, check, tmp_path, fault)
     assert (code, other_code) == (1, 1)

@@ -123,6 +123,7 @@ class Read(Layers):
             return super().build_model(data_info)
 
 
+@pytest.mark.slow
 def test_weights_that_are_read_need_the_same_memory(tmp_path):
     settings = ["--batches.global_batch_size", "16", "--recipe.depth", "1", "--recipe.class_path"]
     fake, real = (
@@ -141,10 +142,7 @@ def test_flops_are_six_per_parameter_and_position(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "wanted"),
-    [
-        (["--optim.ema_decay", "0.9"], 16),
-        (["--optim.class_path", "torch.optim.SGD"], 4),
-    ],
+    [(["--optim.ema_decay", "0.9"], 16), (["--optim.class_path", "torch.optim.SGD"], 4)],
 )
 def test_the_state_is_weights_what_the_optimizer_keeps_and_averages(tmp_path, settings, wanted):
     found = simulated(tmp_path, "gpu", 1, 1, "--batches.global_batch_size", "8", *settings)
@@ -175,6 +173,7 @@ def test_every_collective_of_a_step_of_512_ranks_by_hand(tmp_path):
     assert found.memory_bytes["gradients"] < 2 * found.parameters, "no rank holds all of them"
 
 
+@pytest.mark.slow
 def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):
     settings = ["--batches.global_batch_size", "1024"]  # 4 micro-batches
     plain = simulated(tmp_path, "multi_node", 4, 8, *settings)

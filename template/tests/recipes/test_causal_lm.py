@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from documents import predict_as_typed, train_config_of, train_on_own_data
-from runs import assert_same_weights, change, make_config, records, train
+from runs import assert_same_weights, change, make_config, quick, records, train
 from torch.nn import functional as F
 from world import run_world
 
@@ -273,7 +273,7 @@ def test_a_lane_that_does_not_fill_a_sequence_is_named(tmp_path):
         next(iter(stream.lane(63, 0, 0)))
 
 
-@pytest.mark.parametrize("sequence_length", [4, 60])
+@pytest.mark.parametrize("sequence_length", quick(1, [60, 4]))
 def test_a_lane_goes_on_at_its_state_and_reads_no_document_before_it(
     tmp_path, sequence_length, monkeypatch
 ):
@@ -322,10 +322,8 @@ def write_rows(folder, texts, files):
     return str(folder)
 
 
-@pytest.mark.parametrize("files", [1, 4, 17])
-def test_a_lane_of_a_streamed_hugging_face_dataset_goes_on_at_its_state(
-    tmp_path, files, monkeypatch
-):
+@pytest.mark.parametrize("files", quick(1, [4, 1, 17]))
+def test_a_lane_of_streamed_hugging_face_data_goes_on_at_its_state(tmp_path, files, monkeypatch):
     texts = [f"row {number} " + "of a table. " * (number % 7) for number in range(80)]
     data = write_rows(tmp_path / "rows", texts, files)
     recipe = recipe_of(tmp_path, lanes=2, data=data, validation_fraction=0.0)
@@ -390,6 +388,7 @@ def test_the_default_config_trains_on_the_standard_library(tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_your_own_texts_are_read_as_the_document_says(tmp_path, monkeypatch):
     import datasets
 

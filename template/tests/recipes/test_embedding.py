@@ -15,13 +15,7 @@ from world import run_world
 from my_project import export
 from my_project.config import Config
 from my_project.recipes import embedding
-from my_project.recipes.embedding import (
-    Embedding,
-    RecallAtK,
-    TwoTowers,
-    ngrams,
-    standard_library,
-)
+from my_project.recipes.embedding import Embedding, RecallAtK, TwoTowers, ngrams, standard_library
 
 WORDS = (
     "apple", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island",

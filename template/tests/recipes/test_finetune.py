@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from documents import blocks, predict_as_typed, text_of, train_config_of, train_on_own_data
-from runs import EXPORTED, change, make_config, records, train, weights
+from runs import EXPORTED, change, make_config, quick, records, train, weights
 from safetensors.torch import load_file, save_file
 from world import run_world
 
@@ -189,7 +189,7 @@ def trained_model(config: Config):
     return model
 
 
-@pytest.mark.parametrize("task", ["classification", "causal_lm"])
+@pytest.mark.parametrize("task", quick(1, ["classification", "causal_lm"]))
 def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
     import transformers
 
@@ -356,6 +356,7 @@ def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
             torch.testing.assert_close(logits_of(recipe, model), wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_frozen_weights_may_be_bfloat16(tmp_path, folder, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     config = config_of(tmp_path, folder, lora_rank=2, frozen_dtype="bfloat16")

@@ -67,6 +67,7 @@ def test_a_wrong_data_path_is_refused_in_one_sentence(tmp_path):
         train(config)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # libraries' own, on reading images
 def test_your_own_images_are_read_as_the_document_says(tmp_path, monkeypatch):
     import datasets

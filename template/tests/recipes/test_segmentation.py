@@ -67,6 +67,7 @@ def test_padding_is_ignored_by_loss_and_metrics():
     assert SMALL.loss(model, (images, relabeled), 0)[0] > loss_sum
 
 
+@pytest.mark.slow
 def test_loss_and_iou_are_the_same_on_one_and_two_processes(tmp_path):
     one, two = (config_of(tmp_path, run_name=name, steps=6) for name in ("one", "two"))
     assert train(one) == 0
@@ -123,6 +124,7 @@ def test_samples_are_shown_beside_their_truth(whole):
         assert sheet.width > 4 * 128
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_and_a_torchvision_model(tmp_path):
     folder_of(tmp_path / "data", size=(40, 40))
     recipe = Segmentation(
