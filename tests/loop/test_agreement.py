@@ -15,6 +15,7 @@ from my_project.checks import agreement, data
 from my_project.checks.agreement import Agreement
 from my_project.checks.data import is_same, parts
 from my_project.checks.findings import Findings
+from my_project.checks.ranks import EqualRanks
 from my_project.config import Config, ConfigError
 from my_project.run_folder import Run
 from PIL import Image
@@ -222,13 +223,17 @@ def test_a_start_with_other_data_or_code_says_so_and_goes_on(tmp_path, how, chec
     assert run_world(1, train_beside, change(ended, steps=6), source) == [0]
 
 
-def test_a_restart_in_place_reads_no_sample_again(tmp_path, monkeypatch):
+def test_a_restart_in_place_compares_nothing_again_but_at_saves(tmp_path, monkeypatch):
     monkeypatch.setenv("LAUNCH_START", "launch.0")
     config = make_config(tmp_path, Differing(), steps=2)
     train(config)
     monkeypatch.setenv("LAUNCH_START", "launch.1")
     monkeypatch.setattr(agreement, "Reading", None)
+    looks: list[str] = []
+    monkeypatch.setattr(EqualRanks, "at_save", lambda self: looks.append("save"))
+    monkeypatch.setattr(EqualRanks, "_note_before", lambda *_: looks.append("forward"))
     train(change(config, steps=4))
+    assert looks == ["save"]
     monkeypatch.setenv("LAUNCH_START", "other.0")
     with pytest.raises(TypeError):
         train(change(config, steps=6))

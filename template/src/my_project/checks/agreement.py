@@ -95,7 +95,8 @@ class Agreement:
         self.before = on_main_then_broadcast(
             findings.accelerator, lambda: files.read_json(self.path)
         )
-        self.is_restart_in_place = self.launch and self.before.get("launch") == self.launch
+        self.is_restart_in_place = bool(self.launch and self.before.get("launch") == self.launch)
+        findings.is_restart_in_place = self.is_restart_in_place
         is_on = findings.is_on("data") or findings.is_on("ranks")
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 

@@ -21,6 +21,7 @@ class Findings:
     def __init__(self, accelerator: Accelerator, run: Run) -> None:
         self.accelerator = accelerator
         self.run = run
+        self.is_restart_in_place = False  # whose first step is not looked at again
 
     def is_on(self, check: str) -> bool:
         """Return whether to look for what a check finds."""

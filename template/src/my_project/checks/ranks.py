@@ -85,9 +85,10 @@ class EqualRanks:
         self.before: dict[str, Tensor] = {}
         self.changed: list[set[str]] = []  # in each forward that was looked at
         self.hooks: list[Any] = []
-        if findings.is_on("ranks") and meshes:
+        is_watched = findings.is_on("ranks") and not findings.is_restart_in_place
+        if is_watched and meshes:
             self._watch_gathered()
-        elif findings.is_on("ranks") and accelerator.num_processes == 1:
+        elif is_watched and accelerator.num_processes == 1:
             self._note_before("", model)
 
     def after_forward(self) -> None:
@@ -107,6 +108,8 @@ class EqualRanks:
 
     def after_step(self) -> None:
         """Compare after the first step of this start."""
+        if self.findings.is_restart_in_place:  # saves are compared
+            return
         if self.hooks:
             self._report(CHANGED, set().union(*self.changed))
         elif self.before:
