@@ -58,8 +58,11 @@ def name(*arguments: str) -> str:
     [
         ("", "first"),
         ("--optim.lr 3e-3", "first-lr=0.003"),
-        ("--optim.lr 1e-3", "first"),  # as in the file
-        ("--seed 0 --recipe.rate 0.5", "first"),  # as by default
+        ("--optim.lr 1e-3", "first-lr=0.001"),  # as in the file: one of a sweep
+        ("--seed 0 --recipe.rate 0.5", "first-rate=0.5-seed=0"),  # as by default
+        ('--optim {"lr":0.001} --recipe.init_args {"width":8}', "first-lr=0.001-width=8"),
+        ("--recipe.class_path sweep.Sweep", "first-recipe.class_path=sweep.Sweep"),
+        ("--recipe sweep.Sweep", "first-recipe.class_path=sweep.Sweep"),
         ("--seed 1 --optim.lr 1", "first-lr=1-seed=1"),
         ("--recipe.sizes [1,2]", "first-sizes=1,2"),
         ("--recipe.label ../a:b", "first-label=.._a_b"),

@@ -4,8 +4,8 @@ jsonargparse imports the recipe and checks all names and values, those of the re
 What is typed wins over the file.
 
 A run without a run_name is named <config stem> and -<key>=<value> for each setting that was typed
-and changes the training curve, so that a sweep has a folder for each value, while more steps or
-another micro-batch continue the same run.
+and changes the training curve, also where its value is the file's: each run of a sweep has a folder
+of its own, while more steps or another micro-batch continue the same run.
 """
 
 import dataclasses
@@ -99,25 +99,27 @@ def text_of(value: Any) -> str:
 
 
 def name_of_run(
-    files: list[Path], typed: Iterable[str], in_files: Config | None, config: Config
+    files: list[Path], typed: dict[str, str | None], in_files: Config | None, config: Config
 ) -> str:
     """Return the name of a run for which no run_name is given.
 
     Args:
         files: the config files.
-        typed: the names of the options.
+        typed: the options, with their texts.
         in_files: the settings in the files alone; None if they are incomplete.
         config: all settings.
     """
     before = _curve(in_files) if in_files else {}
     settings = _curve(config)
     every = [name.rpartition(".")[2] for name in settings]  # also those not typed
-    # recipe.init_args.width is recipe.width; a group and what is in it may be typed, too
-    names = [f"{name.replace('recipe.init_args', 'recipe', 1)}." for name in typed]
+    # recipe.init_args.width is recipe.width
+    names = [f"{name.replace('recipe.init_args', 'recipe', 1)}." for name in each_typed(typed)]
     shown = {}
     for name, value in settings.items():
-        is_typed = any(f"{name}.".startswith(n) or n.startswith(f"{name}.") for n in names)
-        if is_typed and before.get(name) != value:
+        is_typed = any(n.startswith(f"{name}.") for n in names)
+        # of a group that was typed, what the file does not say
+        is_changed = before.get(name) != value and any(f"{name}.".startswith(n) for n in names)
+        if is_typed or is_changed:
             short = name.rpartition(".")[2]
             shown[short if every.count(short) == 1 else name] = value
     stem = "+".join(file.stem for file in files) or "run"
@@ -127,6 +129,21 @@ def name_of_run(
         digits = hashlib.sha256(whole.encode()).hexdigest()[:8]
         name = f"{name[: NAME_LENGTH - 9]}-{digits}"
     return "run" if name in {"", ".", ".."} else name
+
+
+def each_typed(typed: dict[str, str | None]) -> list[str]:
+    """Return the names of the options and, of a group such as --optim {"lr": 1}, what is in it.
+
+    --recipe alone is its class path.
+    """
+    import yaml
+
+    names = [*typed]
+    for name, text in typed.items():
+        with suppress(yaml.YAMLError):
+            value = yaml.safe_load(text or "")
+            names += flat(value, f"{name}.") if isinstance(value, dict) else []
+    return [*names, *["recipe.class_path"] * ("recipe" in names)]
 
 
 def _curve(config: Config) -> dict[str, str]:

@@ -173,7 +173,9 @@ def log_start(
 def log_finished(run: Run, *, before: bool = False) -> None:
     """Log the result of a run, in an earlier start or now, unless launch.py shows it in a block."""
     if before:
-        print(FINISHED_BEFORE, flush=True)
+        done, asked = run.status()["step"], run.total_steps
+        length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""
+        print(length + FINISHED_BEFORE, flush=True)
     if LOGS not in os.environ:
         status = run.status()
         parts = [f"finished, {status['reason']}: weights in {run.folder / 'export'}"]
