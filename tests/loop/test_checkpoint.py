@@ -257,9 +257,8 @@ def test_a_run_whose_folder_is_removed_writes_into_no_other(tmp_path):
     with pytest.raises(ConfigError, match="moved or removed since this launch locked it"):
         saver.run.begin()
     with closing(make_checkpoints(make_config(tmp_path)).run.lock):  # that of another launch
-        saver.save(TrainState(items_per_micro_batch=4.0, step=1))
         with pytest.raises(ConfigError, match="moved or removed since this launch locked it"):
-            saver.wait()
+            saver.save(TrainState(items_per_micro_batch=4.0, step=1))
     assert names(saver.config) == []
 
 

@@ -127,10 +127,10 @@ def test_the_exit_code_is_the_runs_outcome(
     path = tiny / "runs/tiny/status.json"
     path.parent.mkdir(parents=True)
 
-    def write_status(outcome: str) -> None:
+    def write_status(outcome: str, launch: str = "before") -> None:
         lost = {"failure": {"cause": "lost contact"}} if outcome == "failed" else {}
         path.write_text(json.dumps({"outcome": outcome} | lost) if outcome else "")
-        path.with_name("run.json").write_text(json.dumps({"launch": outcome}))
+        path.with_name("run.json").write_text(json.dumps({"launch": launch}))
 
     class FakeWorkers:
         """Stands for the training processes."""
@@ -142,7 +142,7 @@ def test_the_exit_code_is_the_runs_outcome(
         def ignore_signals(self) -> None: ...
 
         def run(self, function, environments: list, may_kill) -> dict[int, int]:
-            write_status(after)
+            write_status(after, os.environ["LAUNCH_START"] if after != before else "before")
             if error:
                 with pytest.raises(SystemExit, match=str(error.exit_code)):
                     failures.exit_with_error(error)

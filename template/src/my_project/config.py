@@ -292,6 +292,12 @@ class Config:
             )
         if not self.run_name or self.run_name in {".", ".."} or "/" in self.run_name:
             raise ConfigError(f"run_name {self.run_name!r} must be a folder name without '/'.")
+        for name in ("runs_folder", "resume"):
+            if "://" in (path := getattr(self, name)):
+                raise ConfigError(
+                    f"{name} is {path}, but must be the path of a folder: mount the storage, or copy"
+                    " what is there."
+                )
         check_limits(self)
         for name in ("lr", "weight_decay"):  # set for each group of parameters, by these settings
             if name in self.optim.init_args:

@@ -58,7 +58,7 @@ from .files import (
 )
 from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
 from .safety.redaction import mask_command
-from .starts import Starts, failed, goodput, last_record, read_errors
+from .starts import Starts, failed, goodput, last_record, read_errors, status_locked
 from .workers import Workers, in_a_child, opened_files_noted, start_method
 
 TRAIN = f"{__package__}.train"
@@ -462,8 +462,9 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
         elif status.get("outcome") == "running" and not workers.stop_signal:  # also by os._exit(0)
             status |= {"outcome": "failed", "reason": unexplained(codes)}
         status["goodput"] = goodput(folder)
-        with suppress(OSError):  # a full disk
-            write_atomically(folder / "status.json", json.dumps(status) + "\n")
+        with suppress(OSError), status_locked(folder):  # a full disk, or another launch
+            if starts.is_new:
+                write_atomically(folder / "status.json", json.dumps(status) + "\n")
     ending = Ending(
         folder=folder,
         logs=logs,

@@ -69,6 +69,8 @@ class Run:
         self.lengths: dict[str, int] = {}  # of the datasets
         self.trackers: dict[str, str] = {}  # where each shows the run
         self.lock: TextIO | None = None
+        self.has_locks = True  # as far as is known
+        self.lock_seen: TextIO | None = None  # the same file, open as long: its close would unlock
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
         if rank == 0:
@@ -81,7 +83,12 @@ class Run:
         return files.read_status(self.folder)
 
     def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
-        """Record the outcome; written by rank 0, or by a failing rank."""
+        """Record the outcome; written by rank 0, or by a failing rank.
+
+        Not once another launch has begun the run.
+        """
+        if not self.is_current:
+            return
         warned = WARNED.count - self.warned_before
         record = {
             "outcome": outcome,
@@ -115,9 +122,7 @@ class Run:
         Two ranks may do this at once; the launcher, which has all error files, corrects it.
         """
         noted = self.status().get("failure")
-        launch = files.read_json(self.folder / "run.json").get("launch")
-        is_ours = self.token and launch == self.token
-        if is_ours and (not noted or first_failure([noted, failure]) is failure):
+        if self.token and (not noted or first_failure([noted, failure]) is failure):
             self.write_status("failed", **as_status(failure))
 
     def record_error(self, failure: dict[str, Any]) -> None:
@@ -143,6 +148,13 @@ class Run:
         is_exported = (self.folder / "export").is_dir()
         return self.config.resume == "auto" and is_exported and (all_done or stopped_early)
 
+    @property
+    def is_current(self) -> bool:
+        """Return whether no other launch has begun this run since, as far as is known."""
+        self.status()  # makes a network file system refresh its cache
+        launch = files.read_json(self.folder / "run.json").get("launch", self.token)
+        return self.token in ("", launch)
+
     def begin(self) -> str:
         """Begin the run: record config, versions and launch. Called by rank 0 only.
 
@@ -150,18 +162,22 @@ class Run:
             The token of this launch.
 
         Raises:
-            ConfigError: the folder is no longer this launch's, or holds another format, or cannot
-                be written to.
+            ConfigError: the folder is no longer this launch's, or holds another format, or no save
+                would work in it.
         """
         self.check_lock()
         if self.config.resume != "never":
             refuse_other_format(self.folder)
         with files.writing(self.folder):
+            folders = [p for p in (self.folder, self.folder / "checkpoints") if os.path.lexists(p)]
+            # once in each file system: a link may lead to another one
+            for folder in {folder.stat().st_dev: folder for folder in folders}.values():
+                files.try_saving(folder)
             if self.config.resume == "never":
                 self._start_over()
-            self.token = os.environ.get(START) or uuid.uuid4().hex
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
             self.write_status("running")
+            self.token = os.environ.get(START) or uuid.uuid4().hex
             about = self.folder / "run.json"
             self.id = str(files.read_json(about).get("run") or self.id)
             record = {"format": files.RUN_FORMAT, "run": self.id, "launch": self.token}
@@ -192,19 +208,22 @@ class Run:
 
     def __del__(self) -> None:
         """Release the lock, for a process that trains again."""
-        if lock := getattr(self, "lock", None):
+        for file in (getattr(self, "lock", None), getattr(self, "lock_seen", None)):
             with suppress(OSError):  # on a full disk
-                lock.close()
+                if file:
+                    file.close()
 
     def _lock(self) -> TextIO:
         """Lock the folder for this launch; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = files.lock_of(self.folder).open("a+", encoding="utf-8", errors="replace")
+        path = files.lock_of(self.folder)
+        lock, problem = path.open("a+", encoding="utf-8", errors="replace"), ""
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
+            if hasattr(fcntl, "F_OFD_GETLK"):
+                self.lock_seen = path.open(encoding="utf-8")
+                is_seen = files.has_lock(self.lock_seen, fcntl.F_OFD_GETLK)
+                problem = "" if is_seen else "they have no effect"
         except BlockingIOError:
             with lock:
                 lock.seek(0)
@@ -213,12 +232,23 @@ class Run:
                 f"{self.folder} is in use by {holder}: wait for it, end it, or choose another"
                 " --run_name."
             ) from None
-        except OSError:
-            pass  # a file system without locks, or a full disk, on which begin() ends
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            self.has_locks = False
+            text = "%s has no file locks (%s): if this run is launched twice, %s"
+            logger.warning(text, self.folder, problem, "the older launch ends at its next save")
+        with suppress(OSError):  # on a full disk, on which begin() ends
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
         return lock
 
     def check_lock(self) -> None:
-        """Refuse to go on where the folder has been moved or removed, which took the lock along.
+        """Refuse to go on where this launch has lost the run folder.
+
+        It has been moved or removed, which took the lock along, or there are no locks, and another
+        launch has begun the run.
 
         Raises:
             TransientError: another launch may have made the folder that is there now.
@@ -232,6 +262,12 @@ class Run:
             raise files.TransientError(
                 f"{self.folder} has been moved or removed since this launch locked it, so it writes"
                 " nothing there: start again, or choose another --run_name."
+            )
+        if not self.is_current:
+            raise files.TransientError(
+                f"another launch has begun {self.folder}, whose storage has no file locks, so this"
+                " older one ends and saves nothing more there: choose another --run_name for one of"
+                " them."
             )
 
     def _start_over(self) -> None:

@@ -10,14 +10,13 @@ import fcntl
 import json
 import math
 import os
-import struct
 import sys
 import time
 import uuid
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -28,6 +27,7 @@ from .files import (
     checkpoints,
     each_record,
     format_seconds,
+    has_lock,
     is_number,
     kind_of,
     lock_of,
@@ -86,7 +86,10 @@ class Starts:
     def is_new(self) -> bool:
         """Return whether any start of this launch has begun the run, on node 0 or another one."""
         read_status(self.folder)  # makes a network file system refresh its cache
-        return read_json(self.folder / "run.json") != self._about_before
+        about = read_json(self.folder / "run.json")
+        if self.about:  # by its name: another launch may have begun the run meanwhile
+            return str(about.get("launch")).startswith(f"{self.launch}.")
+        return about != self._about_before
 
     @property
     def attempt(self) -> int:
@@ -221,15 +224,30 @@ def is_locked(folder: Path) -> bool | None:
     """
     if sys.platform != "linux":
         return None
-    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         with lock_of(folder).open("rb") as file:
-            flock = fcntl.fcntl(file, fcntl.F_GETLK, flock)
+            return has_lock(file, fcntl.F_GETLK)
     except FileNotFoundError:
         return False
     except OSError:  # no permission, or a file system without locks
         return None
-    return struct.unpack("hhqqi0q", flock)[0] != fcntl.F_UNLCK
+
+
+@contextmanager
+def status_locked(folder: Path) -> Iterator[None]:
+    """Lock a run folder for the block, which writes status.json, if its storage has locks.
+
+    Raises:
+        BlockingIOError: another launch has it.
+    """
+    with lock_of(folder).open("ab") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield
 
 
 def newest_checkpoint(folder: Path) -> int | None:

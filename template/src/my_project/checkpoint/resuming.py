@@ -83,7 +83,7 @@ def clean_up(run_folder: Path) -> None:
             os.replace(before, run_folder / name)
         discard(run_folder / f".{name}.partial")
     for path in (*run_folder.glob(".*"), *(run_folder / "checkpoints").glob(".step_*")):
-        if re.fullmatch(r"\.(best|export|step)_\d+\.(partial|removed)", path.name):
+        if re.fullmatch(r"\.(best|export|step)_\d+(_[\w.]+)?\.(partial|removed)", path.name):
             discard(path)
 
 

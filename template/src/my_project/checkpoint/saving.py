@@ -61,6 +61,7 @@ from .shards import (
 logger = logging.getLogger(__name__)
 # Of the thread, not of the process: training takes the cores first, and the save what is left.
 NICENESS = 10
+FIRST_SAVES = 3  # which have failed when a start ends for it, before it loses more steps
 END_SECONDS = 20  # waited for other ranks when a save has failed, or one of them is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
@@ -96,6 +97,7 @@ class Checkpoints:
         self.writers = len(run.hosts) if is_sharded(model) else 1  # ranks that write files
         self.failures: dict[str, Exception] = {}  # of what could not be written the last time
         self.note = ""  # for the end of the run: the newest failure, though made good since
+        self._first_failed: int | None = 0  # saves of this start; None once one has succeeded
         self._seconds_between = 60 * run.config.checkpoints.minutes
         self._saved_at = time.monotonic()
         self._saved_step = -1  # of the checkpoint that holds the current weights
@@ -143,6 +145,8 @@ class Checkpoints:
     def save(self, train_state: TrainState, *, by_time: bool = False) -> None:
         """Save the state after train_state.step steps, marked if by time. Called by every rank."""
         self.wait()
+        if self.rank == 0:
+            self.run.check_lock()
         self._saved_at = time.monotonic()
         self._saved_step = train_state.step
         if self.rank >= self.writers:
@@ -159,7 +163,8 @@ class Checkpoints:
         text = json.dumps(state | {"numerics": self.run.numerics})  # training goes on
         step = train_state.step
         folder = self.folder / f"step_{step:08d}"
-        temporary = folder.with_name(f".{folder.name}.partial")
+        # a name of this launch: where there are no locks, another one may write the same step
+        temporary = folder.with_name(f".{folder.name}_{self.run.token}.partial")
 
         def write() -> None:
             listed = self._write_shards(temporary, shards, self.aliases)
@@ -195,6 +200,7 @@ class Checkpoints:
             except ValueError:  # no checkpoint was saved at this step
                 return
             content["state"] |= evaluation
+            self.run.check_lock()
             write_atomically(folder / "manifest.json", files.manifest_text(content))
             flush_to_disk(folder)
             self._rotate(saved)
@@ -233,11 +239,12 @@ class Checkpoints:
         if self.rank >= self.writers:
             return
         temporary = folder.with_name(f".{folder.name}.partial")  # of files.fill_temporary
-        parts = folder.with_name(f".{folder.name}_{self.run.step:08d}.partial")
+        parts = folder.with_name(f".{folder.name}_{self.run.step:08d}_{self.run.token}.partial")
         saved = self.folder / f"step_{self.run.step:08d}"
         shards = {} if is_saved or not weights else self._copied({"model": weights})
         failure: Exception | None = None
         if self.rank == 0:
+            self.run.check_lock()
             try:
                 files.fill_temporary(folder, fill)
             except (OSError, SafetensorError) as error:
@@ -254,6 +261,7 @@ class Checkpoints:
             elif weights:
                 read = self._reader(saved)
                 write(temporary, lambda name: read(saved_names[name] or ""))
+            self.run.check_lock()
             files.put_in_place(folder)
 
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
@@ -292,6 +300,8 @@ class Checkpoints:
             try:
                 job()
                 self.failures.pop(kind, None)
+                if kind == "checkpoint":
+                    self._first_failed = None
             except Exception as error:
                 self.note = f"{name} could not be saved: {error}"
                 logger.error("%s. What was there before is unchanged.", self.note)
@@ -301,6 +311,8 @@ class Checkpoints:
                 if may_pass and not isinstance(error, TransientError):  # of Run.check_lock
                     self.failures[kind] = OSError(self.note)
                     self.failures[kind].__cause__ = error
+                if kind == "checkpoint" and self._first_failed is not None:
+                    self._first_failed += 1
             finally:
                 for folder in temporary if self.rank == 0 else ():
                     discard(folder)
@@ -314,11 +326,16 @@ class Checkpoints:
         """Wait for the jobs.
 
         Raises:
-            Exception: one of them failed for another reason than the disk.
+            Exception: one of them failed for another reason than the disk, or each of the first
+                FIRST_SAVES saves of this start has.
         """
         if self._thread:
             self._thread.join()
             self._thread = None
+            if self._first_failed == FIRST_SAVES:
+                failure = self.failures["checkpoint"]
+                failure.add_note(f"So have all {FIRST_SAVES} saves of this start.")
+                raise failure
             for failure in self.failures.values():
                 if not isinstance(failure, OSError):
                     raise failure

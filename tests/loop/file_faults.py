@@ -1,0 +1,353 @@
+"""Make file operations fail, be slow or have no effect, in real runs of the launcher; Linux.
+
+A library that is preloaded (LD_PRELOAD) stands before the C library's calls. FILE_FAULTS says which
+of them meet a fault, one a line: operation, effect, pattern of the path, occurrence. The effect is
+the name of an errno, "none" (the call returns 0 and does nothing) or milliseconds to wait; the
+occurrence is counted in each process, and 0 means each. One server process imports what a run
+needs, and forks each run, which reads FILE_FAULTS at each call.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <fnmatch.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MOST 16
+static char seen[4096];
+static int counts[MOST];
+
+/* -1: go on; 0: return 0 and do nothing; else the errno */
+static int fault(const char *operation, const char *path, const char *other) {
+    const char *all = getenv("FILE_FAULTS");
+    if (!all || !*all || !path) return -1;
+    if (strncmp(seen, all, sizeof seen - 1)) {
+        strncpy(seen, all, sizeof seen - 1);
+        memset(counts, 0, sizeof counts);
+    }
+    char text[4096], *rest = text, *line;
+    strncpy(text, all, sizeof text - 1);
+    text[sizeof text - 1] = 0;
+    for (int i = 0; i < MOST && (line = strsep(&rest, "\n")); i++) {
+        char name[64], effect[64], pattern[512];
+        int number;
+        if (sscanf(line, "%63s %63s %511s %d", name, effect, pattern, &number) != 4) continue;
+        if (strcmp(name, operation)) continue;
+        if (fnmatch(pattern, path, 0) && (!other || fnmatch(pattern, other, 0))) continue;
+        if (number && __sync_add_and_fetch(&counts[i], 1) != number) continue;
+        if (!strcmp(effect, "none")) return 0;
+        if (strncmp(effect, "ms", 2)) return atoi(effect);
+        long ms = atol(effect + 2);
+        struct timespec wait = {ms / 1000, ms % 1000 * 1000000};
+        nanosleep(&wait, NULL);
+    }
+    return -1;
+}
+
+static const char *path_of(int fd, char *buffer) {
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(link, buffer, 4095);
+    buffer[length < 0 ? 0 : length] = 0;
+    return buffer;
+}
+
+static const char *path_at(int fd, const char *path, char *buffer) {
+    if (!path || path[0] == '/' || fd == AT_FDCWD) return path;
+    path_of(fd, buffer);
+    size_t length = strlen(buffer);
+    snprintf(buffer + length, 4096 - length, "/%s", path);
+    return buffer;
+}
+
+static int is_folder(int fd, const char *path) {
+    struct stat about;
+    return !fstatat(fd, path, &about, AT_SYMLINK_NOFOLLOW) && S_ISDIR(about.st_mode);
+}
+
+#define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+#define STRIKE(operation, path, other)                          \
+    do {                                                        \
+        int number = fault(operation, path, other);             \
+        if (number > 0) { errno = number; return -1; }          \
+        if (number == 0) return 0;                              \
+    } while (0)
+
+int fsync(int fd) {
+    char buffer[4096];
+    struct stat about;
+    int folder = !fstat(fd, &about) && S_ISDIR(about.st_mode);
+    STRIKE(folder ? "fsync_folder" : "fsync_file", path_of(fd, buffer), NULL);
+    return NEXT(fsync)(fd);
+}
+
+static int renamed(int from_fd, const char *from, int to_fd, const char *to) {
+    char one[4096], two[4096];
+    const char *kind = "rename_file";
+    if (is_folder(from_fd, from)) kind = "rename_folder";
+    else if (!faccessat(to_fd, to, F_OK, AT_SYMLINK_NOFOLLOW)) kind = "replace_file";
+    return fault(kind, path_at(to_fd, to, two), path_at(from_fd, from, one));
+}
+
+#define RENAMED(...)                                            \
+    do {                                                        \
+        int number = renamed(__VA_ARGS__);                      \
+        if (number > 0) { errno = number; return -1; }          \
+        if (number == 0) return 0;                              \
+    } while (0)
+
+int rename(const char *from, const char *to) {
+    RENAMED(AT_FDCWD, from, AT_FDCWD, to);
+    return NEXT(rename)(from, to);
+}
+
+int renameat(int from_fd, const char *from, int to_fd, const char *to) {
+    RENAMED(from_fd, from, to_fd, to);
+    return NEXT(renameat)(from_fd, from, to_fd, to);
+}
+
+static const char *kind_of_open(int flags) {
+    if (flags & O_CREAT && flags & O_EXCL) return "open_new";
+    return flags & (O_WRONLY | O_RDWR | O_CREAT) ? "open_to_write" : "open_to_read";
+}
+
+#define OPEN(name)                                              \
+    int name(const char *path, int flags, ...) {                \
+        va_list more;                                           \
+        va_start(more, flags);                                  \
+        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(more, mode_t) : 0; \
+        va_end(more);                                           \
+        int number = fault(kind_of_open(flags), path, NULL);    \
+        if (number > 0) { errno = number; return -1; }          \
+        return NEXT(name)(path, flags, mode);                   \
+    }
+OPEN(open)
+OPEN(open64)
+
+#define LOCK_BY(name)                                           \
+    int name(int fd, int command, ...) {                        \
+        va_list more;                                           \
+        va_start(more, command);                                \
+        void *argument = va_arg(more, void *);                  \
+        va_end(more);                                           \
+        char buffer[4096];                                      \
+        if (command == F_SETLK || command == F_SETLKW)          \
+            STRIKE("lock", path_of(fd, buffer), NULL);          \
+        return NEXT(name)(fd, command, argument);               \
+    }
+LOCK_BY(fcntl)
+LOCK_BY(fcntl64)
+
+int flock(int fd, int operation) {
+    char buffer[4096];
+    STRIKE("lock", path_of(fd, buffer), NULL);
+    return ((int (*)(int, int))dlsym(RTLD_NEXT, "flock"))(fd, operation);
+}
+
+ssize_t write(int fd, const void *data, size_t size) {
+    char buffer[4096];
+    int number = fault("write", path_of(fd, buffer), NULL);
+    if (number > 0) { errno = number; return -1; }
+    return number ? NEXT(write)(fd, data, size) : (ssize_t)size;
+}
+
+ssize_t writev(int fd, const struct iovec *parts, int count) {
+    char buffer[4096];
+    int number = fault("write", path_of(fd, buffer), NULL);
+    if (number > 0) { errno = number; return -1; }
+    return NEXT(writev)(fd, parts, count);
+}
+
+int mkdir(const char *path, mode_t mode) {
+    STRIKE("mkdir", path, NULL);
+    return NEXT(mkdir)(path, mode);
+}
+
+int unlink(const char *path) {
+    STRIKE("unlink", path, NULL);
+    return NEXT(unlink)(path);
+}
+
+int rmdir(const char *path) {
+    STRIKE("rmdir", path, NULL);
+    return NEXT(rmdir)(path);
+}
+
+int unlinkat(int fd, const char *path, int flags) {
+    char buffer[4096];
+    STRIKE(flags & AT_REMOVEDIR ? "rmdir" : "unlink", path_at(fd, path, buffer), NULL);
+    return NEXT(unlinkat)(fd, path, flags);
+}
+
+int utimensat(int fd, const char *path, const struct timespec times[2], int flags) {
+    char buffer[4096];
+    STRIKE("utime", path_at(fd, path, buffer), NULL);
+    return NEXT(utimensat)(fd, path, times, flags);
+}
+"""
+TIMEOUT_SECONDS = 240
+CONFIG = """\
+run_name: tiny
+recipe: {class_path: ragged.Ragged, init_args: {fault_on_rank: 0}}
+batches: {global_batch_size: 16, micro_batch_size: 8, workers: 0}
+steps: 8
+evaluation: {every_steps: 4, best_metric: validation/auroc}
+checkpoints: {every_steps: 2}
+telemetry: {every_steps: 1, trackers: []}
+checks: {recipe: off, data: off, code: off}
+"""
+
+
+def compiled(folder: Path) -> Path:
+    """Compile the library, or skip the test."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not compiler or sys.platform != "linux":
+        pytest.skip("needs Linux and a C compiler")
+    source, library = folder / "file_faults.c", folder / "file_faults.so"
+    source.write_text(SOURCE)
+    command = [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", library, source, "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def numbered(faults: str) -> str:
+    """Return faults with the numbers of their errors, and one that waits with its ms."""
+    lines = []
+    for line in filter(None, faults.splitlines()):
+        operation, effect, pattern, number = line.split()
+        effect = f"ms{effect}" if effect.isdigit() else str(getattr(errno, effect, effect))
+        lines.append(f"{operation} {effect} {pattern} {number}")
+    return "\n".join(lines)
+
+
+class Runs:
+    """Runs of the launcher in one process, each with faults of its own, below a folder."""
+
+    def __init__(self, folder: Path, where: Path) -> None:
+        self.folder = folder
+        self.flags = ["--config_file", str(where), "--max_restarts", "0"]
+        more = {"LD_PRELOAD": str(compiled(folder)), "PYTHONUNBUFFERED": "1"}
+        (folder / "tiny.yaml").write_text(CONFIG)
+        self.server = subprocess.Popen(
+            [sys.executable, __file__], cwd=folder, env=dict(os.environ) | more, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def ask(self, **what: Any) -> Any:
+        assert self.server.stdin
+        assert self.server.stdout
+        print(json.dumps(what), file=self.server.stdin, flush=True)
+        return json.loads(self.server.stdout.readline())
+
+    def start(self, name: str, *words: str, faults: str = "", log: str = "", **more: str) -> int:
+        """Start a run below runs/<name>/; its output goes to <name>.log. Return its process."""
+        arguments = [*self.flags, "-m", "my_project.train", "--config", "tiny.yaml"]
+        arguments += ["--runs_folder", f"runs/{name}", *words]
+        environment = {"FILE_FAULTS": numbered(faults)} | more
+        return self.ask(arguments=arguments, log=f"{log or name}.log", environment=environment)
+
+    def end(self, process: int) -> int | None:
+        """Wait for a run; return its exit code, None where it hung."""
+        return self.ask(wait=process)
+
+    def run(self, name: str, *words: str, faults: str = "", **more: str) -> tuple[int | None, str]:
+        """Run to the end; return the exit code and the output."""
+        code = self.end(self.start(name, *words, faults=faults, **more))
+        return code, (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def path(self, name: str) -> Path:
+        """Return the run folder."""
+        return self.folder / "runs" / name / "tiny"
+
+    def digest(self, name: str) -> str:
+        """Return a hash of the exported weights, and of those of best/."""
+        parts = (self.path(name) / part / "model.safetensors" for part in ("export", "best"))
+        return hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()
+
+    def close(self) -> None:
+        """End the server."""
+        assert self.server.stdin
+        self.server.stdin.close()
+        self.server.wait(60)
+
+
+def run_forked(asked: dict[str, Any]) -> int:
+    """Start a run in a child process; return its process number."""
+    sys.stdout.flush()
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        os.setsid()
+        os.environ.update(asked["environment"])
+        log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for number in (1, 2):
+            os.dup2(log, number)
+        from my_project import cli, launch
+
+        cli.run(launch.main, asked["arguments"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def wait_for(child: int) -> int | None:
+    """Return the exit code of a run; end one that hangs, and return None."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(TIMEOUT_SECONDS)
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return None
+    finally:
+        signal.alarm(0)
+
+
+def serve() -> None:
+    """Start the run, or wait for the one, that each line asks for, and answer with a number."""
+    from my_project import launch
+    from my_project.command_line import parse
+
+    launch.prepare_environment()
+    launch.import_all(parse(["--config", "tiny.yaml"]))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        answer = wait_for(asked["wait"]) if "wait" in asked else run_forked(asked)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
