@@ -11,15 +11,18 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from my_project.files import checkpoints, find_damage, step_of
 
 SOURCE = r"""
 #define _GNU_SOURCE
@@ -204,11 +207,67 @@ int unlinkat(int fd, const char *path, int flags) {
 
 int utimensat(int fd, const char *path, const struct timespec times[2], int flags) {
     char buffer[4096];
-    STRIKE("utime", path_at(fd, path, buffer), NULL);
+    if (!path || !faccessat(fd, path, F_OK, 0)) STRIKE("utime", path_at(fd, path, buffer), NULL);
     return NEXT(utimensat)(fd, path, times, flags);
 }
 """
 TIMEOUT_SECONDS = 240
+# By name: what is started (a new run; one that was killed at step 5; that one with --resume never),
+# the faults, the exit codes that are right, and what the output must say.
+Case = tuple[str, str, tuple[int, ...], str]
+NO_LOCKS, NOT_SAVED, REFUSED = "has no file locks", "could not be saved", "cannot be written to"
+CASES: dict[str, Case] = {
+    # ---- a start
+    "no fsync of folders": ("new", "fsync_folder EINVAL * 0", (0,), ""),
+    "fsync of folders is not supported": ("new", "fsync_folder ENOTSUP * 0", (0,), ""),
+    "fsync of folders fails": ("new", "fsync_folder EIO * 0", (2,), f"{REFUSED} .EIO"),
+    "no rename of folders": ("new", "rename_folder EINVAL * 0", (2,), f"{REFUSED} .EINVAL"),
+    "no rename of files": ("new", "rename_file ENOTSUP *runs/* 0", (2,), REFUSED),
+    "no rename over files": ("new", "replace_file EACCES *runs/* 0", (2,), f"{REFUSED} .EACCES"),
+    "no folders": ("new", "mkdir EACCES */tiny/.* 0", (2,), f"{REFUSED} .EACCES"),
+    "no fsync of files": ("new", "fsync_file EIO */tiny/* 0", (2,), REFUSED),
+    "nothing is removed": ("new", "rmdir EACCES */tiny/* 0", (2,), f"{REFUSED} .EACCES"),
+    "full": ("new", "write ENOSPC *runs/*/* 0", (2,), REFUSED),
+    "read-only": ("new", "open_to_write EROFS *runs/* 0", (2,), REFUSED),
+    "checkpoints/ is read-only": ("half", "mkdir EROFS */checkpoints/* 0", (2,), "EROFS"),
+    "stale": ("half", "open_to_write ESTALE */tiny/* 0", (2,), REFUSED),
+    "no locks": ("new", "lock ENOLCK * 0", (0,), NO_LOCKS),
+    "locks are not supported": ("new", "lock ENOTSUP * 0", (0,), NO_LOCKS),
+    "locks are not there": ("new", "lock ENOSYS * 0", (0,), NO_LOCKS),
+    "locks have no effect": ("new", "lock none * 0", (0,), NO_LOCKS),
+    "no new files": ("new", "open_new EACCES *runs/* 0", (0, 2), ""),
+    "no times of files": ("new", "utime EPERM *runs/* 0", (0, 2), ""),
+    "times of files have no effect": ("new", "utime none * 0", (0,), ""),
+    "slow": ("new", "fsync_file 50 * 0\nopen_to_write 20 *runs/* 0", (0,), ""),
+    "no status": ("new", "rename_file EIO *status.json 0", (0, 1, 2), "status.json"),
+    "no new status": ("half", "replace_file EIO *status.json 0", (0, 1, 2), "status.json"),
+    "no run.json": ("half", "replace_file EIO *run.json 0", (2,), REFUSED),
+    "no logs": ("new", "open_to_write ENOSPC */logs/* 0", (0, 2), ""),
+    # ---- a save
+    "a full save": ("half", "write ENOSPC *step_00000006* 0", (0,), NOT_SAVED),
+    "a cut save": ("half", "write EIO *step_00000006* 2", (0,), NOT_SAVED),
+    "a save without fsync": ("half", "fsync_file EIO *step_00000006* 0", (0,), NOT_SAVED),
+    "a save without a folder": ("half", "mkdir ESTALE *step_00000006* 0", (0,), NOT_SAVED),
+    "a save without a rename": ("half", "rename_folder EIO *step_00000006 0", (0,), NOT_SAVED),
+    "no results in a save": ("half", "replace_file EIO *manifest.json 0", (0,), NOT_SAVED),
+    "the last save": ("half", "rename_folder EIO *step_00000008 0", (1,), NOT_SAVED),
+    "all saves": ("new", "write ENOSPC *step_0000000[0-9]*/model* 0", (1,), NOT_SAVED),
+    "records": ("half", "write ENOSPC *metrics.jsonl 0", (0,), "cannot be written"),
+    "one record": ("half", "write EIO *metrics.jsonl 2", (0,), "cannot be written"),
+    # ---- a rotation
+    "a rotation": ("half", "rename_folder EIO *step_00000002* 0", (0, 1), NOT_SAVED),
+    "a rotation that removes nothing": ("half", "unlink EACCES *step_00000002* 0", (0,), ""),
+    "a rotation that leaves a folder": ("half", "rmdir EBUSY *step_00000002* 0", (0,), ""),
+    # ---- an export
+    "an export without a rename": ("half", "rename_folder EIO */export 0", (1,), NOT_SAVED),
+    "a full export": ("half", "write ENOSPC */.export.partial/* 0", (1,), NOT_SAVED),
+    "an export without fsync": ("half", "fsync_folder EIO */.export.partial 0", (1,), NOT_SAVED),
+    "best": ("half", "write ENOSPC */.best.partial/* 0", (0, 1), ""),
+    # ---- --resume never
+    "nothing is moved aside": ("never", "mkdir EACCES *tiny.old-1 0", (2,), REFUSED),
+    "checkpoints stay": ("never", "rename_folder EIO *old-1/checkpoints 0", (2,), REFUSED),
+    "files stay": ("never", "rename_file EIO *old-1/config.yaml 0", (2,), REFUSED),
+}
 CONFIG = """\
 run_name: tiny
 recipe: {class_path: ragged.Ragged, init_args: {fault_on_rank: 0}}
@@ -294,6 +353,41 @@ class Runs:
         self.server.wait(60)
 
 
+def prepare(runs: Runs) -> str:
+    """Train the reference, and a run that is killed at step 5; return the digest of the first."""
+    assert runs.run("reference")[0] == 0
+    kill = ("--recipe.fault", "leave", "--recipe.fault_at", "5", "--checkpoints.background=false")
+    assert runs.run("half", *kill)[0] == 1
+    assert [step_of(path) for path in checkpoints(runs.path("half"))] == [2, 4]
+    return runs.digest("reference")
+
+
+def what_is_wrong(runs: Runs, name: str, digest: str) -> str:
+    """Run a case, and the same again without its faults; return what is wrong, or ""."""
+    start, faults, codes, says = CASES[name]
+    name = name.replace(" ", "_").replace("/", "")
+    if start != "new":
+        shutil.copytree(runs.path("half"), runs.path(name))
+    words = ("--resume", "never") if start == "never" else ()
+    code, shown = runs.run(name, *words, faults=faults)
+    left = [*runs.path(name).parent.glob("tiny*")]
+    intact = [p for folder in left for p in checkpoints(folder) if not find_damage(p)]
+    if code not in codes:
+        return f"exit code {code}, not one of {codes}: {shown[-3000:]}"
+    if not re.search(says, shown):
+        return f"it does not say {says}: {shown[-3000:]}"
+    if code and not re.search("^(error: |--- failed)", shown, re.MULTILINE):
+        return f"no sentence: {shown[-3000:]}"
+    if code == 0 and runs.digest(name) != digest:
+        return "other weights"
+    if start != "new" and max(map(step_of, intact), default=0) < 4:
+        return f"the checkpoint of step 4 is lost: {intact}, {shown[-3000:]}"
+    code, shown = runs.run(name, *words)
+    if code != 0 or runs.digest(name) != digest:
+        return f"without faults: exit code {code} or other weights: {shown[-3000:]}"
+    return ""
+
+
 def run_forked(asked: dict[str, Any]) -> int:
     """Start a run in a child process; return its process number."""
     sys.stdout.flush()
@@ -308,6 +402,7 @@ def run_forked(asked: dict[str, Any]) -> int:
             os.dup2(log, number)
         from my_project import cli, launch
 
+        tempfile.tempdir = None  # found anew
         cli.run(launch.main, asked["arguments"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

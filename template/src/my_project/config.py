@@ -295,8 +295,7 @@ class Config:
         for name in ("runs_folder", "resume"):
             if "://" in (path := getattr(self, name)):
                 raise ConfigError(
-                    f"{name} is {path}, but must be the path of a folder: mount the storage, or copy"
-                    " what is there."
+                    f"{name} is {path}, but must be the path of a folder: mount the storage."
                 )
         check_limits(self)
         for name in ("lr", "weight_decay"):  # set for each group of parameters, by these settings

@@ -27,6 +27,8 @@ from accelerate.utils import (
 )
 
 from .config import Config, ConfigError
+from .files import check_temporary_folder
+from .loading.loader import number_of_workers
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
 from .process import collect_all_garbage, no_garbage_collection, world
@@ -43,6 +45,7 @@ def check_launch(config: Config) -> None:
 
     Also an optimizer or a tracker that cannot be had, before anything is written.
     """
+    check_temporary_folder(has_workers=number_of_workers(config.batches) > 0)
     optimizer_class(config.optim)
     trackers = [str(tracker) for tracker in get_available_trackers()]
     if unknown := set(config.telemetry.trackers) - set(trackers):

@@ -15,6 +15,7 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import UTC, datetime
+from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,10 @@ FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)(?:\n    (\S.*))?')
 WORKER_TRACEBACK = "Original Traceback (most recent call last):"
 # What libraries say, where no type or number tells the cause.
 SENTENCES = {
+    # torch's tensors and NCCL's buffers, in /dev/shm
+    "full shared memory": re.compile(
+        r"file </torch_.*\(28\)|out of shared memory|creating shared memory segment"
+    ),
     # gloo, of a size that it did not expect
     "mismatched collectives": re.compile("collective mismatch"),
     # safetensors passes on only the text of the error
@@ -156,7 +161,7 @@ def cause_of(error: BaseException) -> str:
         if kind.__name__ in TYPES:
             return TYPES[kind.__name__]
     if errno_of(error) in FULL_DISK:
-        return "full disk"
+        return "full shared memory" if _is_of_semaphore(error) else "full disk"
     if _is_of_multiprocessing(error):
         return "loader worker"
     found = (cause for cause, pattern in SENTENCES.items() if pattern.search(str(error)))
@@ -180,6 +185,12 @@ def _is_of_multiprocessing(error: BaseException) -> bool:
     return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
 
 
+def _is_of_semaphore(error: BaseException) -> bool:
+    """Return whether multiprocessing could not make a semaphore or a buffer, in /dev/shm."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename in (synchronize.__file__, shared_memory.__file__)
+
+
 # ---- error files ---------------------------------------------------------------------------------
 def record_of(error: BaseException) -> dict[str, Any]:
     """Return the content of the error file for an exception."""
@@ -190,6 +201,8 @@ def record_of(error: BaseException) -> dict[str, Any]:
         reason = f"lost contact with another process ({str(error).split('. ')[0]})"
     elif cause == "loader worker":
         reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
+    elif cause == "full shared memory":
+        reason = f"/dev/shm is full ({reason}): make it larger, or set fewer batches.workers"
     origin = error.__cause__ if cause == "setting" else error  # what the recipe has raised
     found = record(
         reason=reason,

@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import struct
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +101,37 @@ def writing(folder: Path) -> Iterator[None]:
             f"{folder} cannot be written to ({error}): free disk space there, get write permission,"
             " or choose another --runs_folder."
         ) from error
+
+
+SOCKET = "/pymp-12345678/listener-12345678"  # in the folder for temporary files
+SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # of the path of a socket
+
+
+def check_temporary_folder(*, has_workers: bool) -> None:
+    """Refuse a folder for temporary files with which nothing can start.
+
+    Args:
+        has_workers: whether loader workers will send tensors, for which multiprocessing makes
+            sockets there. Where it cannot, they send nothing, and training waits for ever.
+
+    Raises:
+        ConfigError: there is none, or its name is too long.
+    """
+    try:
+        folder = tempfile.gettempdir()
+    except OSError as error:
+        raise ConfigError(
+            "there is no folder for temporary files (TMPDIR, /tmp and /var/tmp are missing,"
+            " read-only or full): mount or free one, or let TMPDIR name a folder that can be"
+            " written to."
+        ) from error
+    length, limit = len(os.fsencode(folder)), SOCKET_BYTES - len(SOCKET)
+    if has_workers and length > limit:
+        raise ConfigError(
+            f"the folder for temporary files has a name of {length} bytes ({folder}), but may have"
+            f" {limit}: loader workers have sockets there. Let TMPDIR name a shorter one, or set"
+            " batches.workers to 0."
+        )
 
 
 MAX_YAML_ALIASES = 50  # a few lines of ten each can stand for more values than memory holds

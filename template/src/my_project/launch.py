@@ -50,6 +50,7 @@ from .commands import make_parser
 from .config import Config, ConfigError
 from .end_block import Ending, how_it_ended, unexplained
 from .files import (
+    check_temporary_folder,
     read_json,
     read_status,
     wait_until,
@@ -237,7 +238,12 @@ def _parser() -> argparse.ArgumentParser:
 
 # ---- this node -----------------------------------------------------------------------------------
 def prepare_environment() -> None:
-    """Set the variables that hold before anything is imported; leave out a scheduler's."""
+    """Set the variables that hold before anything is imported; leave out a scheduler's.
+
+    Raises:
+        ConfigError: there is no folder for temporary files, which an import may need.
+    """
+    check_temporary_folder(has_workers=False)  # the processes know their workers, and check more
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
     # pyarrow's allocator and NumPy's BLAS start threads when they are imported, and then no process

@@ -153,11 +153,16 @@ def identity(batch: Any) -> Any:
     return batch
 
 
+def number_of_workers(config: BatchesConfig) -> int:
+    """Return the number of loader workers of this process."""
+    if config.workers is not None:
+        return config.workers
+    return min(8, max(0, math.floor(cpus_per_process()) - 1))
+
+
 def make_loader(config: BatchesConfig, data: Any, device: torch.device, **how: Any) -> DataLoader:
     """Build the DataLoader of data that collates by itself, with the config's options."""
-    workers = config.workers
-    if workers is None:
-        workers = min(8, max(0, math.floor(cpus_per_process()) - 1))
+    workers = number_of_workers(config)
     if workers and (found := open_file_in(data)):
         raise ConfigError(
             f"the dataset has an open file or database ({found}), and its position would be shared"

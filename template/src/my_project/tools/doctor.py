@@ -68,6 +68,11 @@ CAUSES = {
     ),
     "out of host memory": ("", LESS_MEMORY),
     "full disk": ("", "free space ({free} are left), or a smaller checkpoints.keep (now {keep})"),
+    "full shared memory": (
+        "/dev/shm is too small for the micro-batches of the loader workers, or for NCCL",
+        "a larger /dev/shm (docker run --shm-size; in Kubernetes an emptyDir of medium Memory), or"
+        " fewer batches.workers (now {workers})",
+    ),
     "loader worker": (
         "killed for lack of host memory, or /dev/shm was full, since a worker passes exceptions on",
         f"{LESS_MEMORY}; in a container a larger /dev/shm (--shm-size)",
@@ -269,7 +274,8 @@ def _of(failure: dict[str, Any], cause: str, **more: Any) -> dict[str, Any]:
 def _reported(start: Start, failure: dict[str, Any]) -> dict[str, Any]:
     """Return the cause that a failure reports."""
     kind = failure["cause"] if failure["cause"] in CAUSES else "exception"
-    kind = "full disk" if failure.get("errno") in FULL_DISK else kind
+    if failure.get("errno") in FULL_DISK and kind != "full shared memory":
+        kind = "full disk"
     kind = "no items" if failure.get("num_items") == 0 else kind
     cause = _of(failure, kind)
     if kind in ("not finite", "no items"):
