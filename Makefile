@@ -57,6 +57,7 @@ bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEE
 
 faults: .venv/installed ## Inject 60 faults, ask doctor; wrong recipes; 100 sound runs; 100 kills: 40 minutes, some need root
 	$(BIN)/python tests/faults.py
+	$(BIN)/python tests/faults.py --files
 	$(BIN)/python tests/silence.py
 	$(BIN)/python tests/faults.py --sound 100
 	$(BIN)/python benchmarks/kills.py --kills 100 --processes 2 1 4 3 2

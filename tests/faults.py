@@ -4,6 +4,7 @@
     python tests/faults.py 3 17        run these two again
     python tests/faults.py --table     print the table of what has been run
     python tests/faults.py --sound 100 train 100 sound runs, in which nothing must be found wrong
+    python tests/faults.py --files     let file operations of a run fail (tests/loop/file_faults.py)
 
 The faults are drawn with a fixed seed. What is expected of doctor (the rank, words of the cause)
 and of the launcher (its exit code) follows from the fault, not from what either of them says.
@@ -495,6 +496,23 @@ def sound_runs(count: int) -> list[int]:
     return [n for n in numbers if not all(map(is_sound, found[n]["answers"]))]
 
 
+# ---- files ---------------------------------------------------------------------------------------
+def file_faults() -> list[str]:
+    """Let file operations fail, be slow or have no effect; return what is wrong then, by case."""
+    cases: Any = importlib.import_module("file_faults")
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        runs = cases.Runs(Path(folder), ROOT / "template/accelerate_configs/cpu.yaml")
+        digest = cases.prepare(runs)
+        for name in cases.CASES:
+            found.append(f"{name}: {cases.what_is_wrong(runs, name, digest) or 'right'}")
+            print(found[-1], flush=True)
+        runs.close()
+    return [one for one in found if not one.endswith(": right")]
+
+
 # ---- the table -----------------------------------------------------------------------------------
 def results(path: Path) -> dict[int, dict[str, Any]]:
     """Return the newest result of each fault or sound run, by its number."""
@@ -518,8 +536,11 @@ def main() -> None:
     parser.add_argument("numbers", nargs="*", type=int)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--sound", type=int, default=0)
+    parser.add_argument("--files", action="store_true")
     options = parser.parse_args()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    if options.files:
+        raise SystemExit(len(file_faults()))
     if options.sound:
         print(f"{options.sound} sound runs, something is said of {sound_runs(options.sound)}")
         return

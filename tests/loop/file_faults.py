@@ -348,9 +348,7 @@ class Runs:
 
     def close(self) -> None:
         """End the server."""
-        assert self.server.stdin
-        self.server.stdin.close()
-        self.server.wait(60)
+        self.server.communicate(timeout=60)
 
 
 def prepare(runs: Runs) -> str:
@@ -370,22 +368,29 @@ def what_is_wrong(runs: Runs, name: str, digest: str) -> str:
         shutil.copytree(runs.path("half"), runs.path(name))
     words = ("--resume", "never") if start == "never" else ()
     code, shown = runs.run(name, *words, faults=faults)
+    digest_then = runs.digest(name) if code == 0 else ""
     left = [*runs.path(name).parent.glob("tiny*")]
     intact = [p for folder in left for p in checkpoints(folder) if not find_damage(p)]
-    if code not in codes:
-        return f"exit code {code}, not one of {codes}: {shown[-3000:]}"
-    if not re.search(says, shown):
-        return f"it does not say {says}: {shown[-3000:]}"
-    if code and not re.search("^(error: |--- failed)", shown, re.MULTILINE):
-        return f"no sentence: {shown[-3000:]}"
-    if code == 0 and runs.digest(name) != digest:
-        return "other weights"
-    if start != "new" and max(map(step_of, intact), default=0) < 4:
-        return f"the checkpoint of step 4 is lost: {intact}, {shown[-3000:]}"
-    code, shown = runs.run(name, *words)
-    if code != 0 or runs.digest(name) != digest:
-        return f"without faults: exit code {code} or other weights: {shown[-3000:]}"
-    return ""
+    is_lost = start != "new" and max(map(step_of, intact), default=0) < 4
+    is_told = not code or re.search("^(error: |--- failed)", shown, re.MULTILINE)
+    after = "" if code not in codes else runs.run(name, *words)
+    problems = {
+        f"exit code {code}, not one of {codes}": code not in codes,
+        f"it does not say {says}": not re.search(says, shown),
+        "it ends without a sentence": not is_told,
+        "the weights are others": code == 0 and digest_then != digest,
+        f"the checkpoint of step 4 is lost: {intact}": is_lost,
+        f"without faults it does not finish, with the same weights: {after}": bool(after)
+        and (after[0] != 0 or runs.digest(name) != digest),
+    }
+    found = "; ".join(problem for problem, is_there in problems.items() if is_there)
+    return f"{found}\n{shown[-3000:]}" if found else ""
+
+
+def intervals(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of steps."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == "interval"]
 
 
 def run_forked(asked: dict[str, Any]) -> int:
