@@ -497,8 +497,9 @@ def sound_runs(count: int) -> list[int]:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-def file_faults() -> list[str]:
+def fail_files() -> list[str]:
     """Let file operations fail, be slow or have no effect; return what is wrong then, by case."""
+    sys.path[:0] = map(str, PATHS)
     cases: Any = importlib.import_module("file_faults")
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
@@ -540,7 +541,7 @@ def main() -> None:
     options = parser.parse_args()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     if options.files:
-        raise SystemExit(len(file_faults()))
+        raise SystemExit(len(fail_files()))
     if options.sound:
         print(f"{options.sound} sound runs, something is said of {sound_runs(options.sound)}")
         return

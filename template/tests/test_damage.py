@@ -159,7 +159,7 @@ def test_yaml_that_would_take_all_memory_is_refused_everywhere(tmp_path, kind):
 def test_what_a_killed_export_or_save_has_left_is_removed_and_nothing_else(copied):
     """Else the next save of a step takes a rank's old report for that of its new file."""
     old, others = [".export.partial", ".best.partial"], [".notes.txt.17", ".config.yaml.swp"]
-    for folder in (".best_00000004.partial", "checkpoints/.step_00000004.partial",
+    for folder in (".best_00000004.partial", "checkpoints/.step_00000004_a1.0.partial",
                    "checkpoints/.step_00000002.removed"):  # fmt: skip
         old.append(f"{folder}/written.rank_00001")
     for name in old + others:

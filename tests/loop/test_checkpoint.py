@@ -586,14 +586,14 @@ def test_killed_at_any_instant_the_same_command_ends_with_the_same_weights(tmp_p
 
 # ---- trouble with the disk -----------------------------------------------------------------------
 def limit_file_size(limit: int, failing: int) -> None:
-    """Let one save fail at the first file of more than so many bytes, as on a full disk."""
+    """Let one save, or all by 0, fail at the first file of more than so many bytes, as if full."""
     write = saving.save_shards
     calls = [0]
 
     def limited(named, path, aliases):
         calls[0] += path.name.startswith("model")
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        soft = limit if calls[0] == failing else hard
+        soft = limit if failing in (0, calls[0]) else hard
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         try:
             return write(named, path, aliases)
@@ -720,6 +720,16 @@ def test_a_run_whose_last_save_fails_has_failed_also_where_it_was_told_to_stop(
     assert stop_after or weights(config.folder / "export"), "the result is there"
     assert run_world(1, train, config) == [0]
     assert names(config) == ["step_00000005", "step_00000010"]
+
+
+def test_a_start_whose_first_saves_have_all_failed_ends(tmp_path):
+    """Not one that has saved before, which may go on for as long as its disk is full."""
+    config = make_config(tmp_path, checkpoints__every_steps=1, steps=100)
+    with pytest.raises(RuntimeError, match=r"(?s)step_00000003 could not be saved.*all 3 saves"):
+        run_world(1, train_with_file_limit, config, 200, 0)
+    assert status(config)["outcome"] == "failed"
+    assert status(config)["step"] == saving.FIRST_SAVES + 1
+    assert names(config) == []
 
 
 def train_without_room_for_best(config: Config) -> int:

@@ -46,6 +46,9 @@ KINDS = {
     "device error": lambda: raise_(RuntimeError("CUDA error: device-side assert triggered")),
     "out of host memory": lambda: bytearray(1 << 60),
     "full disk": lambda: raise_(OSError(errno.ENOSPC, "No space left on device")),
+    "full shared memory": lambda: raise_(
+        RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space (28)")
+    ),
     "loader worker": lambda: raise_(RuntimeError("DataLoader worker (pid 7) exited unexpectedly")),
     "loader worker, a closed pipe": lambda: closed_pipe().recv(),
     "loader worker, no socket": lambda: multiprocessing.connection.Client("/no/socket"),
