@@ -300,7 +300,7 @@ def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_a_task_alon
 
     # the recipe of the tests has no data_path
     names = {parse(line[line.index("my_project.train") + 1 : -2]).run_name for line in launched}
-    assert names == {"tiny-lr=0.001", "tiny-lr=0.003-seed=1", "tiny-seed=2"}
+    assert names == {"tiny-lr=0.001-seed=0", "tiny-lr=0.003-seed=1", "tiny-lr=0.01-seed=2"}
     ports = {(line[1], line[line.index("--main_process_port") + 1]) for line in launched}
     assert len({port for _, port in ports}) == len(ports) == 3
     assert {

@@ -35,7 +35,6 @@ SOURCE = r"""
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -86,9 +85,9 @@ static const char *path_at(int fd, const char *path, char *buffer) {
     return buffer;
 }
 
-static int is_folder(int fd, const char *path) {
+static int is_folder(const char *path) {
     struct stat about;
-    return !fstatat(fd, path, &about, AT_SYMLINK_NOFOLLOW) && S_ISDIR(about.st_mode);
+    return !lstat(path, &about) && S_ISDIR(about.st_mode);
 }
 
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -107,29 +106,10 @@ int fsync(int fd) {
     return NEXT(fsync)(fd);
 }
 
-static int renamed(int from_fd, const char *from, int to_fd, const char *to) {
-    char one[4096], two[4096];
-    const char *kind = "rename_file";
-    if (is_folder(from_fd, from)) kind = "rename_folder";
-    else if (!faccessat(to_fd, to, F_OK, AT_SYMLINK_NOFOLLOW)) kind = "replace_file";
-    return fault(kind, path_at(to_fd, to, two), path_at(from_fd, from, one));
-}
-
-#define RENAMED(...)                                            \
-    do {                                                        \
-        int number = renamed(__VA_ARGS__);                      \
-        if (number > 0) { errno = number; return -1; }          \
-        if (number == 0) return 0;                              \
-    } while (0)
-
 int rename(const char *from, const char *to) {
-    RENAMED(AT_FDCWD, from, AT_FDCWD, to);
+    const char *kind = access(to, F_OK) ? "rename_file" : "replace_file";
+    STRIKE(is_folder(from) ? "rename_folder" : kind, to, from);
     return NEXT(rename)(from, to);
-}
-
-int renameat(int from_fd, const char *from, int to_fd, const char *to) {
-    RENAMED(from_fd, from, to_fd, to);
-    return NEXT(renameat)(from_fd, from, to_fd, to);
 }
 
 static const char *kind_of_open(int flags) {
@@ -177,13 +157,6 @@ ssize_t write(int fd, const void *data, size_t size) {
     return number ? NEXT(write)(fd, data, size) : (ssize_t)size;
 }
 
-ssize_t writev(int fd, const struct iovec *parts, int count) {
-    char buffer[4096];
-    int number = fault("write", path_of(fd, buffer), NULL);
-    if (number > 0) { errno = number; return -1; }
-    return NEXT(writev)(fd, parts, count);
-}
-
 int mkdir(const char *path, mode_t mode) {
     STRIKE("mkdir", path, NULL);
     return NEXT(mkdir)(path, mode);
@@ -216,20 +189,21 @@ TIMEOUT_SECONDS = 240
 # the faults, the exit codes that are right, and what the output must say.
 Case = tuple[str, str, tuple[int, ...], str]
 NO_LOCKS, NOT_SAVED, REFUSED = "has no file locks", "could not be saved", "cannot be written to"
+NO_SAVE = "no save would work"
 CASES: dict[str, Case] = {
     # ---- a start
     "no fsync of folders": ("new", "fsync_folder EINVAL * 0", (0,), ""),
     "fsync of folders is not supported": ("new", "fsync_folder ENOTSUP * 0", (0,), ""),
-    "fsync of folders fails": ("new", "fsync_folder EIO * 0", (2,), f"{REFUSED} .EIO"),
-    "no rename of folders": ("new", "rename_folder EINVAL * 0", (2,), f"{REFUSED} .EINVAL"),
+    "fsync of folders fails": ("new", "fsync_folder EIO * 0", (2,), NO_SAVE),
+    "no rename of folders": ("new", "rename_folder EINVAL * 0", (2,), NO_SAVE),
     "no rename of files": ("new", "rename_file ENOTSUP *runs/* 0", (2,), REFUSED),
-    "no rename over files": ("new", "replace_file EACCES *runs/* 0", (2,), f"{REFUSED} .EACCES"),
-    "no folders": ("new", "mkdir EACCES */tiny/.* 0", (2,), f"{REFUSED} .EACCES"),
+    "no rename over files": ("new", "replace_file EACCES *runs/* 0", (2,), NO_SAVE),
+    "no folders": ("new", "mkdir EACCES */tiny/.* 0", (2,), NO_SAVE),
     "no fsync of files": ("new", "fsync_file EIO */tiny/* 0", (2,), REFUSED),
-    "nothing is removed": ("new", "rmdir EACCES */tiny/* 0", (2,), f"{REFUSED} .EACCES"),
+    "nothing is removed": ("new", "rmdir EACCES */tiny/* 0", (2,), NO_SAVE),
     "full": ("new", "write ENOSPC *runs/*/* 0", (2,), REFUSED),
     "read-only": ("new", "open_to_write EROFS *runs/* 0", (2,), REFUSED),
-    "checkpoints/ is read-only": ("half", "mkdir EROFS */checkpoints/* 0", (2,), "EROFS"),
+    "checkpoints/ is read-only": ("half", "mkdir EROFS */checkpoints/* 0", (2,), NO_SAVE),
     "stale": ("half", "open_to_write ESTALE */tiny/* 0", (2,), REFUSED),
     "no locks": ("new", "lock ENOLCK * 0", (0,), NO_LOCKS),
     "locks are not supported": ("new", "lock ENOTSUP * 0", (0,), NO_LOCKS),

@@ -294,9 +294,7 @@ class Config:
             raise ConfigError(f"run_name {self.run_name!r} must be a folder name without '/'.")
         for name in ("runs_folder", "resume"):
             if "://" in (path := getattr(self, name)):
-                raise ConfigError(
-                    f"{name} is {path}, but must be the path of a folder: mount the storage."
-                )
+                raise ConfigError(f"{name} is {path}: mount that, and give the path of a folder.")
         check_limits(self)
         for name in ("lr", "weight_decay"):  # set for each group of parameters, by these settings
             if name in self.optim.init_args:

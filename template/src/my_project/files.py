@@ -92,14 +92,14 @@ def wait_until(condition: Callable[[], bool], seconds: float, poll_seconds: floa
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path, consequence: str = "") -> Iterator[None]:
     """Turn an OSError of a write (read-only, full, not a folder) into a ConfigError."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written to ({error}): free disk space there, get write permission,"
-            " or choose another --runs_folder."
+            f"{folder} cannot be written to ({error}){consequence}: free disk space there, get"
+            " write permission, or choose another --runs_folder."
         ) from error
 
 
@@ -122,15 +122,13 @@ def check_temporary_folder(*, has_workers: bool) -> None:
     except OSError as error:
         raise ConfigError(
             "there is no folder for temporary files (TMPDIR, /tmp and /var/tmp are missing,"
-            " read-only or full): mount or free one, or let TMPDIR name a folder that can be"
-            " written to."
+            " read-only or full): mount one, or let TMPDIR name one that can be written to."
         ) from error
     length, limit = len(os.fsencode(folder)), SOCKET_BYTES - len(SOCKET)
     if has_workers and length > limit:
         raise ConfigError(
             f"the folder for temporary files has a name of {length} bytes ({folder}), but may have"
-            f" {limit}: loader workers have sockets there. Let TMPDIR name a shorter one, or set"
-            " batches.workers to 0."
+            f" {limit} with loader workers: let TMPDIR name another, or set batches.workers to 0."
         )
 
 
@@ -409,25 +407,19 @@ def try_saving(folder: Path) -> None:
     operations: dict[str, Callable[[], object]] = {
         "make a folder": trial.mkdir,
         "write a file and fsync it": lambda: write_atomically(old, "tried"),
-        "write a file": new.touch,
-        "replace a file": lambda: os.replace(new, old),
+        "replace a file": lambda: (new.touch(), os.replace(new, old)),
         "fsync a folder": lambda: flush_to_disk(trial),
         "rename a folder": lambda: os.replace(trial, renamed),
         "remove a folder": lambda: shutil.rmtree(renamed),
     }
     discard(trial)
     discard(renamed)
-    for operation, do in operations.items():
-        try:
-            do()
-        except OSError as error:
-            discard(trial)
-            name = errno.errorcode.get(error.errno or 0, "")
-            raise ConfigError(
-                f"{folder} cannot be written to ({name}: {error}): a save has to {operation} there,"
-                " so none would work. Free disk space, get write permission, or choose storage that"
-                " can do that by --runs_folder."
-            ) from error
+    try:
+        for operation, do in operations.items():
+            with writing(folder, f", so no save would work, which has to {operation} there"):
+                do()
+    finally:
+        discard(trial)
 
 
 def complete(temporary: Path, folder: Path, manifest: dict[str, Any]) -> None:

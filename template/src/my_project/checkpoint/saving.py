@@ -18,6 +18,7 @@ are not saved: random numbers follow from (seed, step), see loading/seeding.py.
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -97,7 +98,7 @@ class Checkpoints:
         self.writers = len(run.hosts) if is_sharded(model) else 1  # ranks that write files
         self.failures: dict[str, Exception] = {}  # of what could not be written the last time
         self.note = ""  # for the end of the run: the newest failure, though made good since
-        self._first_failed: int | None = 0  # saves of this start; None once one has succeeded
+        self._first_failed = 0.0  # saves of this start, before one has succeeded
         self._seconds_between = 60 * run.config.checkpoints.minutes
         self._saved_at = time.monotonic()
         self._saved_step = -1  # of the checkpoint that holds the current weights
@@ -301,7 +302,7 @@ class Checkpoints:
                 job()
                 self.failures.pop(kind, None)
                 if kind == "checkpoint":
-                    self._first_failed = None
+                    self._first_failed = -math.inf
             except Exception as error:
                 self.note = f"{name} could not be saved: {error}"
                 logger.error("%s. What was there before is unchanged.", self.note)
@@ -311,8 +312,7 @@ class Checkpoints:
                 if may_pass and not isinstance(error, TransientError):  # of Run.check_lock
                     self.failures[kind] = OSError(self.note)
                     self.failures[kind].__cause__ = error
-                if kind == "checkpoint" and self._first_failed is not None:
-                    self._first_failed += 1
+                self._first_failed += kind == "checkpoint"
             finally:
                 for folder in temporary if self.rank == 0 else ():
                     discard(folder)
@@ -332,13 +332,11 @@ class Checkpoints:
         if self._thread:
             self._thread.join()
             self._thread = None
-            if self._first_failed == FIRST_SAVES:
-                failure = self.failures["checkpoint"]
-                failure.add_note(f"So have all {FIRST_SAVES} saves of this start.")
-                raise failure
             for failure in self.failures.values():
                 if not isinstance(failure, OSError):
                     raise failure
+            if self._first_failed >= FIRST_SAVES:
+                raise OSError(f"all {FIRST_SAVES} saves of this start have failed: {self.note}")
 
     def check(self, *kinds: str) -> None:
         """Raise what has failed in the last job of these kinds; called at the end of a run."""
