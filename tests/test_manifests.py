@@ -81,6 +81,8 @@ def test_the_manifests_agree_with_themselves():
         pod_spec = spec["template"]["spec"]
         assert pod_spec["containers"][0]["name"] == name
         assert pod_spec["securityContext"]["fsGroup"] == 1000
+        mounts = {mount["mountPath"] for mount in pod_spec["containers"][0]["volumeMounts"]}
+        assert {"/tmp", "/dev/shm"} <= mounts, "the root of the image may be read-only"
     assert "USER 1000\n" in (PROJECT / "Dockerfile").read_text()
     assert ".launch --requeue " in container["args"][0]
     ours, theirs = container["args"][0], trainer["args"][0]
