@@ -6,14 +6,7 @@ folder to sys.path.
 
 import sys
 
-from .safety.search_path import leave_out_weights
-
-ON_WEIGHTS = ("evaluate", "predict", "export")
-if sys.argv[1:2] and sys.argv[1] in ON_WEIGHTS:
-    leave_out_weights(sys.argv[2:])  # before any other import
-
-import runpy
-from pathlib import Path
+from .safety.search_path import ON_WEIGHTS, leave_out_strangers
 
 COMMANDS = {  # and their modules; those of a folder that was deleted are left out
     "train": "train_command",
@@ -25,6 +18,11 @@ COMMANDS = {  # and their modules; those of a folder that was deleted are left o
     "preflight": "tools.preflight",
     "launch": "launch",
 }
+if __name__ == "__main__" or "".join(sys.argv[1:2]) in COMMANDS:
+    leave_out_strangers("".join(sys.argv[1:2]), sys.argv[2:])  # before any other import
+
+import runpy
+from pathlib import Path
 
 
 def main() -> None:

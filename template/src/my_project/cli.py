@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from .config import ConfigError
 from .failures import exit_with_error, library_of, record_of, report_once, short_path
-from .files import printable
+from .files import printable, say
 from .process import LOGS, PREEMPTED, STDERR, can_redraw, process_name, world, write_logs
 from .safety.redaction import MaskedFormatter, mask
 
@@ -39,7 +39,7 @@ def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Except
     except failures as error:
         report_once(error)
         name = f"[{process_name()}] " * (world()[0] > 1)
-        print(f"{name}{record_of(error)['details']}", file=sys.stderr)
+        say(f"{name}{record_of(error)['details']}", to=sys.stderr)
     raise SystemExit(code)
 
 

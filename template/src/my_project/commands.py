@@ -15,6 +15,7 @@ from typing import Any
 
 from .cli import run, run_on_all_ranks
 from .config import Config, ConfigError
+from .files import say
 from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .safety.search_path import run_folder
@@ -104,10 +105,10 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
                 found = json.dumps({"weights": str(folder)} | finite(results), allow_nan=False)
                 print(found, file=output)
             else:
-                print(folder)
+                say(folder)
                 width = max(map(len, results), default=0)
                 for name, value in results.items():
-                    print(f"  {name:{width}}  {format_metric(value)}")
+                    say(f"  {name:{width}}  {format_metric(value)}")
     return 0
 
 
@@ -146,14 +147,14 @@ def print_prediction(arguments: argparse.Namespace) -> None:
     given = Path(arguments.folder)
     weights = weights_folder(given)
     if weights != given:
-        print(f"weights: {weights}", file=sys.stderr)  # standard output is for the answer alone
+        say(f"weights: {weights}", to=sys.stderr)  # standard output is for the answer alone
     if arguments.argument is None:
         show_samples(arguments, weights)
         return
     config, data_info, model = load(weights, arguments.trust, given)
     predict = needed(config.recipe, "predict")
     with torch.no_grad(), one_line_errors():
-        print(predict(model, data_info, arguments.argument))
+        say(predict(model, data_info, arguments.argument))
 
 
 # ---- validation samples --------------------------------------------------------------------------
@@ -187,10 +188,10 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     data = next(iter(datasets.values()))
     samples = Subset(data, evenly_spaced(data, NUM_SAMPLES))
     if data_info != exported:
-        print(
+        say(
             f"warning: the data is not that of the training: prepare_data returns something else"
             f" than {weights}/data_info.json holds",
-            file=sys.stderr,
+            to=sys.stderr,
         )
     folder = Path(run_folder(str(weights)))
     if folder.is_relative_to(Path.cwd()):
@@ -199,11 +200,11 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
         folder = Path(tempfile.mkdtemp(prefix="predictions-"))
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
         with torch.no_grad(), one_line_errors():
-            print(text_of(show(model, exported, samples, Path(temporary)) or ""))
+            say(text_of(show(model, exported, samples, Path(temporary)) or ""))
         for path in sorted(Path(temporary).iterdir()):
             # a link of that name, which may be a stranger's, is replaced and not followed
             os.replace(path, folder / path.name)
-            print(folder / path.name)
+            say(folder / path.name)
 
 
 def needed(recipe: Recipe, method: str, other_remedy: str = "") -> Any:
@@ -259,7 +260,7 @@ def write_one_file(arguments: argparse.Namespace) -> int:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    print(f"{path}: {len(tensors)} tensors, {path.stat().st_size} bytes")
+    say(f"{path}: {len(tensors)} tensors, {path.stat().st_size} bytes")
     return 0
 
 

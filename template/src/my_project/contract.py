@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import math
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
 from .failures import frames_of, own_frame
-from .files import TransientError, writing
+from .files import TransientError, open_own, writing
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
 from .process import STDERR, stderr_on_terminal
@@ -76,7 +77,7 @@ def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / f".{run_name}.preparing").open("a+b")
+        file = open_own(folder / f".{run_name}.preparing", "ab+")
     with file:
         with suppress(OSError):  # a file system without locks
             fcntl.lockf(file, fcntl.LOCK_SH)
@@ -116,9 +117,10 @@ def first_alone(path: Path) -> Iterator[bool]:
         logger.warning("no file locks (%s): each process prepares the data itself", error)
         held, waited = nullcontext(), False
     with held:
-        is_first = not waited or unfinished.exists()
+        is_first = not waited or os.path.lexists(unfinished)
         if is_first:
-            unfinished.touch()
+            with writing(path.parent):
+                open_own(unfinished, "ab").close()
             yield True
             unfinished.unlink(missing_ok=True)
     if not is_first:

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from .failures import CONSEQUENCES, first_failure, short_path
-from .files import checkpoints, format_metric, format_seconds, read_manifest, read_yaml, step_of
+from .files import (
+    checkpoints,
+    format_metric,
+    format_seconds,
+    read_manifest,
+    read_yaml,
+    say,
+    step_of,
+)
 from .process import PREEMPTED
 from .starts import in_words
 
@@ -73,12 +81,12 @@ class Ending:
         """Print the block; on other nodes than the first one line."""
         kind = self.kind
         if kind == "refused":
-            print(f"error: {self._first['reason']}", file=sys.stderr, flush=True)
+            say(f"error: {self._first['reason']}", to=sys.stderr)
         elif not self.is_first_node:
             reason = self.status.get("reason", "") if self.is_new else ""
             if not reason and self._first:
                 reason = f"{self._first['reason']}; see {self.logs}"
-            print(f"{self.folder}: {kind}: {reason or self.stop_signal}", flush=True)
+            say(f"{self.folder}: {kind}: {reason or self.stop_signal}")
         elif kind == "finished":
             print_finished(self.folder, self.status, self._warnings)
         elif kind in ("preempted", "stopped"):
@@ -171,8 +179,8 @@ def print_finished(folder: Path, status: dict[str, Any], *more: tuple[str, str])
 
 def best_of(folder: Path) -> str:
     """Return the best evaluation of a run, as its newest checkpoint has it; "" without one."""
-    with suppress(OSError, ValueError, LookupError):  # a file may be damaged by now
-        name = read_yaml(folder / "config.yaml")["evaluation"]["best_metric"]
+    with suppress(OSError, ValueError, LookupError, TypeError):  # a file may be damaged by now
+        name = read_yaml(folder / "config.yaml", follow=False)["evaluation"]["best_metric"]
         state = read_manifest(checkpoints(folder)[-1])["state"]
         if state["best"] is not None:
             return f"{name} {format_metric(state['best'])} at step {state['best_step']}"
@@ -192,8 +200,7 @@ def rows(pairs: list[tuple[str, str]]) -> list[str]:
 
 def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
     """Print a title under a rule, and lines."""
-    text = [f"--- {title} ".ljust(WIDTH, "-"), *lines]
-    print("\n".join(text), file=to or sys.stdout, flush=True)
+    say(f"--- {title} ".ljust(WIDTH, "-"), *lines, to=to)
 
 
 def has_tool(name: str) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from . import contract
 from .checkpoint.shards import TensorReader, model_tensors, plain_name
 from .config import Config, ConfigError, TelemetryConfig
-from .files import checkpoints, read_json, read_manifest, step_of
+from .files import checkpoints, read_json, read_manifest, read_own, step_of
 from .recipe import optional
 from .safety.search_path import run_folder
 from .safety.trust import read_config
@@ -39,7 +39,10 @@ def load(
                 f"{folder} has no {name}; give an export, such as runs/<name>/export."
             )
     config = read_config(folder / "config.yaml", trusted, given)
-    data_info = json.loads((folder / "data_info.json").read_text(encoding="utf-8"))
+    try:
+        data_info = dict(json.loads(read_own(folder / "data_info.json", follow=True)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{folder / 'data_info.json'} is damaged: {error}.") from error
     return config, data_info, load_model(folder, config, data_info).eval()
 
 
@@ -61,7 +64,7 @@ def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Mo
 
 def step_of_weights(folder: Path) -> int:
     """Return the steps that an export or a checkpoint was trained for; 0 where it does not say."""
-    return max(0, read_json(folder / "step.json").get("step", step_of(folder)))
+    return max(0, read_json(folder / "step.json", follow=True).get("step", step_of(folder)))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .files import ConfigError, write_atomically
+from .files import ConfigError, say, write_atomically
 from .process import LAUNCHER, LOGS, world
 from .safety.redaction import mask
 
@@ -322,5 +322,5 @@ def exit_with_error(error: ConfigError) -> NoReturn:
     report_once(error)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)
-    print(mask(f"error: {error}"), file=sys.stderr, flush=True)
+    say(mask(f"error: {error}"), to=sys.stderr)
     raise SystemExit(error.exit_code)

@@ -13,15 +13,17 @@ import math
 import os
 import re
 import shutil
+import stat
 import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +44,77 @@ class TransientError(ConfigError):
     exit_code = 1
 
 
+# ---- files that may be a stranger's --------------------------------------------------------------
+MOST_BYTES = 1 << 28  # of a file that is read whole
+MOST_YAML_BYTES = 1 << 22  # which takes about a second
+MOST_LINE_BYTES = 1 << 24
+
+
+def open_own(
+    path: Path | str, mode: str = "rb", *, follow: bool = False, buffering: int = -1
+) -> IO[bytes]:
+    """Open a regular file of a run folder, in a binary mode.
+
+    Somebody else may have made the folder: a link would lead to a file outside it, which a write
+    would change or create, and a pipe would never answer. The folder itself may be a link, and so
+    may the folders in it.
+
+    Args:
+        path: of the file.
+        mode: of `open`.
+        follow: read a link too; of an export, since the Hub's cache consists of links.
+        buffering: of `open`.
+
+    Raises:
+        OSError: it is something else than a regular file.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        flags |= os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        problem = OSError(errno.EINVAL, "it is not a regular file", str(path))
+        try:
+            descriptor = os.open(name, flags, 0o666)
+        except OSError as error:  # a link; a pipe, to be written; a folder
+            is_other = error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+            raise (problem if is_other else error) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise problem
+        return descriptor
+
+    return open(path, mode, buffering, opener=opener)
+
+
+def read_own(path: Path | str, *, follow: bool = False, most: int = MOST_BYTES) -> bytes:
+    """Read a whole file of a run folder, as `open_own` opens it.
+
+    Raises:
+        OSError: it is not a regular file, or has more than so many bytes.
+    """
+    with open_own(path, follow=follow) as file:
+        if len(content := file.read(most + 1)) > most:
+            raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(path))
+    return content
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Replace characters that are not printable, such as those that control a terminal."""
+    return "".join(c if c.isprintable() or c in keep else "?" for c in text)
+
+
+def say(*lines: object, to: Any = None) -> None:
+    """Print lines that may hold a stranger's text: nothing in them controls the terminal."""
+    text = printable("\n".join(map(str, lines)), keep="\n\t")
+    print(text, file=to or sys.stdout, flush=True)
+
+
 # ---- JSON and YAML -------------------------------------------------------------------------------
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees either the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # of a process with the same number, or a stranger's link
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # else a power failure can leave an empty file
@@ -58,10 +123,10 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; return {} for a missing or damaged file."""
+def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
+    """Read a JSON object; return {} for a missing or damaged file. For `follow` see open_own."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_own(path, follow=follow))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -135,8 +200,12 @@ def check_temporary_folder(*, has_workers: bool) -> None:
 MAX_YAML_ALIASES = 50  # a few lines of ten each can stand for more values than memory holds
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, *, follow: bool = True) -> dict[str, Any]:
     """Read a YAML file of any settings.
+
+    Args:
+        path: of the file.
+        follow: read a link too, as in the user's own configs/ (see open_own).
 
     Raises:
         ConfigError: the file cannot be read, has too many aliases, or is not a mapping.
@@ -145,7 +214,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_own(path, follow=follow, most=MOST_YAML_BYTES).decode()
         aliases = sum(isinstance(e, yaml.AliasEvent) for e in yaml.parse(text, loader))
         if aliases > MAX_YAML_ALIASES:
             raise ValueError(f"it has {aliases} aliases, but may have {MAX_YAML_ALIASES}")
@@ -161,11 +230,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
 RUN_FORMAT = 2  # of a run folder, as run.json states it; docs/run-folder.md says what it means
 
 
+STATUS = {  # the types of fields of status.json; of the others any is shown as text
+    **dict.fromkeys(("outcome", "reason", "note"), str),
+    **dict.fromkeys(("step", "steps", "patience"), int),
+    **dict.fromkeys(("seconds", "first_step_time", "from_step"), (int, float, NoneType)),
+    **dict.fromkeys(("result", "trackers", "failure", "goodput"), dict),
+}
+
+
 def read_status(folder: Path) -> dict[str, Any]:
-    """Read status.json; return {} for a missing or damaged file."""
+    """Read status.json, without fields of other types; return {} for a missing or damaged file."""
     with suppress(OSError):
         os.listdir(folder)  # makes a network file system refresh its cache
-    return read_json(folder / "status.json")
+    status = read_json(folder / "status.json")
+    status = {k: value for k, value in status.items() if isinstance(value, STATUS.get(k, object))}
+    if "result" in status:
+        results = status["result"].items()
+        status["result"] = {k: value for k, value in results if value is None or is_number(value)}
+    for name, shares in [*status.get("goodput", {}).items()]:
+        if isinstance(shares, dict) and not all(map(is_number, shares.values())):
+            del status["goodput"][name]
+    return status
 
 
 def lock_of(folder: Path) -> Path:
@@ -187,14 +272,17 @@ def has_lock(file: Any, command: int) -> bool:
     return struct.unpack("hhqqi0q", fcntl.fcntl(file, command, flock))[0] != fcntl.F_UNLCK
 
 
+APPENDED = ("metrics.jsonl", "starts.jsonl")  # all other files are replaced as a whole
+
+
 # ---- metrics.jsonl -------------------------------------------------------------------------------
 def each_record(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
 
     A last line cut off by a kill is no damage.
     """
-    with path.open("rb") as file:
-        for line in file:
+    with open_own(path) as file:
+        while line := file.readline(MOST_LINE_BYTES):
             record = parse_record(line)
             if record or line.endswith(b"\n") or not line.startswith(b"{"):
                 yield record
@@ -213,6 +301,12 @@ def parse_record(line: bytes) -> dict[str, Any]:
 def is_number(value: Any) -> bool:
     """Return whether a value of a JSON file is a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_like(value: Any, types: Mapping[str, Any]) -> bool:
+    """Return whether a value of a JSON file is an object whose fields have these types."""
+    is_object = isinstance(value, dict)
+    return is_object and all(isinstance(value.get(name), kind) for name, kind in types.items())
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -253,11 +347,6 @@ def format_metric(value: float | None) -> str:
     if value is None:
         return "not a number"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-def printable(text: str) -> str:
-    """Replace characters that are not printable, such as those that control a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 FORMAT = 5  # of a checkpoint
@@ -304,7 +393,7 @@ class Fingerprint:
 
 def _hash_piece(path: Path, number: int) -> str:
     digest, left = hashlib.sha256(), PIECE_BYTES
-    with path.open("rb") as file:
+    with open_own(path, follow=True) as file:
         file.seek(number * PIECE_BYTES)
         while chunk := file.read(min(left, CHUNK_BYTES)):
             digest.update(chunk)
@@ -352,10 +441,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError("it has no manifest.json, so it was never completed")
     content: dict[str, Any] = {}
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_own(path, follow=True).decode()
         content = json.loads(text)["manifest"]
-        intact = text == manifest_text(content) and isinstance(content["step"], int)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = text == manifest_text(content) and _is_manifest(content)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         intact = False
     if not intact:
         raise ValueError("manifest.json is damaged")
@@ -368,6 +457,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if step_of(folder) not in (-1, content["step"]):
         raise ValueError(f"its manifest.json has step {content['step']}")
     return content
+
+
+def _is_manifest(content: dict[str, Any]) -> bool:
+    """Return whether a manifest has what is read of any: a stranger's may have a valid hash."""
+    if content["format"] != FORMAT:
+        return True  # refused with its number
+    are_files = all(
+        name == os.path.basename(name) and type(one["size"]) is int and type(one["sha256"]) is list
+        for name, one in content["files"].items()
+    )
+    is_state = isinstance(content["state"]["optimizer"], dict)
+    is_state &= content["state"]["step"] == content["step"]
+    is_path = isinstance(content["resumed_from"], str | None)
+    return type(content["step"]) is int and are_files and is_state and is_path
 
 
 def find_damage(folder: Path, share: slice = slice(None)) -> str:

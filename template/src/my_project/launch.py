@@ -51,8 +51,10 @@ from .config import Config, ConfigError
 from .end_block import Ending, how_it_ended, unexplained
 from .files import (
     check_temporary_folder,
+    open_own,
     read_json,
     read_status,
+    say,
     wait_until,
     write_atomically,
     writing,
@@ -363,7 +365,8 @@ def run_module(
     if logs:  # made after the imports, in which Ctrl-C may come
         with writing(launch.config.folder):
             logs.mkdir(parents=True, exist_ok=True)
-            (logs / RESERVE).write_bytes(bytes(RESERVE_BYTES))
+            with open_own(logs / RESERVE, "wb") as file:
+                file.write(bytes(RESERVE_BYTES))
         os.environ[LOGS] = str(logs.absolute())
     os.environ[START] = starts.id
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
@@ -516,7 +519,7 @@ def starts_again(
             if launch.own.max_restarts:
                 workers.others = wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
         except ConfigError as error:
-            print(error, flush=True)
+            say(error)
             return False
     if not refusal:
         why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items())
@@ -535,7 +538,7 @@ def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any
     )
     failure = failures.record(reason=reason, cause="lost node")
     failure |= {"rank": rank, "host": node.host, "step": step, "launch": starts.id}
-    print(f"{node.host}: {reason}", flush=True)
+    say(f"{node.host}: {reason}")
     with suppress(OSError):  # the storage may be gone too
         failures.write_error(launch.config.folder, failure)
     return failure

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from .files import open_own
+
 PREEMPTED = 75  # the exit code of a run that was stopped and saved: the same command continues it
 
 
@@ -135,7 +137,7 @@ def write_logs() -> None:
         return
     rank = world()[1]
     try:
-        file = open(os.path.join(folder, f"rank_{rank:05d}.log"), "ab", buffering=0)  # noqa: SIM115
+        file = open_own(os.path.join(folder, f"rank_{rank:05d}.log"), "ab", buffering=0)
     except OSError:  # a full disk: the start of the run says so
         return
     STDERR[:] = [os.dup(2)]

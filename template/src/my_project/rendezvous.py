@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from .config import ConfigError
-from .files import TransientError
+from .files import TransientError, printable, say
 
 CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that come late
@@ -44,6 +44,19 @@ class Node:
     ip: str
     port: int = 0  # to which the other nodes try to connect
     refusal: str = ""  # why it will not start its processes again after a failure
+
+
+def received(message: dict[str, Any]) -> Node:
+    """Return the node that a message describes, whose text is shown on a terminal.
+
+    Raises:
+        TypeError: it is not a node's.
+    """
+    node = Node(**message)
+    for field, kind in Node.__annotations__.items():
+        if type(value := getattr(node, field)) is not kind:
+            raise TypeError(f"{field} is {value!r}")
+    return replace(node, **{k: printable(v) for k, v in message.items() if isinstance(v, str)})
 
 
 # ---- network interfaces --------------------------------------------------------------------------
@@ -145,7 +158,7 @@ def _serve(
                     print(f"waiting for {_missing(me, joined)}", flush=True)
                 continue
             try:
-                connection.node = Node(**connection.receive(CONNECT_SECONDS))
+                connection.node = received(connection.receive(CONNECT_SECONDS))
             except (OSError, ValueError, TypeError):
                 connection.close()  # not a node of this run: a port scan, another run's torchrun
                 continue
@@ -188,7 +201,7 @@ def _join(
             connection.send(asdict(me))
             answer = connection.receive(deadline - time.monotonic() + LATE_SECONDS)
             if "error" not in answer:
-                connection.node = Node(**answer["nodes"][0])
+                connection.node = received(answer["nodes"][0])
                 connection.send(_probe(me, answer["nodes"]))
                 answer = connection.receive(12 * CONNECT_SECONDS)
             return answer, [connection]
@@ -199,7 +212,7 @@ def _join(
                 connection.close()
         if time.monotonic() > say_at:
             say_at = time.monotonic() + SAY_SECONDS
-            print(f"waiting for node 0 at {address}:{port} ({failure})", flush=True)
+            say(f"waiting for node 0 at {address}:{port} ({failure})")
         time.sleep(0.2)
     raise TransientError(
         f"node 0 did not answer at {address}:{port} within {seconds:.0f} s ({failure}),"

@@ -18,7 +18,7 @@ import uuid
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from . import files
 from .cli import WARNED
@@ -68,9 +68,9 @@ class Run:
         self.paused_seconds = 0.0  # for evaluations and saves, since then
         self.lengths: dict[str, int] = {}  # of the datasets
         self.trackers: dict[str, str] = {}  # where each shows the run
-        self.lock: TextIO | None = None
+        self.lock: IO[bytes] | None = None
         self.has_locks = True  # as far as is known
-        self.lock_seen: TextIO | None = None  # the same file, open as long: its close would unlock
+        self.lock_seen: IO[bytes] | None = None  # the same file, open as long: its close would unlock
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
         if rank == 0:
@@ -175,6 +175,9 @@ class Run:
                 files.try_saving(folder)
             if self.config.resume == "never":
                 self._start_over()
+            for name in files.APPENDED:
+                if os.path.lexists(self.folder / name):
+                    files.open_own(self.folder / name).close()  # an OSError if it is not a file
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
             self.write_status("running")
             self.token = os.environ.get(START) or uuid.uuid4().hex
@@ -213,21 +216,21 @@ class Run:
                 if file:
                     file.close()
 
-    def _lock(self) -> TextIO:
+    def _lock(self) -> IO[bytes]:
         """Lock the folder for this launch; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = files.lock_of(self.folder)
-        lock, problem = path.open("a+", encoding="utf-8", errors="replace"), ""
+        lock, problem = files.open_own(path, "ab+"), ""
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if hasattr(fcntl, "F_OFD_GETLK"):
-                self.lock_seen = path.open(encoding="utf-8")
+                self.lock_seen = files.open_own(path)
                 is_seen = files.has_lock(self.lock_seen, fcntl.F_OFD_GETLK)
                 problem = "" if is_seen else "they have no effect"
         except BlockingIOError:
             with lock:
                 lock.seek(0)
-                holder = lock.read().strip()
+                holder = lock.read(300).decode(errors="replace").strip()
             raise files.TransientError(
                 f"{self.folder} is in use by {holder}: wait for it, end it, or choose another"
                 " --run_name."
@@ -240,7 +243,7 @@ class Run:
             logger.warning(text, self.folder, problem, "the older launch ends at its next save")
         with suppress(OSError):  # on a full disk, on which begin() ends
             lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             lock.flush()
         return lock
 
@@ -290,7 +293,10 @@ def refuse_other_settings(config: Config) -> None:
     is_begun = files.checkpoints(config.folder) or (config.folder / "export").exists()
     if config.resume == "never" or not (is_begun and os.path.lexists(path)):
         return
-    before, now = saved_fixed_settings(files.read_yaml(path), config), fixed_settings(config)
+    before, now = (
+        saved_fixed_settings(files.read_yaml(path, follow=False), config),
+        fixed_settings(config),
+    )
     differing = [
         f"{name} ({_masked(name, before)} there, {_masked(name, now)} here)"
         for name in sorted(before.keys() | now.keys())

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
+from types import NoneType
 from typing import Any
 
 from .failures import first_failure
@@ -28,15 +29,19 @@ from .files import (
     each_record,
     format_seconds,
     has_lock,
+    is_like,
     is_number,
     kind_of,
     lock_of,
+    open_own,
     read_json,
+    read_own,
     read_status,
     step_of,
 )
 from .process import PREEMPTED
 
+NUMBER = (int, float)
 CAUSES = ("lost contact", "lost node", "device error")
 GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
 REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
@@ -194,7 +199,7 @@ def append(folder: Path, lines: list[dict[str, Any]]) -> bool:
         return True
     step = newest_checkpoint(folder)
     text = "".join(json.dumps({"checkpoint": step} | line) + "\n" for line in lines)
-    with suppress(OSError), (folder / "starts.jsonl").open("ab+") as file:
+    with suppress(OSError), open_own(folder / "starts.jsonl", "ab+") as file:
         file.seek(max(0, file.tell() - 1))
         is_cut = file.read() not in (b"", b"\n")
         file.write(b"\n" * is_cut + text.encode())
@@ -203,11 +208,30 @@ def append(folder: Path, lines: list[dict[str, Any]]) -> bool:
 
 
 # ---- what a launch leaves in the run folder ------------------------------------------------------
+LINE = {  # the types of fields of a line in starts.jsonl
+    **dict.fromkeys(("event", "id"), str),
+    "time": NUMBER,
+    **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
+    **dict.fromkeys(("outcome", "cause"), (str, NoneType)),
+}
+OPTIONAL = {"step": None, "progress_time": None, "at": None, "frames": []}
+FAILURE = {  # the types of fields of an error file
+    **dict.fromkeys(("rank", "exit_code"), int),
+    **dict.fromkeys(("host", "reason", "cause", "launch"), str),
+    "time": NUMBER,
+    **dict.fromkeys(("step", "progress_time"), (*NUMBER, NoneType)),
+    "at": (dict, NoneType),
+    "frames": list,
+}
+FRAME = {"file": str, "line": int, "function": str, "code": str}
+
+
 def checked(failure: Any) -> dict[str, Any]:
     """Return what an error file or status.json holds of a failure; {} where it is damaged."""
-    found = {"step": None, "progress_time": None, "at": None, "frames": []} | (failure or {})
-    needed = {"rank", "host", "reason", "cause", "time", "exit_code", "launch"}
-    return found if needed <= found.keys() else {}
+    if not isinstance(failure, dict) or not is_like(found := OPTIONAL | failure, FAILURE):
+        return {}
+    frames = [*found["frames"], *filter(None, [found["at"]])]
+    return found if all(is_like(one, FRAME) for one in frames) else {}
 
 
 def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
@@ -225,7 +249,7 @@ def is_locked(folder: Path) -> bool | None:
     if sys.platform != "linux":
         return None
     try:
-        with lock_of(folder).open("rb") as file:
+        with open_own(lock_of(folder)) as file:
             return has_lock(file, fcntl.F_GETLK)
     except FileNotFoundError:
         return False
@@ -259,10 +283,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of starts.jsonl, without damaged ones; [] where no launcher wrote any."""
     found = []
     with suppress(OSError):
-        for text in (folder / "starts.jsonl").read_bytes().splitlines():
+        for text in read_own(folder / "starts.jsonl").splitlines():
             with suppress(ValueError, LookupError, TypeError):
                 line = json.loads(text)
-                if line["event"] and isinstance(line["id"], str) and is_number(line["time"]):
+                if is_like(dict.fromkeys(LINE) | line, LINE):
                     found.append(line)
     return found
 
@@ -400,10 +424,11 @@ def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
 
 def in_words(status: dict[str, Any]) -> str:
     """Return the goodput in a status.json as a line; "" where it is good or not known."""
-    calendar = status.get("goodput", {}).get("calendar", {"kept": 1.0})
-    if calendar["kept"] >= GOOD:
+    calendar = status.get("goodput", {}).get("calendar")
+    if not isinstance(calendar, dict) or not {"kept", "seconds"} <= calendar.keys():
         return ""
-    return f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
+    text = f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
+    return text if calendar["kept"] < GOOD else ""
 
 
 # ---- for schedulers ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 from . import contract
@@ -61,6 +62,9 @@ class StepReport(NamedTuple):
         return not (math.isfinite(self.grad_norm) and self.num_items > 0)
 
 
+NUMBER = (int, float, NoneType)
+
+
 @dataclass(kw_only=True)
 class TrainState:
     """All that a checkpoint holds besides tensors: the fields of `state` in its manifest."""
@@ -93,7 +97,11 @@ class TrainState:
     def restore(self, saved: dict[str, Any], config: Config) -> None:
         """Take the fields of a checkpoint; of another metric than the config's there is no best."""
         for f in dataclasses.fields(self):
-            setattr(self, f.name, saved[f.name])
+            value, before = saved.get(f.name), getattr(self, f.name)
+            is_number = isinstance(before, NUMBER)
+            if not isinstance(value, NUMBER if is_number else type(before)):
+                raise ConfigError(f"a checkpoint's state has {f.name} {value!r}: it is damaged.")
+            setattr(self, f.name, value)
         if self.best_of not in ("", best_of(config)):  # "": there has been no best
             self.best = None
             self.evaluations_since_best = 0

@@ -20,6 +20,7 @@ import torch
 
 from . import failures
 from .config import Config, seconds_of
+from .files import open_own
 from .process import LAUNCHER, STOP_SIGNALS, process_name
 from .run_folder import Run
 
@@ -219,7 +220,8 @@ def save_nccl_trace(run: Run) -> None:
     try:
         trace = dump(includeCollectives=True, onlyActive=False)
         path = run.folder / "errors" / f"nccl_trace_rank_{run.rank:05d}.json"
-        path.write_bytes(trace if isinstance(trace, bytes) else str(trace).encode())
+        with open_own(path, "wb") as file:
+            file.write(trace if isinstance(trace, bytes) else str(trace).encode())
     except (OSError, RuntimeError, TypeError) as error:
         print(f"{process_name()}: no NCCL trace: {error}", file=sys.__stderr__, flush=True)
 

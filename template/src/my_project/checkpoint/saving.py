@@ -350,7 +350,11 @@ class Checkpoints:
 
         Newer checkpoints are moved aside after this only: it may not fit the model.
         """
-        state = self.load(folder)
+        try:
+            state = self.load(folder)
+        except (LookupError, TypeError, AttributeError) as error:  # a stranger's may be anything
+            problem = f"its manifest.json does not hold what a checkpoint's does ({error!r})"
+            raise ConfigError(f"{folder} cannot be used: {problem}.") from error
         if self.rank == 0:
             move_newer_aside(self.run, state["step"])
         return state

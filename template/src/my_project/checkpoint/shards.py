@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..config import ConfigError
-from ..files import CHUNK_BYTES, Fingerprint, read_manifest
+from ..files import CHUNK_BYTES, Fingerprint, open_own, read_manifest
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def save_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     fingerprint = Fingerprint()
-    with path.open("wb") as file:
+    with open_own(path, "wb") as file:
 
         def write(data: memoryview) -> None:
             for begin in range(0, len(data), CHUNK_BYTES):  # hashed while they are in the cache
@@ -196,6 +196,8 @@ class TensorReader:
 
     def _open(self, path: Path) -> None:
         try:
+            if not path.is_file():  # a pipe would never answer
+                raise OSError("it is not a file")
             file = safe_open(path, "pt")  # type: ignore[no-untyped-call]
             metadata = {"format": "", "offsets": "{}"} | (file.metadata() or {})
             offsets = json.loads(metadata.pop("offsets"))

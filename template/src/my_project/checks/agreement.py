@@ -145,7 +145,8 @@ class Agreement:
             del now["model"]
             with files.writing(self.run.folder):
                 # not fsynced, which takes longer than the checks: a damaged file is read as none
-                self.path.write_text(json.dumps({"launch": self.launch} | now), encoding="utf-8")
+                with files.open_own(self.path, "wb") as file:
+                    file.write(json.dumps({"launch": self.launch} | now).encode())
 
     def _leave_out_what_draws(self, own: Known, *of_others: Known) -> None:
         """Leave out datasets whose samples are others whenever they are read, with a warning."""

@@ -17,7 +17,15 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..blocks import compilations, is_compiled
-from ..files import each_record, finite, kind_of, unused_name, write_atomically, writing
+from ..files import (
+    each_record,
+    finite,
+    kind_of,
+    open_own,
+    unused_name,
+    write_atomically,
+    writing,
+)
 from ..loading.layout import BatchLayout
 from ..process import collect_garbage
 from ..run_folder import Run
@@ -305,7 +313,7 @@ class RecordFile:
         self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
         size: int | None = None
         try:
-            with self.path.open("ab") as file:
+            with open_own(self.path, "ab") as file:
                 size = file.tell()
                 file.write(self.unwritten)
             self.unwritten = b""

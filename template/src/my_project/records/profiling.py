@@ -12,10 +12,12 @@ the speed of an interval with profiled steps says little. Nothing that fails her
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, schedule
 
+from ..files import discard
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,8 @@ class Profiler:
         last = max(self.run.step, self.first)  # a run may fail in the first of the steps
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank_{self.run.rank:05d}_steps_{self.first}_{last}"
+        for name in (f"{path}.json.gz", f"{path}.txt"):
+            discard(Path(name))  # of an earlier start, or a stranger's link
         profile.export_chrome_trace(f"{path}.json.gz")
         table = profile.key_averages().table(
             sort_by=f"self_{self.device.type}_time_total",

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..files import format_metric, format_seconds, kind_of, printable, processes
+from ..files import format_metric, format_seconds, kind_of, printable, processes, say
 from ..loading.layout import BatchLayout
 from ..process import LOGS, can_redraw
 from ..run_folder import FINISHED_BEFORE, Run
@@ -180,4 +180,4 @@ def log_finished(run: Run, *, before: bool = False) -> None:
         status = run.status()
         parts = [f"finished, {status['reason']}: weights in {run.folder / 'export'}"]
         parts += [f"{name} {format_metric(value)}" for name, value in status["result"].items()]
-        print("; ".join(filter(None, [", ".join(parts), status.get("note")])), flush=True)
+        say("; ".join(filter(None, [", ".join(parts), status.get("note")])))

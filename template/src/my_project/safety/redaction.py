@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
+from ..files import printable
+
 MASK = "***"
 SECRET_END = re.compile(
     r"(password|passwd|passphrase|secret|(api|access|secret|private)_?key)s?$|token$|"
@@ -109,11 +111,11 @@ def _known() -> Iterator[str]:
 
 
 class MaskedFormatter(logging.Formatter):
-    """A log formatter that masks secrets in messages and tracebacks."""
+    """A log formatter that masks secrets, and what would control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as masked text."""
-        return mask(super().format(record))
+        return printable(mask(super().format(record)), keep="\n\t")
 
 
 def secrets_in(settings: Any, name: str = "", of: str = "") -> Iterator[str]:

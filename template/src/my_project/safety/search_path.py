@@ -1,13 +1,16 @@
-"""Keep Python from importing files beside untrusted weights.
+"""Keep Python from importing files of a folder that may be a stranger's.
 
-`python -m` puts the current folder first on sys.path, which may be the folder of the weights. So
-__main__.py calls this module before any other import, and it imports only modules
+`python -m` puts the current folder first on sys.path: a stranger's run folder, if one stands in it.
+So __main__.py calls this module before any other import, and it imports only modules
 that Python has imported already. It cannot protect the imports of `python -m` itself (such as
 contextlib.py or the package's name): `python -P -m` leaves the current folder out from the start.
 """
 
 import os
 import sys
+
+ON_OWN_CONFIG = ("train", "launch", "planner", "preflight")
+ON_WEIGHTS = ("evaluate", "predict", "export")
 
 
 def run_folder(folder: str) -> str:
@@ -24,7 +27,25 @@ def is_inside(path: str, folder: str) -> bool:
     return os.path.join(os.path.realpath(path), "").startswith(os.path.join(folder, ""))
 
 
-def leave_out_weights(arguments: list[str]) -> None:
-    """Remove the run folders that the command line names from sys.path."""
+def leave_out_strangers(command: str, arguments: list[str]) -> None:
+    """Remove from sys.path what may be a stranger's, before a command of this package runs.
+
+    A command on the user's own config imports its recipe, from the current folder too. One on
+    weights does so only where this package is in that folder, which is then the user's project, or
+    where code is trusted by name, after all that is installed; and never from a folder of weights.
+    All others import nothing but this package and what is installed.
+    """
+    if command in ON_OWN_CONFIG:
+        return
+    here = os.path.realpath(".")
+    if command not in ON_WEIGHTS or not is_inside(__file__, here):
+        sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != here]
+        if command in ON_WEIGHTS and "--trust" in " ".join(arguments):
+            sys.path.append(here)
     for folder in [run_folder(argument) for argument in arguments if os.path.isdir(argument)]:
-        sys.path[:] = [entry for entry in sys.path if not is_inside(entry or ".", folder)]
+        sys.path[:] = [
+            entry
+            for entry in sys.path
+            # an environment in the project stays, of which `evaluate .` names the folder
+            if is_inside(entry, os.path.realpath(sys.prefix)) or not is_inside(entry or ".", folder)
+        ]

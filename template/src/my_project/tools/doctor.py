@@ -15,11 +15,13 @@ sentences), and earlier_failures (starts of this run that failed before).
 """
 
 import json
+import os
 import shutil
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -31,15 +33,14 @@ from ..failures import (
     CONSEQUENCES,
     FULL_DISK,
     SENTENCES,
-    exit_with_error,
     first_failure,
     late,
 )
-from ..files import ConfigError, format_seconds, printable, read_json, step_of
+from ..files import format_seconds, open_own, printable, read_json, say, step_of
 from ..process import PREEMPTED
 from ..starts import checked, is_locked
 from . import flight_recorder
-from .reader import Run, parser_of, read_folder, read_run, time_of
+from .reader import Run, parser_of, read_folder, read_run, run_tool, time_of
 
 LONGEST = 500  # characters of a sentence
 COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a run folder
@@ -225,11 +226,10 @@ def _exits(ended: dict[str, Any], path: Path) -> dict[int, Exit]:
 
 def _tail(path: Path | None) -> str:
     """Return the end of a log; "" where there is none."""
-    if path is None or not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace")
+    with suppress(OSError), open_own(path or "") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+        return file.read(TAIL_BYTES).decode(errors="replace")
+    return ""
 
 
 # ---- the cause -----------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
 def print_diagnosis(found: dict[str, Any]) -> None:
     """Print it as text; the last line is what to do."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    print(printable(f"--- {found['outcome']}: {found['run']} ").ljust(width, "-"))
+    say(f"--- {found['outcome']}: {found['run']} ".ljust(width, "-"))
     pairs = [("what", found["happened"])]
     if first := found["first"]:
         known = [name for name in ("rank", "host", "step") if first[name] is not None]
@@ -554,16 +554,18 @@ def print_diagnosis(found: dict[str, Any]) -> None:
         if text:
             text = printable(" ".join(text.split()))[:LONGEST]
             lines = textwrap.wrap(text, width - 11, break_long_words=False, break_on_hyphens=False)
-            print(f"  {name:8} " + f"\n{'':11}".join(lines))
+            say(f"  {name:8} " + f"\n{'':11}".join(lines))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Read the command line, and print what is found."""
     parser = parser_of("doctor", __doc__)
     parser.add_argument("run", help="the run folder", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object, for tools")
     arguments = parser.parse_args()
-    try:
-        diagnosis = diagnose(arguments.run)
-    except ConfigError as error:
-        exit_with_error(error)
-    print(json.dumps(diagnosis, indent=1)) if arguments.json else print_diagnosis(diagnosis)
+    found = diagnose(arguments.run)
+    print(json.dumps(found, indent=1)) if arguments.json else print_diagnosis(found)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -6,7 +6,8 @@ out, and named in `problems`.
 
 import argparse
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+from ..failures import exit_with_error
 from ..files import RUN_FORMAT, ConfigError, each_record, flat, read_json, read_status, read_yaml
 from ..starts import checked, is_locked
 
@@ -58,7 +60,7 @@ class Run:
         try:
             yield from each_record(path)
         except OSError:
-            yield from [{}] * path.exists()  # a folder, no permission
+            yield from [{}] * os.path.lexists(path)  # a link, a folder, no permission
 
 
 def read_run(folder: Path) -> Run:
@@ -83,7 +85,7 @@ def read_folder(folder: Path) -> Run:
     about = read_json(folder / "run.json")
     run = Run(folder=folder, status=status, state=state, about=about, settings={})
     with suppress(ConfigError):
-        run.settings = flat(read_yaml(folder / "config.yaml"))
+        run.settings = flat(read_yaml(folder / "config.yaml", follow=False))
     contents = {"config.yaml": run.settings, "status.json": status, "run.json": about}
     for name, content in contents.items():
         if not content:
@@ -129,6 +131,16 @@ def parser_of(tool: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def run_tool(main: Callable[[], None]) -> None:
+    """Run a tool; what cannot be read, or a run that there is not, ends in a sentence."""
+    try:
+        main()
+    except ConfigError as error:
+        exit_with_error(error)
+    except OSError as error:
+        exit_with_error(ConfigError(f"{error.filename}: {error.strerror}."))
 
 
 # ---- how numbers and times are shown -------------------------------------------------------------

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..failures import exit_with_error
-from ..files import ConfigError, format_seconds, parse_record, printable
-from .reader import NOT_COMPARED, Run, format_number, is_run, parser_of, read_run
+from ..files import ConfigError, format_seconds, parse_record, printable, read_own, say
+from .reader import NOT_COMPARED, Run, format_number, is_run, parser_of, read_run, run_tool
 
 COLORS = {"finished": "green", "running": "cyan", "failed": "red", "damaged": "red"}
 
@@ -68,7 +67,7 @@ def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
     Only lines that name the metric are parsed: a long run has hundreds of thousands.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_own(path, most=sys.maxsize - 1).splitlines()
     except OSError:
         return 0, []
     last = next((record for line in reversed(lines) if (record := parse_record(line))), {})
@@ -124,7 +123,7 @@ def print_runs(runs: list[Summary]) -> None:
         table.add_row(
             printable(run.folder.name),
             Text(printable(run.state), COLORS.get(run.state, "yellow")),
-            f"{one.step}/{run.status.get('steps') or '?'}",
+            printable(f"{one.step}/{run.status.get('steps') or '?'}"),
             "" if best is None else printable(f"{best_metric(run)}={format_number(best)}"),
             "" if one.goodput is None else f"{one.goodput:.0%}",
             format_seconds(one.age_seconds),
@@ -133,18 +132,15 @@ def print_runs(runs: list[Summary]) -> None:
     console.print(table)
 
 
-def main(folder: Path) -> None:
+def main() -> None:
     """List the runs."""
-    print_runs(runs := list_runs(folder))
+    parser = parser_of("runs", __doc__)
+    parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
+    print_runs(runs := list_runs(parser.parse_args().folder))
     for run in (summary.run for summary in runs):
         for problem in run.problems:
-            print(printable(f"{run.folder.name}: {problem}"), file=sys.stderr)
+            say(f"{run.folder.name}: {problem}", to=sys.stderr)
 
 
 if __name__ == "__main__":
-    parser = parser_of("runs", __doc__)
-    parser.add_argument("folder", nargs="?", default="runs", type=Path, help="default: runs")
-    try:
-        main(parser.parse_args().folder)
-    except ConfigError as error:
-        exit_with_error(error)
+    run_tool(main)

@@ -13,9 +13,8 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
-from ...failures import exit_with_error
-from ...files import ConfigError, write_atomically
-from ..reader import parser_of
+from ...files import ConfigError, open_own, say, write_atomically
+from ..reader import parser_of, run_tool
 from .page import GENERATOR, page
 
 MOST_RUNS = 8  # colors that one can tell apart
@@ -53,7 +52,7 @@ def write_report(folders: list[Path], output: str | None = None) -> Path:
 
 def is_report(path: Path) -> bool:
     """Return whether a file is a report, which may be replaced."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_own(path) as file:
         return GENERATOR.encode() in file.read(1000)
     return False
 
@@ -79,12 +78,9 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="the run folders, at most 8", metavar="run")
     parser.add_argument("--output", help="the file to write")
     given = parser.parse_args()
-    try:
-        path = write_report([Path(folder) for folder in given.runs], given.output)
-    except ConfigError as error:
-        exit_with_error(error)
-    print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
+    path = write_report([Path(folder) for folder in given.runs], given.output)
+    say(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

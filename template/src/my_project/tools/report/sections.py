@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...files import format_seconds
+from ...files import format_seconds, read_own
 from ...starts import PARTS, goodput
 from ..reader import NOT_COMPARED, PACKAGE, format_number, time_of
 from ..spikes import spikes
@@ -281,7 +281,7 @@ def read_picture(folder: Path, name: str, most: int) -> bytes:
     with suppress(OSError, ValueError):  # ValueError: a zero byte in the name
         path = (folder / name).resolve()
         is_inside = path.is_relative_to(folder.resolve()) and path.is_file()
-        data = path.read_bytes() if is_inside and path.stat().st_size <= most else b""
+        data = read_own(path, most=most) if is_inside else b""
         return data if data.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")) else b""
     return b""
 
