@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,8 @@ from accelerate.utils import (
     broadcast_object_list,
     parse_flag_from_env,
 )
+from torch.distributed import DistNetworkError, Store, TCPStore
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from .config import Config, ConfigError
 from .files import check_temporary_folder
@@ -132,17 +134,41 @@ def use_cpu() -> bool:
     return asked_for_cpu() or not torch.accelerator.is_available()
 
 
-def keep_gloo_on_this_machine() -> None:
-    """Let gloo use the loopback interface where all processes run here."""
+def keep_on_this_machine() -> str | None:
+    """Let gloo and the store use the loopback interface where all processes run here.
+
+    torch's own store listens on all interfaces. Not under torchrun, whose agent has opened one.
+
+    Returns:
+        The init_method of the process group; None for torch's own.
+    """
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    if local and local == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if not local or local != os.environ.get("WORLD_SIZE"):
+        return None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    with suppress(RuntimeError):  # by an earlier run in this process
+        register_rendezvous_handler("loopback", loopback_store)
+    return "loopback://"
+
+
+def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield a store that listens on the loopback interface, the rank, and the world size."""
+    world_size, rank = world()
+    at = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    try:
+        listener = None if rank else socket.create_server(at).detach()
+    except OSError as error:
+        raise DistNetworkError(f"{at[0]}:{at[1]} cannot be opened: {error}") from error
+    store = TCPStore(*at, world_size, rank == 0, timeout, master_listen_fd=listener)
+    yield store, rank, world_size
 
 
 @contextmanager
 def start(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
-    keep_gloo_on_this_machine()
+    init_method = keep_on_this_machine()
     name_nccl_traces(config)
     AcceleratorState._reset_state(True)  # another run in this process, or a recipe, has made one
     limits = config.distributed
@@ -156,7 +182,9 @@ def start(config: Config) -> Iterator[Accelerator]:
         kwargs_handlers=[
             ddp_options(config),
             # stopping.Watchdog acts before, and reports where each rank stalled
-            InitProcessGroupKwargs(timeout=timedelta(seconds=60 + longest)),
+            InitProcessGroupKwargs(
+                init_method=init_method, timeout=timedelta(seconds=60 + longest)
+            ),
         ],
     )
     if mesh_variable:

@@ -3,6 +3,7 @@
 docs/run-folder.md describes each of its files and their fields.
 """
 
+import ast
 import fcntl
 import hashlib
 import inspect
@@ -32,14 +33,7 @@ FINISHED_BEFORE = (
     "already finished, so nothing is trained; --resume never trains it again and keeps this run"
     " aside, --run_name trains another run"
 )
-RECORDED_PACKAGES = (
-    "torch",
-    "torchvision",
-    "accelerate",
-    "datasets",
-    "safetensors",
-    "torchmetrics",
-)
+RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "numpy", "scikit-learn")
 
 
 class Run:
@@ -186,7 +180,8 @@ class Run:
             record = {"format": files.RUN_FORMAT, "run": self.id, "launch": self.token}
             record |= {"hosts": self.hosts, "numerics": self.numerics}
             source = inspect.getsourcefile(type(self.config.recipe))
-            record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)} | provenance()
+            record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)}
+            record |= provenance(source)
             files.write_atomically(about, json.dumps(record, indent=1) + "\n")
         return self.token
 
@@ -352,26 +347,52 @@ def not_shared(folder: Path, hosts: str, writer: str) -> str:
     )
 
 
-def installed() -> dict[str, str]:
-    """Return the versions of the installed packages that a run depends on."""
+def installed(source: str | None = None) -> dict[str, str]:
+    """Return the versions of the packages that a run depends on: the loop's, and the recipe's.
+
+    A package whose module has another name is listed by that: cv2, PIL.
+    """
     found = {}
-    for package in RECORDED_PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
+    for name in (*RECORDED_PACKAGES, *imports_of(source)):
+        if name not in sys.stdlib_module_names:
+            known = getattr(sys.modules.get(name), "__version__", None)
+            with suppress(PackageNotFoundError):
+                known = version(name)
+            found |= {name: str(known)} if known else {}
     return found
 
 
-def provenance() -> dict[str, Any]:
-    """Return what is needed to reproduce the run, without secrets."""
+def imports_of(source: str | None) -> list[str]:
+    """Return the top-level modules that a source file imports, also inside functions."""
+    names: set[str] = set()
+    with suppress(OSError, ValueError):  # ValueError: also of its syntax, or a zero byte
+        for node in ast.walk(ast.parse(Path(source or "").read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return sorted(names)
+
+
+def provenance(source: str | None = None) -> dict[str, Any]:
+    """Return what is needed to reproduce the run, without secrets.
+
+    Args:
+        source: the recipe's file, whose repository is that of the project.
+    """
+    folder = Path(source or __file__).resolve().parent
+    is_tracked = _git(folder, "check-ignore", "-q", ".") is None  # not an environment in another's
+    commit = _git(folder, "rev-parse", "HEAD") if is_tracked else None
+    changes = _git(folder, "status", "--porcelain") if is_tracked else None
     return {
         "command": mask_command(sys.orig_argv),
         "launcher": _launcher(),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "packages": installed(),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain")),
+        "packages": installed(source),
+        "git_commit": commit,
+        "git_dirty": None if changes is None else bool(changes),
         "environment": {
             name: mask(value)
             for name, value in sorted(os.environ.items())
@@ -392,10 +413,13 @@ def _launcher() -> list[str]:
     return []
 
 
-def _git(*arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
+    # in a hook, git's variables name another repository
+    variables = {k: value for k, value in os.environ.items() if not k.startswith("GIT_")}
+    command = ["git", "-C", str(folder), *arguments]
     try:
         return subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
+            command, capture_output=True, text=True, check=True, timeout=10, env=variables
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
