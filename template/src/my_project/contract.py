@@ -318,13 +318,17 @@ def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn errors that a user can cause (a wrong path or name) into one line with their source."""
+def one_line_errors(*more: type[Exception]) -> Iterator[None]:
+    """Turn errors that a user can cause (a wrong path or name) into one line with their source.
+
+    Args:
+        more: exceptions besides, as of what a stranger's data_info holds.
+    """
     try:
         yield
     except ConfigError:
         raise
-    except (ValueError, FileNotFoundError, IsADirectoryError, ConnectionError) as error:
+    except (ValueError, FileNotFoundError, IsADirectoryError, ConnectionError, *more) as error:
         frames = frames_of(error)
         at = own_frame(frames) or frames[-1]
         kind = TransientError if _is_network_error(error) else ConfigError

@@ -43,7 +43,8 @@ def load(
         data_info = dict(json.loads(read_own(folder / "data_info.json", follow=True)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder / 'data_info.json'} is damaged: {error}.") from error
-    return config, data_info, load_model(folder, config, data_info).eval()
+    with contract.one_line_errors(TypeError, LookupError, AttributeError):
+        return config, data_info, load_model(folder, config, data_info).eval()
 
 
 def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Module:
@@ -64,7 +65,8 @@ def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Mo
 
 def step_of_weights(folder: Path) -> int:
     """Return the steps that an export or a checkpoint was trained for; 0 where it does not say."""
-    return max(0, read_json(folder / "step.json", follow=True).get("step", step_of(folder)))
+    step = read_json(folder / "step.json", follow=True).get("step")
+    return max(0, step if isinstance(step, int) else step_of(folder))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:

@@ -92,9 +92,9 @@ def read_own(path: Path | str, *, follow: bool = False, most: int = MOST_BYTES) 
         OSError: it is not a regular file, or has more than so many bytes.
     """
     with open_own(path, follow=follow) as file:
-        if len(content := file.read(most + 1)) > most:
+        if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(path))
-    return content
+        return file.read()
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -272,7 +272,8 @@ def has_lock(file: Any, command: int) -> bool:
     return struct.unpack("hhqqi0q", fcntl.fcntl(file, command, flock))[0] != fcntl.F_UNLCK
 
 
-APPENDED = ("metrics.jsonl", "starts.jsonl")  # all other files are replaced as a whole
+# Without these a run would go on and lack what they say; what replaces others fails at once.
+NEEDED = ("metrics.jsonl", "starts.jsonl", "status.json")
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------

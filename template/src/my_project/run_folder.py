@@ -169,7 +169,7 @@ class Run:
                 files.try_saving(folder)
             if self.config.resume == "never":
                 self._start_over()
-            for name in files.APPENDED:
+            for name in files.NEEDED:
                 if os.path.lexists(self.folder / name):
                     files.open_own(self.folder / name).close()  # an OSError if it is not a file
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))

@@ -66,7 +66,10 @@ class Known:
     def from_json(cls, saved: dict[str, Any]) -> "Known":
         """Return what an earlier start has written; nothing where that is damaged."""
         try:
-            data = {name: Facts(**facts) for name, facts in saved["data"].items()}
+            data = {
+                name: Facts(**facts | {"length": int(facts["length"])})
+                for name, facts in saved["data"].items()
+            }
             return cls(data_info=dict(saved["data_info"]), data=data, code=dict(saved["code"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             return cls()

@@ -178,6 +178,7 @@ def log_finished(run: Run, *, before: bool = False) -> None:
         print(length + FINISHED_BEFORE, flush=True)
     if LOGS not in os.environ:
         status = run.status()
-        parts = [f"finished, {status['reason']}: weights in {run.folder / 'export'}"]
-        parts += [f"{name} {format_metric(value)}" for name, value in status["result"].items()]
+        parts = [f"finished, {status.get('reason')}: weights in {run.folder / 'export'}"]
+        results = status.get("result", {})  # a full disk may not have taken the status
+        parts += [f"{name} {format_metric(value)}" for name, value in results.items()]
         say("; ".join(filter(None, [", ".join(parts), status.get("note")])))

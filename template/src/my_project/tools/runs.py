@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import ConfigError, format_seconds, parse_record, printable, read_own, say
+from ..files import ConfigError, format_seconds, open_own, parse_record, printable, say
 from .reader import NOT_COMPARED, Run, format_number, is_run, parser_of, read_run, run_tool
 
 COLORS = {"finished": "green", "running": "cyan", "failed": "red", "damaged": "red"}
@@ -67,7 +67,8 @@ def _read_results(path: Path, metric: str) -> tuple[int, list[float]]:
     Only lines that name the metric are parsed: a long run has hundreds of thousands.
     """
     try:
-        lines = read_own(path, most=sys.maxsize - 1).splitlines()
+        with open_own(path) as file:
+            lines = file.read().splitlines()
     except OSError:
         return 0, []
     last = next((record for line in reversed(lines) if (record := parse_record(line))), {})
