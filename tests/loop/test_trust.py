@@ -213,11 +213,37 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
     assert not marker.exists()
 
     path_before = [*sys.path]
-    search_path.leave_out_weights([str(export), "input"])
+    search_path.leave_out_strangers("evaluate", [str(export), "input"])
     assert set(path_before) - set(sys.path) == {""}
     path = write(export, settings_of(function="hostile.function"))
     with pytest.raises(ConfigError, match=r"If you trust it, add --trust hostile\.function"):
         trust.read_config(path, MINE)  # the one elsewhere; configs/ of the run is not the project's
+
+
+@pytest.mark.parametrize(
+    ("command", "standing_in", "stays"),
+    [
+        *((name, "project", True) for name in ("train", "launch", "planner", "evaluate", "predict")),
+        *((name, "project", False) for name in ("runs", "report", "doctor", "", "--help", "runz")),
+        *((name, "elsewhere", False) for name in ("evaluate", "predict", "export", "doctor")),
+        ("train", "elsewhere", True),
+    ],
+)
+def test_the_folder_one_stands_in_is_on_the_path_for_the_users_own_code_alone(
+    command, standing_in, stays, tmp_path, monkeypatch
+):
+    here = tmp_path / standing_in
+    installed = here / ".venv/lib"
+    (here / "runs/one/export").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "prefix", str(here / ".venv"))
+    monkeypatch.setattr(search_path, "__file__", str(tmp_path / "project/src/p/search_path.py"))
+    monkeypatch.setattr(sys, "path", ["", str(here), "/other", str(installed)])
+    search_path.leave_out_strangers(command, ["runs/one/export", "--json"])
+    assert sys.path == ["", str(here)] * stays + ["/other", str(installed)]
+    if command == "evaluate":
+        search_path.leave_out_strangers(command, [".", "--trust", "a.B"])
+        assert sys.path == ["/other", str(installed)]  # the weights, and the environment in them
 
 
 def test_configs_beside_a_strangers_export_are_not_the_projects(tmp_path, monkeypatch):
@@ -258,13 +284,17 @@ def test_commands_run_nothing_of_the_export_that_they_stand_in(tmp_path, marker)
         shutil.copy(export / "hostile.py", export / f"{name}.py")
     clean = {"PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}", "MARKER": str(marker)}
     script = "from my_project.__main__ import main; main()"
-    for words in (["-m", "my_project", "predict"], ["-P", "-c", script, "evaluate"]):
+    (export / "status.json").write_text("{}")
+    commands = {("-m", "my_project", name): 0 for name in ("runs", "report", "doctor", "--help")}
+    commands |= {("-m", "my_project", "predict"): 2, ("-P", "-c", script, "evaluate"): 2}
+    for words, code in commands.items():
+        folder = {"runs": [".."], "--help": []}.get(words[-1], ["."])
         done = subprocess.run(
-            [sys.executable, *words, "."], cwd=export, text=True, check=False,
-            env=dict(os.environ) | clean, stderr=subprocess.PIPE,
+            [sys.executable, *words, *folder], cwd=export, text=True, check=False,
+            env=dict(os.environ) | clean, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        assert done.returncode == 2, done.stderr
-        assert "add --trust my_recipe.Evil" in done.stderr
+        assert done.returncode == code, (words, done.stdout, done.stderr)
+        assert ("add --trust my_recipe.Evil" in done.stderr) == (code == 2)
     assert not marker.exists(), marker.read_text()
 
 

@@ -235,6 +235,18 @@ def check(
 TOOLS = ("runs", "report", "doctor", "doctor --json")
 
 
+def test_a_strangers_links_pipes_and_escapes_harm_no_command_that_reads_a_run(run):
+    """The quick part of the tests below."""
+    for command in ("runs", "report", "doctor"):
+        check(command, run, "run/(status.json|metrics.jsonl)", (pipe, escapes, other_types))
+
+
+def test_no_link_leads_a_write_out_of_the_run_folder(run):
+    """Of all files that a start opens and does not replace."""
+    written = r"(run/)?(\.lock|\.run\.preparing|.*\.unfinished|metrics\.jsonl|starts\.jsonl)"
+    check("longer", run, written, (dangling,))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [*TOOLS, "evaluate", "predict", "export"])
 def test_no_file_of_a_strangers_run_harms_who_looks_at_it(run, command):

@@ -151,7 +151,10 @@ PARAMETERS = {  # of every method that the loop calls
 def problems(kind: type) -> list[str]:
     """List the problems of a recipe's methods: required ones missing, wrong parameters."""
     found = []
-    recipe = object.__new__(kind)  # without its fields, to look methods up as the loop does
+    try:
+        recipe = object.__new__(kind)  # without its fields, to look methods up as the loop does
+    except TypeError:  # a function, a module, a class written in C
+        return [f"it is not a class written in Python, but of type {type(kind).__name__}"]
     for name, parameters in PARAMETERS.items():
         method = getattr(recipe, name, None)
         if method is None:
