@@ -291,7 +291,9 @@ def check_two_optimizers() -> None:
     # SGD sees a wrong gradient scale, to which AdamW is blind
     sgd = f"{gan} --optim.class_path torch.optim.SGD --optim.lr 0.1 --optim.clip_norm null"
     one, two = (curve_of(train_in(n, "Gan", sgd, runs="sgd")) for n in (1, 2))
+    sharded = curve_of(train_in(2, "Gan", sgd, runs="sharded", sharded=True))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sharded, one, rtol=1e-4, atol=1e-4)
 
 
 def check_weighted_sampling() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from my_project import run_folder
 from my_project.config import Config
 from my_project.files import read_manifest
 from my_project.loading.layout import batch_layout
@@ -267,3 +269,40 @@ def test_mfu_is_recorded_for_any_recipe(tmp_path):
 def test_the_peak_is_that_of_the_gpu_by_its_name(monkeypatch, name, bf16):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert performance.peak_tflops(torch.device("cuda"), "bf16", tf32=False) == bf16
+
+
+def test_the_commit_is_that_of_the_recipes_repository_and_unknown_where_git_cannot_tell(
+    tmp_path, monkeypatch
+):
+    for name in ("project", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(
+            "import os\nimport numpy\ndef loss():\n    from packaging.version import Version\n"
+        )
+    mine = str(tmp_path / "project/mine.py")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def known(source: str) -> tuple:
+        about = run_folder.provenance(source)
+        return about["git_commit"], about["git_dirty"]
+
+    assert known(mine) == (None, None)
+    who = ["-c", "user.name=me", "-c", "user.email=me@here"]
+    for folder in ("project", "elsewhere"):
+        for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", folder]):
+            subprocess.run(["git", *words], cwd=tmp_path / folder, check=True)
+    head = ["git", "-C", str(tmp_path / "project"), "rev-parse", "HEAD"]
+    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere/.git"))  # as in a hook
+    assert known(mine) == (commit, False)
+    Path(mine).write_text(Path(mine).read_text() + "\n")
+    assert known(mine) == (commit, True)
+    # an environment in the project: what is installed there has no commit of its own
+    (tmp_path / "project/.gitignore").write_text(".venv\n")
+    installed = tmp_path / "project/.venv/mine.py"
+    installed.parent.mkdir()
+    installed.write_text("")
+    assert known(str(installed)) == (None, None)
+    packages = run_folder.installed(mine)
+    assert {"torch", "numpy", "packaging"} <= packages.keys()
+    assert "os" not in packages

@@ -93,12 +93,20 @@ def test_a_restarted_node_replaces_its_first_connection_and_foreign_ones_are_ign
     with ThreadPoolExecutor(2) as pool:
         main = pool.submit(rendezvous.wait_for_nodes, node(0), "127.0.0.1", port, 20)
         first = json.dumps(asdict(node(1))).encode() + b"\n"
-        for message in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b"", first):
+        types: list[dict] = [{"rank": []}, {"host": 7}, {"port": "\x1b[2J"}, {"nodes": None}]
+        wrong = [json.dumps(asdict(node(1)) | one).encode() + b"\n" for one in types]
+        for message in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b"", *wrong, first):
             send(port, message)
         again = pool.submit(rendezvous.wait_for_nodes, node(1), "127.0.0.1", port, 20)
         rendezvous.wait_for_nodes(node(2), "127.0.0.1", port, 20)
         assert [one.node.host for one in main.result()._connections] == ["host1", "host2"]
         assert len(again.result()._connections) == 1
+
+
+def test_what_another_node_says_of_itself_does_not_control_the_terminal():
+    told = asdict(node(1)) | {"host": "\x1b]0;x\x07host", "run": "\x1b[2J"}
+    known = rendezvous.received(told)
+    assert (known.host, known.run) == ("?]0;x?host", "?[2J")
 
 
 @pytest.mark.parametrize(

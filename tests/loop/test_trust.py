@@ -223,7 +223,10 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
 @pytest.mark.parametrize(
     ("command", "standing_in", "stays"),
     [
-        *((name, "project", True) for name in ("train", "launch", "planner", "evaluate", "predict")),
+        *(
+            (name, "project", True)
+            for name in ("train", "launch", "planner", "evaluate", "predict")
+        ),
         *((name, "project", False) for name in ("runs", "report", "doctor", "", "--help", "runz")),
         *((name, "elsewhere", False) for name in ("evaluate", "predict", "export", "doctor")),
         ("train", "elsewhere", True),
@@ -291,7 +294,7 @@ def test_commands_run_nothing_of_the_export_that_they_stand_in(tmp_path, marker)
         folder = {"runs": [".."], "--help": []}.get(words[-1], ["."])
         done = subprocess.run(
             [sys.executable, *words, *folder], cwd=export, text=True, check=False,
-            env=dict(os.environ) | clean, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=dict(os.environ) | clean, capture_output=True,
         )  # fmt: skip
         assert done.returncode == code, (words, done.stdout, done.stderr)
         assert ("add --trust my_recipe.Evil" in done.stderr) == (code == 2)

@@ -245,6 +245,11 @@ def test_no_link_leads_a_write_out_of_the_run_folder(run):
     """Of all files that a start opens and does not replace."""
     written = r"(run/)?(\.lock|\.run\.preparing|.*\.unfinished|metrics\.jsonl|starts\.jsonl)"
     check("longer", run, written, (dangling,))
+    folder = run.folder.parent.parent / "launched"
+    folder.mkdir()
+    (folder / "starts.jsonl").symlink_to(folder / "outside")
+    assert not starts.append(folder, [{"event": "start"}])  # by the launcher
+    assert not (folder / "outside").exists()
 
 
 @pytest.mark.slow
