@@ -38,6 +38,7 @@ def test_a_world_ends_with_tests_that_are_killed():
     workers = [psutil.Process(int(pid)) for pid in tests.stdout.readline().split()]
     tests.kill()
     tests.wait()
+    tests.stdout.close()
     assert len(workers) == 2
     _, alive = psutil.wait_procs(workers, timeout=100)
     for worker in alive:
