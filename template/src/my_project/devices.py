@@ -25,7 +25,11 @@ from accelerate.utils import (
     broadcast_object_list,
     parse_flag_from_env,
 )
-from torch.distributed import DistNetworkError, Store, TCPStore
+from torch.distributed import (  # the documentation's names, which torch does not list
+    DistNetworkError,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from .config import Config, ConfigError
