@@ -64,7 +64,7 @@ class Run:
         self.trackers: dict[str, str] = {}  # where each shows the run
         self.lock: IO[bytes] | None = None
         self.has_locks = True  # as far as is known
-        self.lock_seen: IO[bytes] | None = None  # the same file, open as long: its close would unlock
+        self.lock_seen: IO[bytes] | None = None  # the same file: its close would unlock
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
         if rank == 0:

@@ -264,7 +264,7 @@ def status_locked(folder: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: another launch has it.
     """
-    with lock_of(folder).open("ab") as file:
+    with open_own(lock_of(folder), "ab") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
