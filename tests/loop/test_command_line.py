@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from my_project.command_line import NAME_LENGTH, parse, parse_command_line
+from my_project.command_line import NAME_LENGTH, parse
 from my_project.config import REMOVED, ConfigError, to_dict
 
 CONFIG = """
@@ -171,11 +171,3 @@ def test_a_removed_setting_is_refused_with_what_replaces_it(name):
 
 def test_hyphens_in_the_names_of_options_are_underscores():
     assert parse(["--config", "first.yaml", "--run-name", "a-b", "--tf32=false"]).run_name == "a-b"
-
-
-def test_restarted_in_place_a_run_that_began_again_is_continued(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["train", "--config", "first.yaml", "--resume", "never"])
-    monkeypatch.setattr("gc.disable", lambda: None)  # for the whole process
-    assert parse_command_line("").resume == "never"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert parse_command_line("").resume == "auto"

@@ -238,15 +238,6 @@ def test_what_is_started_again(tmp_path, ends, refusals):
         assert bool(said) == bool(refusal)
 
 
-def test_resume_never_holds_until_the_run_has_begun(tmp_path):
-    (tmp_path / "run.json").write_text('{"launch": "before"}')
-    restarts = Starts(folder=tmp_path, limit=3)
-    assert restarts.refusal({1: KILLED}, []) == ""
-    assert (restarts.count, restarts.attempt) == (1, 0)
-    (tmp_path / "run.json").write_text('{"launch": "now"}')
-    assert restarts.attempt == 1
-
-
 def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
     restarts = Starts(folder=tmp_path, limit=3)
     assert restarts.may_kill({0: None, 1: KILLED}, 0.0)

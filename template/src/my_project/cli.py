@@ -18,7 +18,17 @@ from typing import Any, NoReturn
 from .config import ConfigError
 from .failures import exit_with_error, library_of, record_of, report_once, short_path
 from .files import printable, say
-from .process import LOGS, PREEMPTED, STDERR, can_redraw, process_name, world, write_logs
+from .process import (
+    LOGS,
+    PREEMPTED,
+    STDERR,
+    can_redraw,
+    end_children,
+    never_fail_to_print,
+    process_name,
+    world,
+    write_logs,
+)
 from .safety.redaction import MaskedFormatter, mask
 
 
@@ -29,6 +39,7 @@ def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Except
     exception exits with 1, after an error file is written (failures.py) and the traceback printed.
     """
     code = 1
+    never_fail_to_print()
     try:
         code = main(*arguments) or 0
     except ConfigError as error:
@@ -57,6 +68,7 @@ def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code not in (0, PREEMPTED):
+        end_children()
         os._exit(code)  # the normal teardown may wait for ranks that have exited
     raise SystemExit(code)
 

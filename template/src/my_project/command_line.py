@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import hashlib
 import json
-import os
 import pkgutil
 import re
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 from .config import REMOVED, Config, ConfigError, fixed_settings
 from .failures import exit_with_error, frames_of, own_frame, short_path
 from .files import flat, read_yaml
-from .process import LAUNCHER
+from .process import LAUNCHER, never_fail_to_print
 from .recipe import problems
 from .safety.redaction import secrets_problem
 
@@ -280,16 +279,8 @@ def parse_command_line(description: str) -> Config:
     """
     LAUNCHER.watch()
     gc.disable()
+    never_fail_to_print()
     try:
-        return as_restarted(parse(sys.argv[1:], description))
+        return parse(sys.argv[1:], description)
     except ConfigError as error:
         exit_with_error(error)
-
-
-def as_restarted(config: Config) -> Config:
-    """Return the settings of a process that may have been restarted: --resume never held once."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # in place; requeued
-    restarted = any(os.environ.get(name, "0") not in ("", "0") for name in counts)
-    # the run that was moved aside has been replaced: continue the new one
-    is_replaced = restarted and config.resume == "never"
-    return dataclasses.replace(config, resume="auto") if is_replaced else config

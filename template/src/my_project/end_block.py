@@ -50,7 +50,7 @@ class Ending:
             return "finished"
         # stopped in startup, each process exits by itself, and others may report a lost connection
         follows = self.status.get("failure", {}).get("cause") in CONSEQUENCES
-        unsaved = not self.is_new or state == "running" or follows
+        unsaved = not self.is_new or state == "running" or follows or not self.codes
         failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
         if self.stop_signal and unsaved and not failed_before:
             return "stopped"

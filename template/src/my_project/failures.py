@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .files import ConfigError, say, write_atomically
-from .process import LAUNCHER, LOGS, world
+from .process import LAUNCHER, LOGS, START, world
 from .safety.redaction import mask
 
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which launch.py looks for error files
@@ -227,6 +227,7 @@ def record(
 ) -> dict[str, Any]:
     """Return the content of an error file; secrets are masked."""
     frames = [one | {"code": mask(one["code"])} for one in frames or []]
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {
         "rank": world()[1],
         "host": socket.gethostname(),
@@ -240,7 +241,7 @@ def record(
         "signal": LAUNCHER.stop_signal or None,
         "errno": None,
         "exit_code": exit_code,
-        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "attempt": int(os.environ.get(START, "").rpartition(".")[2] or restarts),
         "frames": frames,
         "details": mask(details),
     }

@@ -549,17 +549,39 @@ def fill_temporary(folder: Path, fill: Callable[[Path], None]) -> None:
 def put_in_place(folder: Path) -> None:
     """Flush the temporary folder to disk, and put it in place of the previous one."""
     temporary = folder.with_name(f".{folder.name}.partial")
-    before = folder.with_name(f".{folder.name}.before")
     for path in temporary.iterdir():
         flush_to_disk(path)
     flush_to_disk(temporary)
-    discard(before)
+    before = folder.with_name(f".{folder.name}.before")
+    # on NFS a file that somebody has open stays, as .nfs<number>, and so does its folder
+    for left in folder.parent.glob(f"{before.name}*"):
+        discard(left)
+    if os.path.lexists(before):
+        os.replace(before, unused_name(before))
     if folder.is_symlink() or folder.is_file():
         aside = unused_name(folder)
         folder.rename(aside)
         logger.warning("%s is no folder of this run: moved aside to %s", folder, aside.name)
     elif folder.exists():
-        os.replace(folder, before)
+        try:
+            os.replace(folder, before)
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+                raise
+            _replace_files(temporary, folder)  # somebody on another host keeps the folder busy
+            return
     os.replace(temporary, folder)
     flush_to_disk(folder.parent)
     discard(before)
+
+
+def _replace_files(temporary: Path, folder: Path) -> None:
+    """Replace the files in a folder one by one; a start after a kill in between writes them again."""
+    names = {path.name for path in temporary.iterdir()}
+    for name in names:
+        os.replace(temporary / name, folder / name)
+    for path in folder.iterdir():
+        if path.name not in names:
+            discard(path)
+    flush_to_disk(folder)
+    discard(temporary)

@@ -32,6 +32,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -44,7 +45,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import cli, failures, starts
-from .command_line import as_restarted
 from .command_line import parse as parse_settings
 from .commands import make_parser
 from .config import Config, ConfigError
@@ -59,9 +59,19 @@ from .files import (
     write_atomically,
     writing,
 )
-from .process import LAUNCHER, LOGS, PREEMPTED, START, no_garbage_collection
+from .process import (
+    HELD_SECONDS,
+    LAUNCHER,
+    LOGS,
+    PREEMPTED,
+    START,
+    no_garbage_collection,
+    say_that_it_imports,
+    stacks_file,
+)
+from .run_folder import starts_over_now
 from .safety.redaction import mask_command
-from .starts import Starts, failed, goodput, last_record, read_errors, status_locked
+from .starts import ENDED, Starts, failed, goodput, last_record, read_errors, status_locked
 from .workers import Workers, in_a_child, opened_files_noted, start_method
 
 TRAIN = f"{__package__}.train"
@@ -324,19 +334,20 @@ def import_all(config: Config) -> None:
                 importlib.import_module(name)
 
 
-def call(module: str, settings: Config | tuple[str, ...]) -> None:
+def call(module: str, settings: Config | tuple[str, ...], *, launcher: int) -> None:
     """Call the main of a module in this process, one of those that the launcher has started.
 
     Args:
         module: the module.
         settings: the config or, in a spawned process, its words on the command line: a config may
             hold an open file, and that must be opened here.
+        launcher: its pid.
     """
     gc.freeze()  # a collection would copy the pages of all that was imported before the fork
-    LAUNCHER.watch()
+    LAUNCHER.watch(launcher)
     main = importlib.import_module(module).main
     config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
-    cli.run_on_all_ranks(main, as_restarted(config))
+    cli.run_on_all_ranks(main, config)
 
 
 def run_module(
@@ -371,24 +382,28 @@ def run_module(
     os.environ[START] = starts.id
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
-        environments = launch.environments(starts.attempt)
+        environments = launch.environments(starts.count)
         starts.begin()
         is_forked = start_method()[0] == "fork"
-        function = partial(call, module, launch.config if is_forked else launch.arguments)
+        settings = launch.config if is_forked else launch.arguments
+        function = partial(call, module, settings, launcher=os.getpid())
         codes = workers.run(function, environments, starts.may_kill)
         found = [one for one in map(read_json, Path(errors).glob("*.json")) if "reason" in one]
+    for rank in [rank for rank, code in codes.items() if code == -signal.SIGVTALRM]:
+        found.append(report_held_lock(launch, rank, logs, starts))
+        codes[rank] = 1
     return codes, found
 
 
 def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
     prepare_environment()
+    say_that_it_imports()
     launch = parse(arguments)
     if not launch.own.requeue:
         return end(start(launch))
     folder = launch.config.folder
-    is_new_run = as_restarted(launch.config).resume == "never"
-    marks = [-1] if is_new_run else starts.marks(folder)
+    marks = [-1] if starts_over_now(launch.config) else starts.marks(folder)
     code, why = starts.requeue(folder, marks, end(start(launch)))
     if why and not launch.node_rank:
         print(why, flush=True)
@@ -451,7 +466,9 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
         record_end(logs, workers, codes, starts.count)
         by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
         starts.end(by_themselves, found, workers.stop_signal)
-        if workers.stop_signal or not failed(codes):
+        # one may fail after the run has ended; what is left is not trained again
+        has_ended = starts.is_new and read_status(folder).get("outcome") in ENDED
+        if workers.stop_signal or has_ended or not failed(codes):
             break
         if not starts_again(launch, starts, workers, by_themselves, found):
             break
@@ -462,7 +479,7 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
         running = (None, "running")
         wait_until(lambda: read_status(folder).get("outcome") not in running, STATUS_SECONDS)
     status, is_new = read_status(folder), starts.is_new
-    if is_new:
+    if is_new and codes:  # else it was stopped between two starts
         found += read_errors(folder, read_json(folder / "run.json").get("launch", ""))
     if is_new and launch.node_rank == 0:
         # a process on a full disk, or on a node that is lost, has not written that it failed
@@ -513,19 +530,42 @@ def starts_again(
     """Return whether all nodes start their processes again, after a failure on any of them."""
     others = workers.others
     refusal = starts.refusal(failed(codes), found, others_failed=bool(others and others.failed))
-    if others and read_status(launch.config.folder).get("outcome") not in ("finished", "preempted"):
+    if others:
         others.tell_failure()
         try:
-            if launch.own.max_restarts:
-                workers.others = wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
+            with workers.stoppable():
+                if launch.own.max_restarts:
+                    workers.others = wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
         except ConfigError as error:
             say(error)
             return False
-    if not refusal:
+    if not refusal and not workers.stop_signal:
         why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items())
         why = why or "another node has failed"
         print(f"{why}: all processes start again, restart {starts.count}", flush=True)
     return not refusal
+
+
+def report_held_lock(
+    launch: Launch, rank: int, logs: Path | None, starts: Starts
+) -> dict[str, Any]:
+    """Write the error file of a process that stopping.LastResort has ended; return its content."""
+    stacks = ""
+    with suppress(OSError):
+        stacks = stacks_file(str(logs or ""), rank).read_text(errors="replace")
+    limits = launch.config.distributed
+    reason = (
+        "no progress, and C code held Python's lock (the GIL), so that the process could not report"
+        f" it: ended after the limit (distributed.timeout_seconds {limits.timeout_seconds:g},"
+        f" startup_timeout_seconds {limits.startup_timeout_seconds:g}) and {HELD_SECONDS:g} s"
+    )
+    failure = failures.record(reason=reason, cause="stalled", details=stacks)
+    step = last_record(starts.folder).get("step", 0)
+    failure |= {"rank": rank, "step": step, "launch": starts.id}
+    with suppress(OSError):
+        if starts.is_new:
+            failures.write_error(starts.folder, failure)
+    return failure
 
 
 def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any]:

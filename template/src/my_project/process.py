@@ -6,6 +6,7 @@ if not: no orphan keeps training. A process that was started without a launcher 
 Imports no torch, since a launcher may be killed while its processes import.
 """
 
+import ctypes
 import gc
 import io
 import multiprocessing
@@ -18,10 +19,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from .files import open_own
 
+LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 PREEMPTED = 75  # the exit code of a run that was stopped and saved: the same command continues it
 
 
@@ -33,6 +36,47 @@ def world() -> tuple[int, int]:
 def process_name() -> str:
     """Return the rank and host of this process; needs no process group."""
     return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+
+
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    """Call Linux's prctl; do nothing on other systems."""
+    if LIBC:
+        LIBC.prctl(option, value)
+
+
+def end_children() -> None:
+    """Kill all descendants of this process, such as loader workers, which would outlive os._exit.
+
+    Imports psutil here: a process may be ended while it imports.
+    """
+    with suppress(Exception):
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def attempts() -> dict[str, int]:
+    """Return the number of this attempt in each launch that this process belongs to, by its name.
+
+    A launch starts the same command again with a higher number: launch.py and torchrun in place,
+    Slurm when it requeues a job. accelerate launch of one process, and no launcher, never do.
+    """
+    names = os.environ
+    launch, _, count = names.get(START, "").rpartition(".")
+    found = {launch: count} if launch else {}
+    restarts = names.get("TORCHELASTIC_RESTART_COUNT")
+    if restarts and not launch:
+        # <folder of this torchrun>/attempt_<n>/<local rank>/error.json; its run ID may be "none"
+        folder = os.path.dirname(names.get("TORCHELASTIC_ERROR_FILE", "")).rpartition("/attempt_")[0]
+        found = {f"torchrun {socket.gethostname()} {folder or os.getppid()}": restarts}
+    if job := names.get("SLURM_JOB_ID"):
+        found |= {f"Slurm job {job}": names.get("SLURM_RESTART_COUNT") or "0"}
+    return {name: int(count) for name, count in found.items()}
 
 
 GARBAGE_OBJECTS = 10_000  # Python's own limit is 700 to 2,000
@@ -90,6 +134,14 @@ def collect_garbage(record: int) -> None:
     gc.collect(1 if record % RECORDS_PER_FULL_COLLECTION else 2)
 
 
+HELD_SECONDS = 30.0  # after a watchdog's limit, before it is taken for stuck itself
+
+
+def stacks_file(logs: str, rank: int) -> Path:
+    """Return the file in the log folder for the stacks of a rank that cannot report any more."""
+    return Path(logs, f"stacks_{rank:05d}.txt")
+
+
 START = "LAUNCH_START"  # the variable with the name of this start in starts.jsonl
 LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
 DRY_RUN = "LAUNCH_DRY_RUN"  # the variable that is set in a dry run, in which each check has a line
@@ -99,6 +151,31 @@ STDERR: list[int] = []  # a copy of the terminal's, once a log file has taken it
 def can_redraw() -> bool:
     """Return whether stdout is a terminal on which the last line can be drawn again."""
     return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def say_that_it_imports() -> None:
+    """Say on a terminal what the first seconds of a command are spent on."""
+    if can_redraw():
+        print("importing torch and the recipe", flush=True)
+
+
+class _DroppingFile(io.FileIO):
+    """A descriptor that drops what cannot be written: its reader may be gone, or its disk full."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            return super().write(data) or len(data)  # None: it would block
+        return len(data)
+
+
+def never_fail_to_print() -> None:
+    """Let no print of this process raise, whether its reader is gone or its encoding is ASCII."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:  # not where a test or a notebook has replaced it
+            raw = io.BufferedWriter(_DroppingFile(stream.fileno(), "w", closefd=False))
+            how: Any = {"encoding": stream.encoding, "errors": "backslashreplace"}
+            setattr(sys, name, io.TextIOWrapper(raw, **how, line_buffering=True))
 
 
 class CopiedStream:
@@ -192,10 +269,14 @@ class Launcher:
         """Return whether a launcher started this process and has ended."""
         return self.pid is not None and os.getppid() != self.pid
 
-    def watch(self) -> None:
-        """Exit this process when the launcher has ended, or when a stop signal has no effect."""
+    def watch(self, pid: int | None = None) -> None:
+        """Exit this process when the launcher has ended, or when a stop signal has no effect.
+
+        Args:
+            pid: of the launcher, which may have ended already; by default this process's parent.
+        """
         if self.pid is None and any(name in os.environ for name in SET_BY_LAUNCHERS):
-            self.pid = os.getppid()
+            self.pid = pid or os.getppid()
             parent = multiprocessing.parent_process()
             self._pipe = [parent.sentinel] if parent else []
             # signal handlers run in the main thread, which a collective may block
@@ -217,12 +298,7 @@ class Launcher:
         message = f"rank {os.environ.get('RANK', '0')}: {reason}, so this process exits\n"
         with suppress(OSError):  # the reader of stderr may be gone too
             os.write(2, message.encode())
-        with suppress(Exception):
-            import psutil
-
-            for process in psutil.Process().children(recursive=True):  # such as a recipe's workers
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+        end_children()
         os._exit(1)
 
 

@@ -17,6 +17,7 @@ import sys
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +26,7 @@ from . import files
 from .cli import WARNED
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
 from .failures import as_status, first_failure, report, write_error
-from .process import START
+from .process import START, attempts
 from .safety.redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
 
 logger = logging.getLogger(__name__)
@@ -160,14 +161,16 @@ class Run:
                 would work in it.
         """
         self.check_lock()
-        if self.config.resume != "never":
+        starts_over = starts_over_now(self.config)
+        if not starts_over:
+            refuse_other_settings(replace(self.config, resume="auto"))
             refuse_other_format(self.folder)
         with files.writing(self.folder):
             folders = [p for p in (self.folder, self.folder / "checkpoints") if os.path.lexists(p)]
             # once in each file system: a link may lead to another one
             for folder in {folder.stat().st_dev: folder for folder in folders}.values():
                 files.try_saving(folder)
-            if self.config.resume == "never":
+            if starts_over:
                 self._start_over()
             for name in files.NEEDED:
                 if os.path.lexists(self.folder / name):
@@ -176,8 +179,10 @@ class Run:
             self.write_status("running")
             self.token = os.environ.get(START) or uuid.uuid4().hex
             about = self.folder / "run.json"
-            self.id = str(files.read_json(about).get("run") or self.id)
+            before = files.read_json(about)
+            self.id = str(before.get("run") or self.id)
             record = {"format": files.RUN_FORMAT, "run": self.id, "launch": self.token}
+            record["begun_by"] = before.get("begun_by", attempts())
             record |= {"hosts": self.hosts, "numerics": self.numerics}
             source = inspect.getsourcefile(type(self.config.recipe))
             record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)}
@@ -271,15 +276,31 @@ class Run:
     def _start_over(self) -> None:
         """Move what is in the folder aside, but for the lock and the logs of this launch.
 
-        First the records, which a start without these checkpoints would drop, then what a start
-        would continue, so that no kill leaves a part of a run that seems whole.
+        First the outcome, then the records, which a start without these checkpoints would drop,
+        then what a start would continue, so that no kill leaves a part of a run that seems whole.
+        Last run.json, by which the next attempt of this launch knows that it has not been done.
         """
         names = {*os.listdir(self.folder)} - {"logs", ".lock"}
+        if names <= {"config.yaml", "status.json"}:  # all that begin() had written when killed
+            return
         aside = files.unused_name(self.folder.resolve())  # on the same disk
-        first = ("metrics.jsonl", "checkpoints", "export")
-        for name in sorted(names, key=lambda name: first.index(name) if name in first else 9):
-            aside.mkdir(exist_ok=True)
+        aside.mkdir()
+        first = ["status.json", "metrics.jsonl", "checkpoints", "export"]
+        last = sorted(names - {*first, "run.json"})
+        for name in [name for name in (*first, *last, "run.json") if name in names]:
             os.rename(self.folder / name, aside / name)
+
+
+def starts_over_now(config: Config) -> bool:
+    """Return whether --resume never is to move the run aside that is in the folder now.
+
+    Not if an earlier attempt of this launch, or of this Slurm job, has begun that run.
+    """
+    before = files.read_json(config.folder / "run.json").get("begun_by")
+    now = attempts()
+    begun_by = before if isinstance(before, dict) else {}
+    earlier = [name for name in now if files.is_number(begun_by.get(name))]
+    return config.resume == "never" and not any(begun_by[name] < now[name] for name in earlier)
 
 
 def refuse_other_settings(config: Config) -> None:

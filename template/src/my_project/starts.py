@@ -44,6 +44,7 @@ from .process import PREEMPTED
 NUMBER = (int, float)
 CAUSES = ("lost contact", "lost node", "device error")
 GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
+START_SECONDS = 60.0  # without a kept step, that are no more than a start
 REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
 EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
@@ -70,7 +71,8 @@ class Starts:
     )
     _lines: list[dict[str, Any]] = field(default_factory=list)  # not written yet
     _in_vain: int = 0  # restarts since the last new step
-    _furthest: int = 0
+    _saved: int = 0  # the newest step that was saved, and that an error file has named
+    _reported: int = 0
 
     def __post_init__(self) -> None:
         self._about_before = read_json(self.folder / "run.json")
@@ -95,14 +97,6 @@ class Starts:
         if self.about:  # by its name: another launch may have begun the run meanwhile
             return str(about.get("launch")).startswith(f"{self.launch}.")
         return about != self._about_before
-
-    @property
-    def attempt(self) -> int:
-        """Return the number of this attempt; 0 until one has begun the run.
-
-        So long --resume never holds: the run that it moves aside is still there.
-        """
-        return self.count if self.is_new else 0
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
         """Return whether the processes that are left need to be waited for no longer.
@@ -138,9 +132,12 @@ class Starts:
         may_mend = cause in CAUSES or (others_failed and not failures)
         if not may_mend and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        step = max([newest_checkpoint(self.folder) or 0, *(one["step"] or 0 for one in failures)])
-        if step > self._furthest:
-            self._furthest, self._in_vain = step, 0
+        # each with its like: most failures are not reported, and the first report is no new step
+        saved = newest_checkpoint(self.folder) or 0
+        reported = max((one["step"] or 0 for one in failures), default=0)
+        if saved > self._saved or 0 < self._reported < reported:
+            self._in_vain = 0
+        self._saved, self._reported = saved, max(self._reported, reported)
         if self._in_vain >= self.limit:
             return f"{self.limit} restarts have brought no new step"
         self._in_vain += 1
@@ -423,12 +420,13 @@ def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
 
 
 def in_words(status: dict[str, Any]) -> str:
-    """Return the goodput in a status.json as a line; "" where it is good or not known."""
+    """Return the goodput in a status.json as a line; "" where it is good or says nothing yet."""
     calendar = status.get("goodput", {}).get("calendar")
     if not isinstance(calendar, dict) or not {"kept", "seconds"} <= calendar.keys():
         return ""
     text = f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
-    return text if calendar["kept"] < GOOD else ""
+    is_start = calendar["kept"] == 0 and calendar["seconds"] < START_SECONDS
+    return text if calendar["kept"] < GOOD and not is_start else ""
 
 
 # ---- for schedulers ------------------------------------------------------------------------------

@@ -3,15 +3,17 @@
 runs/<run_name>/errors/ gathers, for all nodes, one file for each rank that failed.
 """
 
+import ctypes
 import faulthandler
 import os
 import signal
+import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -21,7 +23,16 @@ import torch
 from . import failures
 from .config import Config, seconds_of
 from .files import open_own
-from .process import LAUNCHER, STOP_SIGNALS, process_name
+from .process import (
+    HELD_SECONDS,
+    LAUNCHER,
+    LIBC,
+    LOGS,
+    STOP_SIGNALS,
+    end_children,
+    process_name,
+    stacks_file,
+)
 from .run_folder import Run
 
 SECOND_SIGNAL_AFTER_SECONDS = 5.0  # seconds
@@ -104,6 +115,54 @@ class StopRequest:
 
 
 # ---- the watchdog --------------------------------------------------------------------------------
+class LastResort:
+    """End this process where C code holds Python's lock, so that the watchdog cannot run.
+
+    A timer of the kernel sends SIGVTALRM twice, unless it is set again before. The first one only
+    takes its own handler out (System V semantics), the second finds none, and ends the process. Of
+    signals to a process that is stopped (Ctrl-Z, a scheduler) the kernel keeps one, so such a time
+    ends nothing, however long. The stacks go to a file in the log folder, else to stderr, before
+    the process ends; also after such a time, and are removed then. Without glibc faulthandler ends
+    the process, and does count such a time.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.timer = ctypes.c_void_p()
+        self.is_there = hasattr(LIBC, "sysv_signal")
+        if self.is_there:  # struct sigevent: SIGEV_SIGNAL is 0, CLOCK_MONOTONIC 1
+            event = struct.pack("Pii48x", 0, signal.SIGVTALRM, 0)
+            LIBC.timer_create(1, event, ctypes.byref(self.timer))
+        self.path = stacks_file(os.environ[LOGS], rank) if LOGS in os.environ else None
+        self.stacks: Any = 2
+        with suppress(OSError):  # a full disk
+            self.stacks = self.path.open("ab") if self.path else 2
+
+    def set(self, seconds: float) -> None:
+        """End this process in so many seconds, not counting those in which it is stopped."""
+        if self.stacks != 2:
+            self.stacks.truncate(0)
+        dumped = seconds - min(5.0, seconds / 10)
+        faulthandler.dump_traceback_later(dumped, exit=not self.is_there, file=self.stacks)
+        if self.is_there:
+            LIBC.sysv_signal(signal.SIGVTALRM, LIBC.abs)  # a function that does nothing
+            self._set_timer(seconds / 2)
+
+    def _set_timer(self, seconds: float) -> None:
+        whole, part = int(seconds), int(seconds % 1 * 1e9)
+        LIBC.timer_settime(self.timer, 0, struct.pack("4l", whole, part, whole, part), None)
+
+    def __enter__(self) -> "LastResort":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self.is_there:
+            LIBC.timer_delete(self.timer)
+        if self.stacks != 2:
+            self.stacks.close()
+            self.path.unlink(missing_ok=True)
+
+
 class Watchdog:
     """End this process, and report where it stalled, when it has made no progress for too long.
 
@@ -144,15 +203,17 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
+        with LastResort(self.run.rank) as last_resort:
+            self._watch(last_resort)
+
+    def _watch(self, last_resort: LastResort) -> None:
         waited, interval = 0.0, min(1.0, self.short / 4)
         while not self._ended.wait(interval):
             waited = 0.0 if self._has_progress or is_in_debugger() else waited + interval
             self._has_progress = False
-            # If C code holds the GIL, this thread cannot run, but faulthandler's own thread can.
-            faulthandler.dump_traceback_later(self.limit + 30, exit=True, file=2)
+            last_resort.set(self.limit + HELD_SECONDS)
             if waited >= self.limit:
                 self._abort(waited)
 
@@ -180,6 +241,7 @@ class Watchdog:
         self.run.fail(failure)
         if len(self.run.hosts) > 1:
             time.sleep(ABORT_WAIT_SECONDS)
+        end_children()
         os._exit(1)
 
 

@@ -6,7 +6,6 @@ no import: each worker saves some four seconds of CPU time at every start. Where
 read on at one position) or impossible they are spawned.
 """
 
-import ctypes
 import fcntl
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ import psutil
 
 from . import failures
 from .files import wait_until
-from .process import PREEMPTED
+from .process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PREEMPTED, prctl
 from .starts import failed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -33,6 +32,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # schedulers send each signal twice, at almost the same time.
 KILL_AFTER_SECONDS = 5.0
 STOPPING = "stopping; a run saves within two more steps; again in 5 s to end it at once"
+NOTHING_RUNS = "stopped before any process was started; the same command starts them"
+ENDING = "no process is running now, and none is started"
 POLL_SECONDS = 0.1
 
 
@@ -44,8 +45,10 @@ class Workers:
         self.killed: list[int] = []  # ranks that were ended since another one had failed
         self.stop_signal = ""  # the name of the first stop signal
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
+        self._stopped_at = float("inf")  # time.monotonic(), which no clock step changes
+        self._may_raise = True  # nothing has to be ended or written when a signal comes
         self.others: Any = None  # with several nodes rendezvous.OtherNodes
-        prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process
         self._handle_signals()
 
     def _handle_signals(self) -> None:
@@ -56,16 +59,26 @@ class Workers:
     def _handle(self, number: int, _: object) -> None:
         if not self.stop_signal:
             self.stop_signal, self.stop_signal_time = signal.Signals(number).name, time.time()
-            if not self.running:
-                raise SystemExit(PREEMPTED)  # nothing has started; the same command starts it
+            self._stopped_at = time.monotonic()
+            said = STOPPING if self.running else NOTHING_RUNS if self._may_raise else ENDING
             with suppress(OSError):  # a closed terminal; print may be what was interrupted
-                os.write(1, f"\n{self.stop_signal}: {STOPPING}\n".encode())
+                os.write(1, f"\n{self.stop_signal}: {said}\n".encode())
+            if self._may_raise:
+                raise SystemExit(PREEMPTED)
             for worker in self.running:
                 with suppress(ProcessLookupError):
                     if worker.exitcode is None:
                         os.kill(worker.pid, signal.SIGTERM if number == signal.SIGHUP else number)
-        elif time.time() - self.stop_signal_time > KILL_AFTER_SECONDS:
+        elif time.monotonic() - self._stopped_at > KILL_AFTER_SECONDS:
             kill_all(self.running)
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Let a stop signal end the block, which waits for other nodes, and nothing else."""
+        self._may_raise = not self.stop_signal
+        with suppress(SystemExit):
+            yield
+        self._may_raise = False
 
     def ignore_signals(self) -> None:
         """Ignore signals from now on: the run has ended, and Ctrl-C would hide how."""
@@ -90,7 +103,7 @@ class Workers:
 
         Returns:
             The exit code of each process by rank, in the order in which they ended; -n for one
-            that signal n ended.
+            that signal n ended. {} after a stop signal, which may have come between two starts.
         """
         self.killed = []
         self._handle_signals()  # again: an import may have installed handlers of its own
@@ -103,15 +116,16 @@ class Workers:
         sys.stderr.flush()
         # a signal is held back until there are processes to forward it to
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._may_raise = False
         try:
-            for environment in environments:
+            for environment in environments if not self.stop_signal else ():
                 given = (function, environment, os.getpid())
                 self.running.append(context.Process(target=_work, args=given))
                 self.running[-1].start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
-            return self._wait(ranks, may_kill)
+            return self._wait(ranks, may_kill) if self.running else {}
         finally:
             kill_all(self.running)
             self.running = []
@@ -129,6 +143,7 @@ class Workers:
             if failed(codes) or (self.others and self.others.have_failed):
                 failed_at = min(failed_at, time.monotonic())
             left = [worker for worker in self.running if worker.exitcode is None]
+            reap_others({worker.pid for worker in left})
             if not self.killed and may_kill(codes, time.monotonic() - failed_at):
                 self.killed = [rank for rank, code in codes.items() if code is None]
                 for worker in left:
@@ -207,6 +222,18 @@ def in_a_child(count: Callable[[], int]) -> int:
     return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
+def reap_others(own: set[int]) -> None:
+    """Let orphans go that this process, a subreaper, has adopted, and that have ended.
+
+    Args:
+        own: pids that multiprocessing waits for.
+    """
+    with suppress(ChildProcessError):  # there is no child at all
+        options = os.WEXITED | os.WNOHANG
+        while (one := os.waitid(os.P_ALL, 0, options | os.WNOWAIT)) and one.si_pid not in own:
+            os.waitid(os.P_PID, one.si_pid, options)
+
+
 def kill_all(workers: Iterable[Any]) -> None:
     """Kill processes and all their descendants, also those whose parent has ended."""
     pids = {worker.pid for worker in workers}
@@ -230,7 +257,7 @@ def _work(function: Callable[[], object], environment: dict[str, str], parent: i
     os.setsid()  # Ctrl-C in a terminal signals the launcher only
     os.environ.clear()
     os.environ.update(environment)
-    prctl(15, f"rank {environment.get('RANK', '0')}".encode())  # PR_SET_NAME, as ps -o comm shows
+    prctl(PR_SET_NAME, f"rank {environment.get('RANK', '0')}".encode())  # ps -o comm shows it
     if environment.get("LOCAL_RANK", "0") == "0":
         with suppress(OSError):  # multiprocessing has put an empty one in its place: pdb needs it
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -243,11 +270,3 @@ def _work(function: Callable[[], object], environment: dict[str, str], parent: i
         failures.report_once(error)
         raise
 
-
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def prctl(option: int, value: int | bytes) -> None:
-    """Call Linux's prctl; do nothing on other systems."""
-    if LIBC:
-        LIBC.prctl(option, value)

@@ -109,5 +109,6 @@ def remove(folder: Path) -> None:
         # Renamed first: a kill while files are removed must not leave a partial checkpoint.
         removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
-        os.replace(folder, removed)
+        with suppress(OSError):  # kept busy by a reader on another host (NFS): at a later save
+            os.replace(folder, removed)
         discard(removed)

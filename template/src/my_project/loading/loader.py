@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate, get_worker_info
 
 from ..config import BatchesConfig, Config, ConfigError
+from ..process import PR_SET_PDEATHSIG, prctl
 from ..recipe import optional
 from .layout import BatchLayout
 from .seeding import SampleSeeds, SeedSamples, derive_seed, keys_of, seed_rng
@@ -214,8 +215,10 @@ def cpus_per_process() -> float:
 def ignore_signals_except_parents(_: int) -> None:
     """Ignore signals in a loader worker: the training process handles them.
 
-    Only a SIGTERM from the parent counts, by which it ends its workers.
+    Only a SIGTERM from the parent counts, by which it ends its workers. Where the parent ends
+    without one (killed, os._exit), the kernel ends a worker, which may hang.
     """
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
