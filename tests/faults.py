@@ -5,6 +5,8 @@
     python tests/faults.py --table     print the table of what has been run
     python tests/faults.py --sound 100 train 100 sound runs, in which nothing must be found wrong
     python tests/faults.py --files     let file operations of a run fail (tests/loop/file_faults.py)
+    python tests/faults.py --kills-of-launch 56 --seed 1
+                                       kill launchers and their processes (kills_of_launch.py)
 
 The faults are drawn with a fixed seed. What is expected of doctor (the rank, words of the cause)
 and of the launcher (its exit code) follows from the fault, not from what either of them says.
@@ -538,12 +540,22 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--sound", type=int, default=0)
     parser.add_argument("--files", action="store_true")
+    parser.add_argument("--kills-of-launch", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     if options.files:
         raise SystemExit(len(fail_files()))
     if options.sound:
         print(f"{options.sound} sound runs, something is said of {sound_runs(options.sound)}")
+        return
+    if options.kills_of_launch:
+        import kills_of_launch
+
+        import_all("ragged")
+        with tempfile.TemporaryDirectory() as folder:
+            numbers = [*range(options.kills_of_launch)]
+            kills_of_launch.kill_launches(numbers, options.seed, Path(folder))
         return
     left = [i for i in range(len(FAULTS)) if i not in results(RESULTS)]
     for number in [] if options.table else options.numbers or left:

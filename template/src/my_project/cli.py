@@ -5,6 +5,7 @@ import logging
 import mmap
 import os
 import re
+import signal
 import sys
 import textwrap
 import threading
@@ -22,6 +23,7 @@ from .process import (
     LOGS,
     PREEMPTED,
     STDERR,
+    STOP_SIGNALS,
     can_redraw,
     end_children,
     never_fail_to_print,
@@ -65,6 +67,9 @@ def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
         code: Any = end.code
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         code = 0  # on another code torchrun would restart the preempted run at once
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:  # how the run has ended stays, however its teardown is told
+            signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
     if code not in (0, PREEMPTED):
