@@ -110,8 +110,8 @@ def case(number: int, seed: int, folder: Path, whole: dict[int, bytes]) -> str:
         AssertionError: other weights, a process that is left, another run, or a wrong exit code.
     """
     draw = random.Random(f"{seed} {number}")
-    processes, moment = 1 + number % 2, MOMENTS[number // 4 % len(MOMENTS)]
-    never = ("--resume", "never") if number // 2 % 2 or moment == "begin" else ()
+    processes, moment = draw.choice((1, 2)), MOMENTS[number % len(MOMENTS)]
+    never = ("--resume", "never") if draw.random() < 0.5 or moment == "begin" else ()
     if processes not in whole:
         (own := folder / f"whole_{processes}").mkdir()
         Launched(own, processes).wait()

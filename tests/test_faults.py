@@ -1,4 +1,4 @@
-"""Six of the sixty faults, and ten of the hundred kills across layouts; make faults runs all."""
+"""Six of the faults, ten of the kills across layouts, eight of launches; make faults runs all."""
 
 import random
 import sys
@@ -27,3 +27,10 @@ def test_a_run_killed_ten_times_across_layouts_sees_the_same_samples():
     assert succeed(sys.executable, *kills).startswith(
         "10 kills, 333 steps, the same samples and weights"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_launch_of_which_one_or_two_processes_are_killed_goes_on():
+    said = succeed(sys.executable, faults.__file__, "--kills-of-launch", "8", "--seed", "1")
+    assert len(said.splitlines()) == 8

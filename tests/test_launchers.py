@@ -155,7 +155,7 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
     )
     slow = ("--recipe.seconds", "0.2")  # 200 steps are longer than 30 s
     options = ("--export=NONE", "--ntasks-per-node=2", "--cpus-per-task=2", "--nodes=2")
-    job = submit(slurm, "--steps", "220", *slow, options=options)
+    job = submit(slurm, "--steps", "220", "--resume", "never", *slow, options=options)
     hosts.wait_for(lambda: hosts.steps() >= 10)
     slurm.call("scancel", "--signal=USR1", job)
     hosts.wait_for(lambda: "requeueing job" in slurm.output(job))
