@@ -26,7 +26,6 @@ from .process import (
     STOP_SIGNALS,
     can_redraw,
     end_children,
-    never_fail_to_print,
     process_name,
     world,
     write_logs,
@@ -41,7 +40,6 @@ def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Except
     exception exits with 1, after an error file is written (failures.py) and the traceback printed.
     """
     code = 1
-    never_fail_to_print()
     try:
         code = main(*arguments) or 0
     except ConfigError as error:

@@ -65,6 +65,7 @@ from .process import (
     LOGS,
     PREEMPTED,
     START,
+    never_fail_to_print,
     no_garbage_collection,
     say_that_it_imports,
     stacks_file,
@@ -252,9 +253,12 @@ def _parser() -> argparse.ArgumentParser:
 def prepare_environment() -> None:
     """Set the variables that hold before anything is imported; leave out a scheduler's.
 
+    And let no reader of this launcher that is gone end it.
+
     Raises:
         ConfigError: there is no folder for temporary files, which an import may need.
     """
+    never_fail_to_print()
     check_temporary_folder(has_workers=False)  # the processes know their workers, and check more
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
@@ -461,7 +465,7 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
     )
     while True:
         codes, found = run_module(launch, workers, TRAIN, logs, starts)
-        if lost := workers.others and workers.others.lost:
+        if codes and (lost := workers.others and workers.others.lost):
             found.append(report_lost_node(launch, lost, starts))
         record_end(logs, workers, codes, starts.count)
         by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
@@ -475,7 +479,7 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
     workers.ignore_signals()
     starts.write()
     # a network file system may be late
-    if launch.nodes > 1 and not lost and wait_until(lambda: starts.is_new, 5.0):
+    if launch.nodes > 1 and codes and not lost and wait_until(lambda: starts.is_new, 5.0):
         running = (None, "running")
         wait_until(lambda: read_status(folder).get("outcome") not in running, STATUS_SECONDS)
     status, is_new = read_status(folder), starts.is_new

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -121,46 +121,41 @@ class LastResort:
     A timer of the kernel sends SIGVTALRM twice, unless it is set again before. The first one only
     takes its own handler out (System V semantics), the second finds none, and ends the process. Of
     signals to a process that is stopped (Ctrl-Z, a scheduler) the kernel keeps one, so such a time
-    ends nothing, however long. The stacks go to a file in the log folder, else to stderr, before
-    the process ends; also after such a time, and are removed then. Without glibc faulthandler ends
-    the process, and does count such a time.
+    ends nothing, however long. The stacks are written shortly before, to a file in the log folder,
+    else to stderr; also after such a time, and then removed from the file. Without glibc
+    faulthandler ends the process, and does count such a time.
     """
 
     def __init__(self, rank: int) -> None:
         self.timer = ctypes.c_void_p()
-        self.is_there = hasattr(LIBC, "sysv_signal")
-        if self.is_there:  # struct sigevent: SIGEV_SIGNAL is 0, CLOCK_MONOTONIC 1
+        self.has_timer = hasattr(LIBC, "sysv_signal")
+        if self.has_timer:  # struct sigevent: SIGEV_SIGNAL is 0, CLOCK_MONOTONIC 1
             event = struct.pack("Pii48x", 0, signal.SIGVTALRM, 0)
             LIBC.timer_create(1, event, ctypes.byref(self.timer))
-        self.path = stacks_file(os.environ[LOGS], rank) if LOGS in os.environ else None
+        self.dumps_at = float("inf")
         self.stacks: Any = 2
-        with suppress(OSError):  # a full disk
-            self.stacks = self.path.open("ab") if self.path else 2
+        with suppress(KeyError, OSError):  # not under launch.py; a full disk
+            self.stacks = stacks_file(os.environ[LOGS], rank).open("ab")
 
     def set(self, seconds: float) -> None:
         """End this process in so many seconds, not counting those in which it is stopped."""
-        if self.stacks != 2:
+        if time.monotonic() > self.dumps_at and self.stacks != 2:
             self.stacks.truncate(0)
-        dumped = seconds - min(5.0, seconds / 10)
-        faulthandler.dump_traceback_later(dumped, exit=not self.is_there, file=self.stacks)
-        if self.is_there:
+        self.dumps_at = time.monotonic() + 0.9 * seconds
+        faulthandler.dump_traceback_later(0.9 * seconds, exit=not self.has_timer, file=self.stacks)
+        if self.has_timer:
             LIBC.sysv_signal(signal.SIGVTALRM, LIBC.abs)  # a function that does nothing
-            self._set_timer(seconds / 2)
+            half = int(seconds / 2), int(seconds / 2 % 1 * 1e9)  # and nanoseconds
+            LIBC.timer_settime(self.timer, 0, struct.pack("4l", *half, *half), None)
 
-    def _set_timer(self, seconds: float) -> None:
-        whole, part = int(seconds), int(seconds % 1 * 1e9)
-        LIBC.timer_settime(self.timer, 0, struct.pack("4l", whole, part, whole, part), None)
-
-    def __enter__(self) -> "LastResort":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Leave this process alone."""
         faulthandler.cancel_dump_traceback_later()
-        if self.is_there:
+        if self.has_timer:
             LIBC.timer_delete(self.timer)
         if self.stacks != 2:
             self.stacks.close()
-            self.path.unlink(missing_ok=True)
+            os.unlink(self.stacks.name)
 
 
 class Watchdog:
@@ -205,7 +200,7 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        with LastResort(self.run.rank) as last_resort:
+        with closing(LastResort(self.run.rank)) as last_resort:
             self._watch(last_resort)
 
     def _watch(self, last_resort: LastResort) -> None:
