@@ -42,11 +42,10 @@ def launch(
     """Start a run; at the end, every process of it must be gone."""
     (folder / "tiny.yaml").write_text(CONFIG)
     mark = uuid.uuid4().hex
-    config_file = ["--config_file", str(PROJECT / f"accelerate_configs/{where}.yaml")]
-    config_file = config_file if where else []  # torchrun has none
+    config = ["--config_file", str(PROJECT / f"accelerate_configs/{where}.yaml")] * bool(where)
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     process = subprocess.Popen(
-        [sys.executable, "-m", launcher, *config_file, *flags,
+        [sys.executable, "-m", launcher, *config, *flags,
          "-m", "my_project.train", "--config", "tiny.yaml", *arguments],
         cwd=folder, env=environment | {"TEST_MARK": mark}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

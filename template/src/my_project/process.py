@@ -72,7 +72,7 @@ def attempts() -> dict[str, int]:
     restarts = names.get("TORCHELASTIC_RESTART_COUNT")
     if restarts and not launch:
         # <folder of this torchrun>/attempt_<n>/<local rank>/error.json; its run ID may be "none"
-        folder = os.path.dirname(names.get("TORCHELASTIC_ERROR_FILE", "")).rpartition("/attempt_")[0]
+        folder = names.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]
         found = {f"torchrun {socket.gethostname()} {folder or os.getppid()}": restarts}
     if job := names.get("SLURM_JOB_ID"):
         found |= {f"Slurm job {job}": names.get("SLURM_RESTART_COUNT") or "0"}

@@ -269,4 +269,3 @@ def _work(function: Callable[[], object], environment: dict[str, str], parent: i
     except Exception as error:
         failures.report_once(error)
         raise
-
