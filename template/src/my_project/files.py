@@ -576,7 +576,7 @@ def put_in_place(folder: Path) -> None:
 
 
 def _replace_files(temporary: Path, folder: Path) -> None:
-    """Replace the files in a folder one by one; a start after a kill in between writes them again."""
+    """Replace the files in a folder one by one; after a kill in between they are written again."""
     names = {path.name for path in temporary.iterdir()}
     for name in names:
         os.replace(temporary / name, folder / name)
