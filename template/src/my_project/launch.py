@@ -465,7 +465,8 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
     )
     while True:
         codes, found = run_module(launch, workers, TRAIN, logs, starts)
-        if codes and (lost := workers.others and workers.others.lost):
+        lost = workers.others.lost if codes and workers.others else None
+        if lost:
             found.append(report_lost_node(launch, lost, starts))
         record_end(logs, workers, codes, starts.count)
         by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
