@@ -1,11 +1,14 @@
 """Reading settings, and the names of runs."""
 
+import re
 import sys
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
-from my_project.command_line import NAME_LENGTH, parse
-from my_project.config import REMOVED, ConfigError, to_dict
+import yaml
+from my_project.command_line import NAME_LENGTH, parse, parse_command_line
+from my_project.config import REMOVED, ConfigError, each_setting, to_dict
 
 CONFIG = """
 recipe: {class_path: sweep.Sweep, init_args: {width: 8}}
@@ -151,6 +154,74 @@ def test_a_mistake_is_one_sentence_and_a_typo_gets_the_similar_name(typed, sente
         parse(["--config", "first.yaml", *typed.split()])
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+# ---- wrong values --------------------------------------------------------------------------------
+JARGON = re.compile("class '|Subtypes|Expected a|Traceback|mapping")
+SETTINGS = {name: kind for name, kind, _ in each_setting() if name != "recipe"}
+
+
+def refusal_of(name: str, value: object, *, typed: bool) -> str:
+    """Return what is said of a value, typed or in a file; "" if it is accepted."""
+    for part in reversed(name.split(".")):
+        value = value if typed else {part: value}
+    Path("wrong.yaml").write_text(yaml.safe_dump(value))
+    words = [f"--{name}={value}"] if typed else ["--config", "wrong.yaml"]
+    try:
+        parse(["--config", "first.yaml", *words])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_of_a_wrong_value_the_setting_is_named_and_what_it_takes(name):
+    kinds = {get_origin(kind) or kind for kind in (SETTINGS[name], *get_args(SETTINGS[name]))}
+    wrong = [{"a": 1}, "no such", None][dict in kinds :]
+    if type(None) in kinds:
+        wrong.remove(None)
+        for typed in (False, True):  # of steps and epochs one is left
+            said = refusal_of(name, "None", typed=typed)
+            assert not said or "set exactly one of them" in said
+    assert len(wrong) > 0
+    for value in wrong:
+        is_text = isinstance(value, str)
+        if is_text and str in kinds:
+            continue
+        for typed in (False, True)[: 1 + is_text]:
+            said = refusal_of(name, value, typed=typed)
+            assert said.startswith(f"{name} is "), said
+            assert "but must be" in said
+            assert not JARGON.search(said), said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("steps: 1e3", "steps is 1e3, but must be a whole number or null"),
+        (
+            "precision: no",
+            "precision is false (in YAML, a no without quotes), but must be no, bf16",
+        ),
+        ("stop_after: 90", "stop_after is 90, but must be text in quotes such as 3h55m or null"),
+        ("seed: null", "seed is null, but must be a whole number"),
+        ("recipe: 3", "recipe is 3, but must be text in quotes such as package.module.Class"),
+        ("recipe: {init_args: {width: wide}}", "recipe.width is wide, but must be a whole number"),
+        ("recipe: {init_args: [8]}", "recipe.init_args is [8], but must be named settings"),
+    ],
+)
+def test_wrong_values_in_a_file(text, said):
+    Path("wrong.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse(["--config", "first.yaml", "--config", "wrong.yaml"])
+
+
+def test_none_is_null():
+    Path("none.yaml").write_text("epochs: None\nsteps: 7\nbatches: {workers: None}\n")
+    config = parse(["--config", "first.yaml", "--config", "none.yaml", "--optim.clip_norm=None"])
+    assert (config.epochs, config.steps, config.batches.workers) == (None, 7, None)
+    assert config.optim.clip_norm is None
+    assert parse(["--config", "first.yaml", "--recipe.label", "None"]).recipe.label == "None"
 
 
 @pytest.mark.parametrize("name", REMOVED)

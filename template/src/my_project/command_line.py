@@ -15,13 +15,22 @@ import json
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from .config import REMOVED, Config, ConfigError, fixed_settings
+from .config import (
+    REMOVED,
+    Config,
+    ConfigError,
+    each_setting,
+    fits,
+    fixed_settings,
+    wrong_value,
+)
 from .failures import exit_with_error, frames_of, own_frame, short_path
 from .files import flat, read_yaml
 from .process import LAUNCHER, never_fail_to_print
@@ -30,6 +39,7 @@ from .safety.redaction import secrets_problem
 
 NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
 DURATIONS = ("steps", "epochs")
+NULLABLE = {name for name, kind, _ in each_setting() if fits(None, kind)} - {"recipe"}
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -176,8 +186,16 @@ def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = Fa
     return parser
 
 
-def _config(parser: Any, parse_them: Callable[[], Any]) -> Config:
-    """Parse and return the settings; an error becomes one line."""
+def _config(
+    parser: Any, parse_them: Callable[[], Any], sources: Iterable[dict[str, Any]] = ()
+) -> Config:
+    """Parse and return the settings; an error becomes one line.
+
+    Args:
+        parser: jsonargparse's.
+        parse_them: lets it parse them.
+        sources: config files and what was typed, of which it names the first wrong value.
+    """
     try:
         values = vars(parser.instantiate(parse_them()))
         values.pop("config")
@@ -190,21 +208,83 @@ def _config(parser: Any, parse_them: Callable[[], Any]) -> Config:
         if at and at["file"] != __file__:
             place = f"{short_path(at['file'])}, line {at['line']}"
             message = f"{type(error).__name__}: {message} ({place})"
-        raise ConfigError(_explained(message, parser)) from error
+        raise ConfigError(_explained(message, parser, sources)) from error
 
 
-def _explained(message: str, parser: Any) -> str:
-    """Return jsonargparse's message; of a name that does not exist, with the most similar one."""
+# ---- wrong values --------------------------------------------------------------------------------
+def spread(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings by dotted name, each group before its own."""
+    for key, value in settings.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from spread(value, f"{prefix}{key}.")
+
+
+def read_value(text: str) -> Any:
+    """Return a typed value as YAML reads it, and 1e3 as a number."""
+    import yaml
+
+    value: Any = text
+    with suppress(yaml.YAMLError, ValueError):
+        value = yaml.safe_load(text)
+        value = float(value) if isinstance(value, str) and value[-1:].isdigit() else value
+    return value
+
+
+def is_null(value: Any, name: str) -> bool:
+    """Return whether a value is None, Python's word for null, of a setting that may be null."""
+    return value == "None" and name in NULLABLE
+
+
+def with_null(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a file with null for None."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_group = isinstance(value, dict)
+        found[key] = with_null(value, f"{prefix}{key}.") if is_group else value
+        found[key] = None if is_null(value, f"{prefix}{key}") else found[key]
+    return found
+
+
+def wrong_setting(sources: Iterable[dict[str, Any]], recipe: Any) -> ConfigError | None:
+    """Return the error of the first setting whose value is not of its type, if there is one.
+
+    Args:
+        sources: config files, and what was typed: text by dotted name.
+        recipe: the class of the recipe; None if it is not known.
+    """
+    known: dict[str, Any] = {name: (kind, limits) for name, kind, limits in each_setting()}
+    path = {"such_as": "package.module.Class"}
+    known |= {"recipe": (str | dict, path), "recipe.class_path": (str, path)}
+    known["recipe.init_args"] = (dict, {})
+    if dataclasses.is_dataclass(recipe):
+        known |= {name: of for name, *of in each_setting(recipe, "recipe.")}
+    for name, value in chain(*map(spread, sources)):
+        name = re.sub(r"^recipe\.init_args\.", "recipe.", name)
+        kind, limits = known.get(name, (Any, {}))
+        texts = [read_value(value)] if isinstance(value, str) else []
+        if not any(fits(one, kind) for one in (value, *texts)):
+            return wrong_value(name, value, kind, limits)
+    return None
+
+
+def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> str:
+    """Return jsonargparse's message in plain words, as far as it is known what it means.
+
+    Of a name that does not exist with the most similar one, of a wrong value with what is right.
+    """
     unknown = re.search(
         r"(?:(?:Group '|^Parser key \")([\w.]+).*)?(?:ption '|arguments: (--))([^'=\s]+)", message
     )
     kind = re.search(r"(?:class_path '|Import path )(([\w.]+)\.(\w+))", message)
+    recipe = getattr(sys.modules.get(kind[2]), kind[3], None) if kind else None
+    if wrong := wrong_setting(sources, recipe):
+        return str(wrong)
     if unknown:
         group, dashes, last = unknown.groups(default="")
         name = f"{group}.{last}".strip(".")
         if name in REMOVED:
             return f"there is no setting {dashes}{name} any more: {REMOVED[name]}."
-        recipe = getattr(sys.modules.get(kind[2]), kind[3], None) if kind else None
         fields = getattr(recipe, "__dataclass_fields__", {})
         known = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
         names = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
@@ -240,17 +320,24 @@ def parse(
         show_help(arguments, description, prog)
     parser = _parser()
     if isinstance(arguments, dict):
-        return _config(parser, lambda: parser.parse_object(arguments))
+        given = with_null(arguments)
+        return _config(parser, lambda: parser.parse_object(given), [given])
     files, options = split(arguments)
+    options = [(name, "null" if is_null(text, name) else text) for name, text in options]
     typed = dict(options)
-    in_files = [read_config(file) for file in files]
+    read = [read_config(file) for file in files]
+    in_files = [*map(with_null, read)]
     for source in (*in_files, typed):
         if refusal := secrets_problem(source):  # it would be in the name of the run
             raise ConfigError(refusal)
-    from_files = [f"--config={file}" for file in files]
+    from_files = [  # jsonargparse takes the content of a file, too
+        f"--config={file if before == after else json.dumps(after, default=str)}"
+        for file, before, after in zip(files, read, in_files, strict=True)
+    ]
     words = [f"--{name}" + ("" if text is None else f"={text}") for name, text in options]
     words = [*from_files, *words, *one_duration([*in_files, typed])]
-    config = _config(parser, lambda: parser.parse_args(words))
+    texts = {name: text for name, text in options if text is not None}
+    config = _config(parser, lambda: parser.parse_args(words), [*in_files, texts])
     if config.run_name != "run":
         return config
     base = None
