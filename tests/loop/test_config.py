@@ -7,6 +7,9 @@ from my_project.loading.layout import batch_layout
 from runs import change, make_config, train
 from world import TESTS, run_world
 
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}  # by accelerate
+MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
 
 def test_a_batch_that_does_not_split_is_refused_with_the_arithmetic():
     batches = make_config(TESTS).batches
@@ -52,7 +55,14 @@ def test_an_impossible_run_is_refused(tmp_path, settings, sentence):
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "each would train alone"),
         # as of a job array that sets it: the run would train and write nothing
         ({"RANK": "3"}, "RANK is 3, but WORLD_SIZE is 1"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "set fsdp_version: 2"),
+        (LAUNCHED | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "set fsdp_version: 2"),
+        (LAUNCHED | {"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED is set"),
+        (LAUNCHED | {"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision is fp8"),
+        (LAUNCHED | MESH | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "all other sizes 1"),
+        # exported in the shell
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "ACCELERATE_USE_FSDP is set"),
+        (MESH, "ACCELERATE_USE_PARALLELISM_CONFIG is set"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "ACCELERATE_USE_MEGATRON_LM is set"),
     ],
 )
 def test_a_wrong_launch_is_refused(tmp_path, monkeypatch, environment, sentence):

@@ -7,13 +7,17 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import test_launch
+import yaml
 from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils import ComputeEnvironment, DistributedType
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
 from my_project import failures, launch, rendezvous, starts, workers
 from my_project.config import ConfigError
@@ -53,6 +57,119 @@ def parsed(where: str, *flags: str) -> launch.Launch:
 def test_a_wrong_launch_is_refused(where, flags, sentence):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         parsed(where, *flags)
+
+
+ONE = {"distributed_type": "NO", "use_cpu": True, "num_processes": 1}
+TWO = ONE | {"distributed_type": "MULTI_GPU", "gpu_ids": "-1,-1", "num_processes": 2}
+SHARDED = TWO | {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+
+
+def written(where: Any, *flags: str) -> launch.Launch:
+    """Return what is parsed of an accelerate config written by hand: settings, or text."""
+    Path("where.yaml").write_text(where if isinstance(where, str) else yaml.safe_dump(where))
+    return launch.parse(["--config_file", "where.yaml", *flags, *TRAIN])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [ONE, TWO, SHARDED], ids=["one", "two", "sharded"])
+def test_an_accelerate_config_of_wrong_types_is_refused_with_its_name(tiny, base):
+    """Or it means what it says: of each setting, values of all types."""
+    written(base)
+    refused: dict[str, str] = {}
+    for name in (field.name for field in fields(ClusterConfig)):
+        for value in (None, False, True, "auto", 2.5, -1, "", [1], {"a": 1}):
+            Path("where.yaml").write_text(yaml.safe_dump(base | {name: value}))
+            try:
+                launch.accelerate_options(["--config_file", "where.yaml"], launch.TRAIN)
+            except ConfigError as error:
+                refused[name] = str(error)
+    assert all(said.startswith("where.yaml: ") for said in refused.values())
+    assert {*refused} >= {"num_processes", "mixed_precision", "gpu_ids", "fsdp_config", "use_cpu"}
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("", "where.yaml is empty"),
+        ("- a", "where.yaml holds a list"),
+        ("a: [", "where.yaml cannot be read"),
+        ("num_procs: 1", "where.yaml: there is no setting num_procs"),
+        (
+            "mixed_precision: no",
+            "mixed_precision is false (in YAML, a no without quotes), but must",
+        ),
+        (ONE | {"mixed_precision": "fp8"}, "mixed_precision is fp8, but must be no, bf16 or fp16"),
+        (ONE | {"num_processes": "auto"}, "num_processes is auto, but must be a whole number"),
+        (ONE | {"gradient_accumulation_steps": 4}, "it follows from batches.global_batch_size"),
+        (ONE | {"deepspeed_config": {"zero_stage": 2}}, "deepspeed_config has no effect here"),
+        (ONE | {"distributed_type": "DEEPSPEED"}, "where.yaml: this loop trains with DDP or FSDP2"),
+        (SHARDED | {"fsdp_config": {"reshard_after_foward": False}}, "mean fsdp_reshard_after_for"),
+        (SHARDED | {"fsdp_config": {"fsdp_version": "two"}}, "fsdp_version is two, but must be 1"),
+        (
+            SHARDED | {"parallelism_config": {"dp_shard_size": 2}},
+            "mean parallelism_config_dp_shard",
+        ),
+        (ONE | {"dynamo_config": {"dynamo_backend": "inductr"}}, "dynamo_backend is inductr"),
+    ],
+)
+def test_an_accelerate_config_is_refused_in_one_sentence(tiny, where, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        written(where)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gradient_accumulation_steps", "4"], "it follows from batches.global_batch_size"),
+        (["--gradient_clipping", "1"], "set optim.clip_norm"),
+        (["--zero_stage", "2"], "--zero_stage has no effect here"),
+        (["--mixed_precision", "fp8"], "float32, bf16 or fp16"),
+        (["--use_deepspeed"], "this loop trains with DDP or FSDP2"),
+    ],
+)
+def test_a_flag_of_accelerate_without_effect_is_refused(tiny, flags, said):
+    with pytest.raises(ConfigError, match=said):
+        written(ONE, *flags)
+
+
+def test_what_accelerate_config_writes_is_read(tiny):
+    config = ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=DistributedType.FSDP,
+        mixed_precision="bf16",
+        use_cpu=False,
+        debug=False,
+        num_processes=2,
+        downcast_bf16="no",  # type: ignore[arg-type]
+        fsdp_config={"fsdp_version": 2, "fsdp_offload_params": False},
+        dynamo_config={"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"},
+        tpu_env=[],
+    )
+    config.to_yaml_file("where.yaml")
+    options = written(Path("where.yaml").read_text()).options
+    assert (options.use_fsdp, options.dynamo_backend) == (True, "INDUCTOR")
+
+
+def test_the_first_line_says_the_precision_of_the_run(tiny):
+    assert "precision bf16," in launch.summary(written(ONE | {"mixed_precision": "bf16"}))
+    with Path("tiny.yaml").open("a") as file:
+        file.write('precision: "no"\n')
+    assert "precision no," in launch.summary(written(ONE | {"mixed_precision": "bf16"}))
+
+
+def test_what_the_shell_exports_of_accelerate_does_not_reach_a_process(tiny, monkeypatch, capsys):
+    names = {
+        "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG",
+        "PARALLELISM_CONFIG_TP_SIZE", "FSDP_VERSION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    }  # fmt: skip
+    for name in (*names, "ACCELERATE_USE_CPU", "ACCELERATE_LOG_LEVEL"):
+        monkeypatch.setenv(name, "true")
+    launch.prepare_environment()
+    (environment,) = written(ONE).environments(0)
+    assert not names & environment.keys()
+    assert {"ACCELERATE_USE_CPU", "ACCELERATE_LOG_LEVEL"} <= environment.keys()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert all(name in line for name in names)
 
 
 def test_what_a_scheduler_set_does_not_reach_torch(tiny, monkeypatch):

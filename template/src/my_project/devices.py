@@ -44,6 +44,8 @@ from .stopping import name_nccl_traces
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
 TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+PARALLEL = ("ACCELERATE_USE_FSDP", USES_MESH)
+UNSUPPORTED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 
 
 def check_launch(config: Config) -> None:
@@ -72,30 +74,39 @@ def check_launch(config: Config) -> None:
             f"RANK is {rank}, but WORLD_SIZE is {world_size}, so this process would train and write"
             " nothing: unset RANK, or start the processes with `accelerate launch`."
         )
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and not asked_for_cpu():  # by its launcher
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")  # set by accelerate's launcher
+    asked = [name for name in (*UNSUPPORTED, *PARALLEL) if parse_flag_from_env(name)]
+    if asked and asked[0] in UNSUPPORTED:
+        raise ConfigError(
+            f"{asked[0]} is set, but DeepSpeed and Megatron-LM reduce gradients inside backward,"
+            " so the gradient of ragged batches would be wrong; use DDP or FSDP."
+        )
+    if asked and not precision and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"{asked[0]} is set in the environment, but no launcher started this process: unset"
+            " it, or start with an accelerate config that asks for it, such as fsdp2.yaml."
+        )
+    if precision == "fp8" and config.precision is None:
+        raise ConfigError("mixed_precision is fp8, but must be no, bf16 or fp16.")
+    if precision and not asked_for_cpu():
         check_gpus(1, count_accelerators())
     if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
-            "the accelerate config asks for FSDP 1, and this loop shards by FSDP 2: set"
-            " fsdp_version: 2 in its fsdp_config."
+            "the accelerate config (or the variable ACCELERATE_USE_FSDP) asks for FSDP 1, and this"
+            " loop shards by FSDP 2: set fsdp_version: 2 in its fsdp_config."
         )
     if uses_mesh():
         # accelerate ignores misspelled keys, which leaves a size at 1
-        names = ("DP_REPLICATE", "DP_SHARD")
+        names = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
         sizes = (os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1") for name in names)
-        replicas, shards = map(int, sizes)
-        if replicas * shards != world_size:
+        replicas, shards, *others = map(int, sizes)
+        if replicas * shards != world_size or {*others} != {1}:
             raise ConfigError(
                 f"parallelism_config has the sizes {replicas} (dp_replicate) and {shards}"
                 " (dp_shard), but parallelism_config_dp_replicate_size (nodes) x"
-                f" parallelism_config_dp_shard_size (GPUs per node) must be {world_size} processes:"
-                " this loop knows only data parallelism."
+                f" parallelism_config_dp_shard_size (GPUs per node) must be {world_size} processes,"
+                " and all other sizes 1: this loop knows only data parallelism."
             )
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise ConfigError(
-            "DeepSpeed reduces gradients inside backward, so the gradient of ragged batches would"
-            " be wrong; use DDP or FSDP."
-        )
 
 
 def count_accelerators() -> int:

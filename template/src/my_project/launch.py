@@ -42,18 +42,20 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_origin, get_type_hints
 
 from . import cli, failures, starts
+from .command_line import did_you_mean
 from .command_line import parse as parse_settings
 from .commands import make_parser
-from .config import Config, ConfigError
+from .config import Config, ConfigError, fits, wrong_value
 from .end_block import Ending, how_it_ended, unexplained
 from .files import (
     check_temporary_folder,
     open_own,
     read_json,
     read_status,
+    read_yaml,
     say,
     wait_until,
     write_atomically,
@@ -84,10 +86,30 @@ NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # space to say how a run ended on a full disk
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
+# Of flags and of the settings in an accelerate config.
+UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # groups of flags
+DATA_PARALLEL = "this loop trains with DDP or FSDP2, in float32, bf16 or fp16"
+NO_EFFECT = {
+    "gradient_accumulation_steps": "it follows from batches.global_batch_size of the run's config",
+    "gradient_clipping": "set optim.clip_norm in the run's config",
+    "enable_cpu_affinity": "give the flag --enable_cpu_affinity",
+} | dict.fromkeys(
+    ("fp8_config", "deepspeed_config", "megatron_lm_config", "mpirun_config"), DATA_PARALLEL
+)
+KINDS: dict[str, Any] = {  # where accelerate's are wider, or are classes
+    "compute_environment": Literal["LOCAL_MACHINE"],
+    "distributed_type": str,
+    "mixed_precision": Literal["no", "bf16", "fp16"],
+    "downcast_bf16": Any,  # of TPUs; accelerate config writes text
+}
 # Variables of a scheduler or an outer launcher that torch would read as its own.
 NOT_INHERITED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|PET_(NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|RDZV_\w+)|TORCHELASTIC_(?!LOG_LINE)\w+"
+)
+OF_ACCELERATE = re.compile(
+    r"ACCELERATE_(USE_(?!CPU)|DYNAMO_|FP8_|DEEPSPEED_|GRADIENT_|MIXED_PRECISION)\w*"
+    r"|(FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_\w+"
 )
 
 
@@ -116,18 +138,16 @@ class Launch:
     def environments(self, attempt: int) -> list[dict[str, str]]:
         """Return the variables of each process here, as accelerate and torchrun set them."""
         from accelerate.utils import check_cuda_p2p_ib_support
-        from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
         from accelerate.utils.other import get_free_port
 
-        options = argparse.Namespace(**vars(self.options))  # they change it
-        if not (options.multi_gpu or options.use_fsdp) or options.cpu:
-            return [prepare_simple_launcher_cmd_env(options)[1]]
-        options.main_process_port = get_free_port() if self.nodes == 1 else self.port
-        common = prepare_multi_gpu_env(options)
+        port = get_free_port() if self.nodes == 1 else self.port
+        common = variables(self.options, port)
+        if is_single(self.options):
+            return [common]
         if not check_cuda_p2p_ib_support():  # as accelerate launch does
             common = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | common
         common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | common
-        common |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(options.main_process_port)}
+        common |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(port)}
         first = self.node_rank * self.processes_per_node
         common |= {
             "GROUP_RANK": str(self.node_rank),
@@ -184,7 +204,7 @@ def parse(arguments: list[str]) -> Launch:
         node_rank=node_rank,
         address=options.main_process_ip or "127.0.0.1",
         port=options.main_process_port or 29500,
-        precision=str(options.mixed_precision),
+        precision=config.precision or str(options.mixed_precision).lower(),
         gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
         own=own,
         config=config,
@@ -195,7 +215,7 @@ def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
     """Return what accelerate makes of flags and config file.
 
     Raises:
-        ConfigError: there is no config file, or accelerate refuses them.
+        ConfigError: there is no config file, it or a flag is wrong, or has no effect here.
     """
     # private, but the promise is that accelerate's own configs and flags hold
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -210,10 +230,80 @@ def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
             f"--config_file is {typed.config_file}, but must be a file such as"
             " accelerate_configs/multi_gpu.yaml; accelerate_configs/README.md lists them."
         )
+    read_where(Path(typed.config_file))
+    untyped = parser.parse_args(["-m", module])
+    for group in parser._action_groups:
+        for action in group._group_actions if str(group.title).startswith(UNSUPPORTED) else ():
+            if getattr(typed, action.dest) != getattr(untyped, action.dest):
+                why = NO_EFFECT.get(action.dest, DATA_PARALLEL)
+                raise ConfigError(f"{action.option_strings[0]} has no effect here: {why}.")
     try:
-        return _validate_launch_command(typed)[0]
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        options = _validate_launch_command(typed)[0]
+        has_other = options.use_deepspeed or options.use_megatron_lm or options.tpu
+        if has_other or options.mixed_precision == "fp8":
+            raise ValueError(DATA_PARALLEL)
+        variables(options, 0)  # so that what it refuses there is refused here
+    except Exception as error:
+        raise ConfigError(f"{typed.config_file}: {error}") from error
+    return options
+
+
+def read_where(path: Path) -> dict[str, Any]:
+    """Read an accelerate config, of which accelerate itself checks only the names at the top.
+
+    Raises:
+        ConfigError: a name does not exist; a value is not of its type, or has no effect here.
+    """
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    where = read_yaml(path)
+    kinds = {action.dest: kind_of_flag(action) for action in launch_command_parser()._actions}
+    kinds |= get_type_hints(ClusterConfig) | KINDS
+    settings = where | {"distributed_type": where.get("distributed_type") or "NO"}  # a bare NO
+    if settings.get("mixed_precision", "no") is None:
+        del settings["mixed_precision"]
+    for group in ("fsdp", "dynamo", "parallelism"):
+        if isinstance(inner := where.get(f"{group}_config"), dict):
+            # as accelerate does; it passes over a name that does not exist
+            prefix = "" if group == "parallelism" else f"{group}_"
+            settings |= {f"{prefix}{str(n).removeprefix(prefix)}": v for n, v in inner.items()}
+    for name, value in settings.items():
+        if value and name in NO_EFFECT:
+            raise ConfigError(f"{path}: {name} has no effect here: {NO_EFFECT[name]}.")
+        if name not in kinds:
+            longer = [known for known in kinds if known.endswith(f"_{name}")]
+            hint = did_you_mean(longer[0] if longer else f"{name}", kinds) or "; remove it."
+            raise ConfigError(f"{path}: there is no setting {name}{hint}")
+        kind = kinds[name]
+        texts = [str(value), str(value).lower()] if get_origin(kind) is Literal else [value]
+        if not any(fits(text, kind) for text in texts):
+            raise wrong_value(f"{path}: {name}", value, kind)
+    if not where:
+        raise ConfigError(f"{path} is empty; see accelerate_configs/README.md.")
+    return where
+
+
+def kind_of_flag(action: argparse.Action) -> Any:
+    """Return the type that a flag of accelerate launch has in a file."""
+    is_switch = str(action.default).lower() in ("true", "false")
+    choices = ("true", "false") if is_switch else tuple(map(str, action.choices or ()))
+    return Literal.__getitem__(choices) if choices else {int: int}.get(action.type, Any)
+
+
+def variables(options: argparse.Namespace, port: int) -> dict[str, str]:
+    """Return the environment of the processes, as accelerate sets it."""
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    options = argparse.Namespace(**vars(options) | {"main_process_port": port})  # it is changed
+    if is_single(options):
+        return prepare_simple_launcher_cmd_env(options)[1]
+    return prepare_multi_gpu_env(options)
+
+
+def is_single(options: argparse.Namespace) -> bool:
+    """Return whether accelerate starts one process, without a process group."""
+    return options.cpu or not (options.multi_gpu or options.use_fsdp)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -253,6 +343,8 @@ def _parser() -> argparse.ArgumentParser:
 def prepare_environment() -> None:
     """Set the variables that hold before anything is imported; leave out a scheduler's.
 
+    And those of accelerate, most of which its config sets anew: the others would reach the
+    processes beside it, and shard or compile a model where the config does not say so.
     And let no reader of this launcher that is gone end it.
 
     Raises:
@@ -262,6 +354,11 @@ def prepare_environment() -> None:
     check_temporary_folder(has_workers=False)  # the processes know their workers, and check more
     for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
         del os.environ[name]
+    if names := [name for name in os.environ if OF_ACCELERATE.fullmatch(name)]:
+        what = "the accelerate config decides, so these variables are left out"
+        print(f"{what}: {', '.join(sorted(names))}", flush=True)
+        for name in names:
+            del os.environ[name]
     # pyarrow's allocator and NumPy's BLAS start threads when they are imported, and then no process
     # could be forked; accelerate launch gives the BLAS of each process one thread too
     os.environ["LAUNCH_TIME"] = str(time.time())  # from which stop_after counts, over restarts

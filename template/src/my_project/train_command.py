@@ -85,7 +85,7 @@ def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, i
         print(f"{path}: torch sees {gpus} GPUs; --where chooses another", flush=True)
         return path, fitting
     path = find_where(options.where)
-    where = read_yaml(path)
+    where = launch.read_where(path)
     if (where.get("num_machines") or 1) > 1:
         raise ConfigError(
             f"{path} is for {where['num_machines']} nodes, but this command starts one: use"
