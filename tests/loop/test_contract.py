@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import sqlite3
 import tarfile
 import zipfile
@@ -21,6 +22,7 @@ import torch
 from my_project import contract, run_folder
 from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
+from my_project.export import load_model
 from my_project.recipe import problems
 from ragged import Noting, Ragged
 from runs import change, make_config, quick, train, weights
@@ -36,6 +38,11 @@ class NoIndex(IterableDataset):
         yield from range(10)
 
 
+class NoLength:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 # ---- what the methods return ---------------------------------------------------------------------
 @Recipe
 class Wrong(Ragged):
@@ -43,13 +50,30 @@ class Wrong(Ragged):
 
     wrong: str = ""
 
+    def prepare_data(self) -> Any:
+        wrong: dict[str, Any] = {"no data_info": None, "numpy": {"classes": np.int64(3)}}
+        return wrong.get(self.wrong, super().prepare_data())
+
     def build_datasets(self, data_info: dict[str, Any]) -> Any:
         train, validation_sets = super().build_datasets(data_info)
-        wrong: dict[str, Any] = {"empty": [], "no index": NoIndex()}
+        held_out = validation_sets["validation"]
+        wrong: dict[str, Any] = {
+            "one set": train,
+            "two sets": (train, held_out),
+            "three sets": (train, held_out, held_out),
+            "no sets": None,
+            "class of sets": (type(train), validation_sets),
+        }
+        if self.wrong in wrong:
+            return wrong[self.wrong]
+        wrong = {"empty": [], "no index": NoIndex(), "no length": NoLength()}
         return train, {"held_out": wrong[self.wrong]} if self.wrong in wrong else validation_sets
 
     def build_model(self, data_info: dict[str, Any]) -> Any:
         model = super().build_model(data_info)
+        wrong: dict[str, Any] = {"no model": None, "class": type(model), "weights": {}}
+        if self.wrong in wrong:
+            return wrong[self.wrong]
         if self.wrong == "mask":
             model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
         return model
@@ -75,6 +99,17 @@ class Wrong(Ragged):
 @pytest.mark.parametrize(
     ("method", "wrong", "sentence"),
     [
+        ("prepare_data", "no data_info", "returned nothing; it must return a dict"),
+        ("prepare_data", "numpy", "returned {'classes': a int64}, which is not plain JSON"),
+        ("build_datasets", "one set", "; it must return (train, {name: validation}), with {}"),
+        ("build_datasets", "two sets", "; it must return (train, {name: validation}), with {}"),
+        ("build_datasets", "three sets", "; it must return (train, {name: validation}), with {}"),
+        ("build_datasets", "no sets", "returned nothing; it must return (train, {name: valid"),
+        ("build_datasets", "class of sets", "returned as 'the training set' the class "),
+        ("build_datasets", "no length", "returned a NoLength as held_out, which has no length"),
+        ("build_model", "no model", "returned nothing; it must return a torch.nn.Module"),
+        ("build_model", "class", "returned the class "),
+        ("build_model", "weights", "returned a dict; it must return a torch.nn.Module"),
         ("build_datasets", "empty", "returned an empty validation set held_out"),
         ("build_datasets", "no index", "as held_out, which has no index"),
         ("build_model", "mask", "has the buffer mask, whose values are not finite"),
@@ -93,6 +128,36 @@ def test_a_wrong_return_value_is_refused_before_the_first_step(tmp_path, method,
     assert not list(config.folder.glob("checkpoints/*"))
     path = config.folder / "metrics.jsonl"
     assert not path.exists() or '"interval"' not in path.read_text()
+
+
+class Loaded(Ragged):
+    def load(self, data_info: Any, folder: Any) -> Any:
+        return torch.load
+
+
+def test_what_load_returns_is_checked(tmp_path):
+    config = make_config(tmp_path, Loaded(), steps=1)
+    with pytest.raises(ConfigError, match=r"Loaded\.load \(.*, line \d+\) returned a function"):
+        load_model(tmp_path, config, {})
+
+
+PLAIN = """
+class Plain:
+    def __init__(self, width=3): ...
+    def prepare_data(self): ...
+    def build_datasets(self, data_info): ...
+    def build_model(self, data_info): ...
+    def loss(self, model, batch, step): ...
+"""
+
+
+def test_a_recipe_that_is_not_a_dataclass_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["--recipe", "plain.Plain", "--batches.global_batch_size", "4", "--steps", "1"]
+    place = re.escape(f"({tmp_path}/plain.py, line 2)")
+    with pytest.raises(ConfigError, match=f"recipe Plain {place} is not a dataclass"):
+        parse(words)
 
 
 # ---- the methods themselves ----------------------------------------------------------------------

@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from .files import ConfigError
-from .recipe import Recipe
+from .recipe import Recipe, source_location
 from .safety.redaction import secrets_problem
 
 # Settings of earlier versions by their dotted names, and what replaces each. They are refused, but
@@ -289,6 +289,11 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check the settings that do not depend on the machine."""
+        if not dataclasses.is_dataclass(kind := type(self.recipe)):
+            raise ConfigError(
+                f"recipe {kind.__name__} ({source_location(kind)}) is not a dataclass: put"
+                " @dataclass(frozen=True, kw_only=True) above it, and its settings as fields."
+            )
         check_limits(self)
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(

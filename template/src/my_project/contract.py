@@ -11,7 +11,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -58,15 +58,32 @@ def prepare_data(config: Config) -> dict[str, Any]:
         data_info.
 
     Raises:
-        ConfigError: the data cannot be prepared.
-        TypeError: data_info is not plain JSON.
+        ConfigError: the data cannot be prepared, or data_info is not plain JSON.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
     with until_all_are_done(folder, config.run_name), one_line_errors():
         with in_turn(folder):
             seed_rng(derive_seed("prepare_data"))
             data_info = recipe.prepare_data()
-        return dict(json.loads(json.dumps(data_info)))
+    if not isinstance(data_info, dict):
+        problem = f"returned {described(data_info)}; it must return a dict, {{}} for nothing."
+        _refuse(recipe, "prepare_data", problem)
+    for name, value in data_info.items():
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError) as error:
+            problem = f"returned {{{name!r}: {described(value)}}}, which is not plain JSON ({error})"
+            _refuse(recipe, "prepare_data", f"{problem}: convert it, such as int(x), x.tolist().")
+    return dict(json.loads(json.dumps(data_info)))
+
+
+def described(value: Any) -> str:
+    """Return what a method has returned, in words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(described, value[:4]))})"
+    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 @contextmanager
@@ -150,13 +167,22 @@ def build_datasets(
     seed_rng(derive_seed("build_datasets"))
     with one_line_errors():
         returned = recipe.build_datasets(data_info)
-    train, validation_sets = returned
+    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    if not is_pair or not isinstance(returned[1], Mapping):
+        problem = f"returned {described(returned)}; it must return (train, {{name: validation}})"
+        _refuse(recipe, "build_datasets", f"{problem}, with {{}} for no validation.")
+    train, validation_sets = returned[0], dict(returned[1])
     sets = {} if is_stream(train) else {"the training set": train}
     for name, data in (sets | validation_sets).items():
+        if isinstance(data, type) or not isinstance(name, str):
+            _refuse(recipe, "build_datasets", f"returned as {name!r} {described(data)}.")
         # torch's IterableDataset has an index, but does not support it
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             problem = f"returned {type(data).__name__} as {name}, which has no index: data[i]"
             _refuse(recipe, "build_datasets", f"{problem} (a stream has lanes, see recipe.py).")
+        if not hasattr(data, "__len__"):
+            problem = f"returned {described(data)} as {name}, which has no length"
+            _refuse(recipe, "build_datasets", f"{problem}: give it a method __len__.")
         if data is not train and not len(data):
             _refuse(recipe, "build_datasets", f"returned an empty validation set {name}.")
     if config is None or config.overfit_batches is None:
@@ -177,12 +203,19 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     seed_model(config.seed)
     with one_line_errors():
         model = config.recipe.build_model(data_info)
+    check_model(config.recipe, "build_model", model)
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved and not buffer.is_meta and not torch.isfinite(buffer).all():
             problem = f"has the buffer {name}, whose values are not finite and would be saved"
             _refuse(config.recipe, "build_model", f"{problem}: register it with persistent=False.")
     return model
+
+
+def check_model(recipe: Recipe, method: str, model: Any) -> None:
+    """Refuse what is not a model, from build_model or load."""
+    if not isinstance(model, nn.Module):
+        _refuse(recipe, method, f"returned {described(model)}; it must return a torch.nn.Module.")
 
 
 def seed_model(seed: int) -> None:

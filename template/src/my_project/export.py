@@ -57,6 +57,7 @@ def load_model(folder: Path, config: Config, data_info: dict[str, Any]) -> nn.Mo
     if load_of := optional(config.recipe, "load"):
         contract.seed_model(config.seed)
         loaded: nn.Module = load_of(data_info, folder)
+        contract.check_model(config.recipe, "load", loaded)
         return loaded
     model = contract.build_model(config, data_info)
     TensorReader(folder, "model").fill(model_tensors(model))

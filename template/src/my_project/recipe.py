@@ -67,8 +67,9 @@ A recipe may also have:
 
 `samples` is a torch.utils.data.Subset of the validation set. predict_samples returns what
 predict prints, a str or a table of rich; files that it writes into `folder`, such as pictures,
-are moved to the run. It is called at each evaluation, too, on every rank, for evaluation.samples
-samples, whose tensors are on the device of the model (records/samples.py).
+are moved to the run. It is called at each evaluation, too, for evaluation.samples samples, whose
+tensors are on the device of the model: by rank 0 or, where FSDP shards the model, by every rank
+(records/samples.py).
 
 `export` is called twice. First on every rank, with folder None: it returns which of `tensors`, the
 state of the model, the loop writes to <stem>.safetensors, renamed if need be. Of a sharded model
@@ -172,7 +173,9 @@ def problems(kind: type) -> list[str]:
 
 
 def source_location(function: Any) -> str:
-    """Return the file and line where a function is defined."""
+    """Return the file and line where a function or a class is defined."""
+    if isinstance(function, type):
+        return f"{inspect.getsourcefile(function)}, line {inspect.getsourcelines(function)[1]}"
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code else "not written in Python"
 
