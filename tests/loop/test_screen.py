@@ -1,5 +1,8 @@
 """The lines of a log; the bar of a terminal is in test_train_command.py."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 from my_project.records import screen
 from my_project.records.screen import line_of
@@ -28,3 +31,29 @@ def test_a_finished_run_of_more_steps_than_were_asked_for_is_said(tmp_path, caps
     run.total_steps = asked
     screen.log_finished(run, before=True)
     assert ("440 steps, you asked for 110" in capsys.readouterr().out) == is_said
+
+
+@pytest.mark.parametrize("columns", [8, 20, 60, 80, 200])
+def test_the_bar_leaves_out_whole_parts_that_do_not_fit(columns, monkeypatch):
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    bar = screen.Screen(SimpleNamespace(total_steps=123456))  # type: ignore[arg-type]
+    bar.is_terminal, bar.step = True, 1234
+    bar.numbers = ["loss 0.4312", "52 s left", "lr 9.1e-03", "3,021 samples/s", "MFU 41.2%"]
+    drawn: list[str] = []
+    monkeypatch.setattr(bar, "_put", drawn.append)
+    bar.pause("evaluation")
+    (line,) = drawn
+    shown = line.removeprefix("\r\x1b[K")
+    assert len(shown) < columns
+    whole = ["step 1234/123456", "[                    ] 1%", "evaluation", *bar.numbers]
+    for part in whole:
+        shown = shown.replace(part, "", 1)
+    assert not shown.strip() or columns < 20
+    assert ("MFU" in line) == (columns == 200)
+
+
+def test_a_text_that_is_cut_off_is_marked():
+    record = {"kind": "evaluation", "step": 4, "seconds": 1.0, "is_best": False}
+    long = line_of(record | {"sample": "word " * 200}, 8)
+    assert long.endswith("...")
+    assert not line_of(record | {"sample": "word " * 20}, 8).endswith("...")

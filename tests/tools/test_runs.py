@@ -15,6 +15,7 @@ from my_project.tools.doctor import diagnose
 from my_project.tools.runs import differences, list_runs, summarize
 from ragged import Ragged
 from runs import make_config
+from terminal import Terminal
 
 
 def write_run(folder: Path, name: str, outcome: str, lines: str = "", **settings: Any) -> Config:
@@ -102,3 +103,16 @@ def test_a_pipe_gets_one_line_for_each_run(tmp_path):
     command[-1] = str(config.folder)
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stdout) == (2, ""), "it is itself a run"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 250])
+def test_a_terminal_shows_names_and_settings_whole(tmp_path, columns):
+    name = "image_classification-lr=0.003-width=96-label=several_words"
+    write_run(tmp_path, "a", "finished")
+    settings = {"optim__lr": 0.25, "optim__weight_decay": 0.125, "epochs": 2.0, "steps": None}
+    write_run(tmp_path, name, "failed", EVALUATED, **settings)
+    shown = Terminal(["runs", str(tmp_path)], tmp_path, columns).read()
+    for text in (name, "failed", "9/10", "validation/auroc=0.75", "optim.weight_decay=0.125"):
+        assert text in shown
+    listed = shown.partition("a: run.json")[0]
+    assert max(map(len, listed.splitlines())) <= columns

@@ -32,7 +32,7 @@ from .config import (
     wrong_value,
 )
 from .failures import exit_with_error, frames_of, own_frame, short_path
-from .files import flat, read_yaml
+from .files import flat, read_yaml, shortened
 from .process import LAUNCHER, never_fail_to_print
 from .recipe import problems
 from .safety.redaction import secrets_problem
@@ -203,7 +203,7 @@ def _config(
     except ConfigError:
         raise
     except Exception as error:  # also of the import of the recipe's module
-        message = " ".join(str(error).split())[:1000]  # it may quote a whole file
+        message = shortened(" ".join(str(error).split()), 1000)  # it may quote a whole file
         at = own_frame(frames_of(error))
         if at and at["file"] != __file__:
             place = f"{short_path(at['file'])}, line {at['line']}"

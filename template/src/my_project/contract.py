@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
 from .failures import frames_of, own_frame
-from .files import TransientError, open_own, writing
+from .files import TransientError, open_own, shortened, writing
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
 from .process import STDERR, stderr_on_terminal
@@ -238,7 +238,7 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
     except (AttributeError, RuntimeError, TypeError, ValueError):
         is_right = False
     if not is_right:
-        shown = " ".join(repr(returned).split())[:200]
+        shown = shortened(" ".join(repr(returned).split()), 200)
         _refuse(
             recipe,
             "loss",

@@ -350,6 +350,11 @@ def format_metric(value: float | None) -> str:
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
 
 
+def shortened(text: str, length: int) -> str:
+    """Return at most so many characters of a text; what is cut off is marked by "..."."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
 FORMAT = 5  # of a checkpoint
 PIECE_BYTES = 64 << 20  # hashed by itself, so that ranks and threads share a large file
 CHUNK_BYTES = 1 << 20  # read at once

@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
-from ..files import discard
+from ..files import discard, shortened
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
 from ..recipe import optional
@@ -147,7 +147,7 @@ def keep(run: Run, answer: str, answers: Path) -> dict[str, Any]:
     done = [path for path in folders if path.name <= folder.name]  # later steps are not done
     for path in {*folders} - {*done[-KEPT:]}:
         shutil.rmtree(path)
-    shown: dict[str, Any] = {"sample": answer[:MAX_CHARACTERS]} if answer else {}
+    shown: dict[str, Any] = {"sample": shortened(answer, MAX_CHARACTERS)} if answer else {}
     if pictures := [path.name for path in files if path.suffix.lower() in IMAGES]:
         shown["pictures"] = [f"samples/{folder.name}/{name}" for name in pictures]
     return shown

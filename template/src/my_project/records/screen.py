@@ -19,7 +19,15 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..files import format_metric, format_seconds, kind_of, printable, processes, say
+from ..files import (
+    format_metric,
+    format_seconds,
+    kind_of,
+    printable,
+    processes,
+    say,
+    shortened,
+)
 from ..loading.layout import BatchLayout
 from ..process import LOGS, can_redraw
 from ..run_folder import FINISHED_BEFORE, Run
@@ -88,10 +96,15 @@ class Screen:
             return
         self.drawn = time.monotonic()
         share = self.step / max(1, self.total_steps)
-        bar = f"[{'#' * int(20 * share):20}] {share:.0%}"
-        text = f"step {self.step}/{self.total_steps} {bar}"
-        text = "  ".join(filter(None, [text, self.waits_for, *self.numbers]))
-        self._put(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+        bar = f" [{'#' * int(20 * share):20}] {share:.0%}"
+        parts = filter(None, (self.waits_for, *self.numbers))
+        width = shutil.get_terminal_size().columns - 1
+        text = f"step {self.step}/{self.total_steps}"
+        for part in (bar, *(f"  {part}" for part in parts)):  # whole parts, as far as they fit
+            if len(text) + len(part) > width:
+                break
+            text += part
+        self._put(f"\r\x1b[K{text[:width]}")
 
     def _put(self, text: str) -> None:
         """Write to the terminal alone: what is printed to sys.stdout has a copy in the log file."""
@@ -120,7 +133,7 @@ def line_of(record: dict[str, Any], total_steps: int) -> str:
         ]
         parts += ["the best so far"] if record["is_best"] else []
         says = ", ".join([*parts, f"in {record['seconds']:.3g} s"])
-        lines = record.get("sample", "")[:SAMPLE_CHARACTERS].splitlines()
+        lines = shortened(record.get("sample", ""), SAMPLE_CHARACTERS).splitlines()
         says += "".join(f"\n  {printable(line)}" for line in lines)
     elif kind == "checkpoint":
         says = f"a save, for which training waited {record['seconds']:.2g} s"

@@ -36,7 +36,7 @@ from ..failures import (
     first_failure,
     late,
 )
-from ..files import format_seconds, open_own, printable, read_json, say, step_of
+from ..files import format_seconds, open_own, printable, read_json, say, shortened, step_of
 from ..process import PREEMPTED
 from ..starts import checked, is_locked
 from . import flight_recorder
@@ -552,7 +552,7 @@ def print_diagnosis(found: dict[str, Any]) -> None:
         pairs += [(name.replace("_", " ") * (not i), text) for i, text in enumerate(found[name])]
     for name, text in pairs:
         if text:
-            text = printable(" ".join(text.split()))[:LONGEST]
+            text = shortened(printable(" ".join(text.split())), LONGEST)
             lines = textwrap.wrap(text, width - 11, break_long_words=False, break_on_hyphens=False)
             say(f"  {name:8} " + f"\n{'':11}".join(lines))
 

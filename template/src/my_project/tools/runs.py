@@ -11,6 +11,7 @@ recipe. A run under way is read without disturbing it.
 """
 
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 from ..files import ConfigError, format_seconds, open_own, parse_record, printable, say
 from .reader import NOT_COMPARED, Run, format_number, is_run, parser_of, read_run, run_tool
 
+COLUMNS = ("run", "state", "step", "best", "goodput", "age", "differs from the first")
+WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 COLORS = {"finished": "green", "running": "cyan", "failed": "red", "damaged": "red"}
 
 
@@ -107,7 +110,7 @@ def differences(runs: list[Summary]) -> list[list[str]]:
 
 
 def print_runs(runs: list[Summary]) -> None:
-    """Print a table that fits the terminal; where there is none, one line per run."""
+    """Print a table; in a terminal that is too narrow for it, three lines for each run."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -115,22 +118,39 @@ def print_runs(runs: list[Summary]) -> None:
     is_terminal = sys.stdout.isatty()
     # a width that no line reaches, so that what reads the lines finds them whole
     width = None if is_terminal else 10_000
-    console = Console(soft_wrap=not is_terminal, width=width, markup=False, emoji=False)
+    console = Console(soft_wrap=True, width=width, markup=False, emoji=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state", "step", "best", "goodput", "age", "differs from the first"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("state", "step", "age"))
-    for one, differing in zip(runs, differences(runs), strict=True):
-        run, best = one.run, one.best
-        table.add_row(
-            printable(run.folder.name),
-            Text(printable(run.state), COLORS.get(run.state, "yellow")),
-            printable(f"{one.step}/{run.status.get('steps') or '?'}"),
-            "" if best is None else printable(f"{best_metric(run)}={format_number(best)}"),
-            "" if one.goodput is None else f"{one.goodput:.0%}",
-            format_seconds(one.age_seconds),
-            Text(printable(", ".join(differing)), "dim"),
-        )
-    console.print(table)
+    for name in COLUMNS:
+        table.add_column(name, no_wrap=True)
+    rows = [row_of(one, differing) for one, differing in zip(runs, differences(runs), strict=True)]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    is_narrow = sum(widths) + 2 * len(widths) > console.width
+    for (name, state, *parts, differing), one in zip(rows, runs, strict=True):
+        color = COLORS.get(one.run.state, "yellow")
+        table.add_row(name, Text(state, color), *parts, Text(differing, "dim"))
+        if is_narrow:
+            step, best, goodput, age = parts
+            console.print(Text(name, "bold"))
+            says = filter(None, (step, best, goodput and f"goodput {goodput}", f"{age} ago"))
+            console.print(Text("  ").append(state, color).append(f"  {'  '.join(says)}"))
+            for line in textwrap.wrap(differing, console.width - 2, **WHOLE_WORDS):
+                console.print(Text(f"  {line}", "dim"))
+    if not is_narrow:
+        console.print(table)
+
+
+def row_of(one: Summary, differing: list[str]) -> list[str]:
+    """Return what the columns say of a run."""
+    run, best = one.run, one.best
+    return [
+        printable(run.folder.name),
+        printable(run.state),
+        printable(f"{one.step}/{run.status.get('steps') or '?'}"),
+        "" if best is None else printable(f"{best_metric(run)}={format_number(best)}"),
+        "" if one.goodput is None else f"{one.goodput:.0%}",
+        format_seconds(one.age_seconds),
+        printable(", ".join(differing)),
+    ]
 
 
 def main() -> None:
