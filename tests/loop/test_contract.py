@@ -74,6 +74,8 @@ class Wrong(Ragged):
         wrong: dict[str, Any] = {"no model": None, "class": type(model), "weights": {}}
         if self.wrong in wrong:
             return wrong[self.wrong]
+        if self.wrong == "sparse":
+            model.register_buffer("adjacency", torch.eye(3).to_sparse())
         if self.wrong == "mask":
             model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
         return model
@@ -112,6 +114,7 @@ class Wrong(Ragged):
         ("build_model", "weights", "returned a dict; it must return a torch.nn.Module"),
         ("build_datasets", "empty", "returned an empty validation set held_out"),
         ("build_datasets", "no index", "as held_out, which has no index"),
+        ("build_model", "sparse", "has the sparse buffer adjacency, which neither a checkpoint"),
         ("build_model", "mask", "has the buffer mask, whose values are not finite"),
         ("loss", "one value", "it must return (loss_sum, num_items)"),
         ("loss", "negative", ", -1); it must return (loss_sum, num_items)"),
@@ -158,6 +161,22 @@ def test_a_recipe_that_is_not_a_dataclass_is_refused(tmp_path, monkeypatch):
     place = re.escape(f"({tmp_path}/plain.py, line 2)")
     with pytest.raises(ConfigError, match=f"recipe Plain {place} is not a dataclass"):
         parse(words)
+
+
+@Recipe
+class Graph(Ragged):
+    def build_model(self, data_info: Any) -> Any:
+        model = super().build_model(data_info)
+        model.register_buffer("adjacency", torch.eye(3).to_sparse(), persistent=False)
+        return model
+
+
+def test_a_sparse_buffer_is_refused_by_name_on_several_processes(tmp_path, monkeypatch):
+    config = make_config(tmp_path, Graph(), steps=1)
+    assert train(config) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="sparse buffer adjacency"):
+        contract.build_model(config, Graph().prepare_data())
 
 
 # ---- the methods themselves ----------------------------------------------------------------------

@@ -49,6 +49,8 @@ KINDS = {
     "full shared memory": lambda: raise_(
         RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space (28)")
     ),
+    "too many open files": lambda: raise_(OSError(errno.EMFILE, "Too many open files")),
+    "too many open files, in a worker": lambda: raise_(RuntimeError("received 0 items of ancdata")),
     "loader worker": lambda: raise_(RuntimeError("DataLoader worker (pid 7) exited unexpectedly")),
     "loader worker, a closed pipe": lambda: closed_pipe().recv(),
     "loader worker, no socket": lambda: multiprocessing.connection.Client("/no/socket"),
@@ -57,7 +59,11 @@ KINDS = {
     "lost contact": lambda: raise_(DistStoreError("Connection was likely closed.")),
     "not finite": lambda: raise_(NotFiniteError("skipped", skipped_from=3, skipped_to=5)),
 }
-ERRNO = {"full disk": "ENOSPC", "loader worker, no socket": "ENOENT"}
+ERRNO = {
+    "full disk": "ENOSPC",
+    "too many open files": "EMFILE",
+    "loader worker, no socket": "ENOENT",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -89,11 +89,11 @@ def test_a_repaired_run_is_not_blamed_for_what_failed_before(raised, tmp_path, c
 
 
 # ---- what the real functions write, for hosts that are not here ----------------------------------
-def begin(folder: Path, monkeypatch, hosts: tuple[str, ...] = (HERE,)) -> Run:
+def begin(folder: Path, monkeypatch, hosts: tuple[str, ...] = (HERE,), **settings: Any) -> Run:
     """Open a run of one process for each of these hosts, as rank 0 does."""
     monkeypatch.setenv("WORLD_SIZE", str(len(hosts)))
     monkeypatch.setattr(socket, "gethostname", lambda: hosts[0])
-    run = Run(make_config(folder), rank=0)
+    run = Run(make_config(folder, **settings), rank=0)
     run.total_steps = 10
     run.hosts = [*hosts]
     run.begin()
@@ -165,6 +165,38 @@ def test_the_newest_of_several_failures_is_told(tmp_path, monkeypatch):
     assert (found["cause"], found["certainty"]) == ("out of host memory", "known")
     assert found["first"]["rank"] == 1
     assert found["earlier_failures"] == 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "place", "said", "not_said"),
+    [
+        (0, {}, [], ["workers", "micro_batch_size"]),
+        (3, {}, ["fewer batches.workers (now 3)"], ["micro_batch_size"]),
+        (None, {}, ["fewer batches.workers (now one less than the CPUs)"], []),
+        (0, {"ACCELERATE_USE_CPU": "True"}, ["a smaller --batches.micro_batch_size (now 4)"], []),
+        (0, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, ["a smaller --batches.micro_batch_size"], []),
+    ],
+)
+def test_for_host_memory_it_advises_what_can_be_changed(
+    tmp_path, monkeypatch, workers, place, said, not_said
+):
+    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    run = begin(tmp_path, monkeypatch, batches__workers=workers)
+    fail(run, monkeypatch, 0, MemoryError())
+    (remedy, _) = diagnose(run.folder)["remedy"]
+    assert all(text in remedy for text in (*said, "more memory for the job"))
+    assert not any(text in remedy for text in not_said)
+
+
+def test_a_limit_of_open_files_is_a_cause_with_its_remedy(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)
+    fail(run, monkeypatch, 0, OSError(24, "Too many open files", "a.npy"))
+    found = diagnose(run.folder)
+    assert (found["cause"], found["certainty"]) == ("too many open files", "known")
+    assert "ulimit -n" in found["remedy"][0]
 
 
 def test_a_full_disk_is_told_also_where_nothing_or_a_wrong_setting_was_reported(

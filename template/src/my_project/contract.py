@@ -28,7 +28,7 @@ from .failures import frames_of, own_frame
 from .files import TransientError, open_own, shortened, writing
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
-from .process import STDERR, stderr_on_terminal
+from .process import STDERR, stderr_on_terminal, world
 from .recipe import Recipe, optional, problems, source_location
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,8 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     """Call the recipe's build_model; what it draws follows from the config's seed.
 
     Raises:
-        ConfigError: a buffer is not finite, as a mask of -inf, which no checkpoint may hold.
+        ConfigError: it returned no model, or a buffer is sparse or is not finite, as a mask of
+            -inf, which no checkpoint may hold.
     """
     seed_model(config.seed)
     with one_line_errors():
@@ -206,6 +207,10 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
     check_model(config.recipe, "build_model", model)
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided and (name in saved or world()[0] > 1):
+            problem = f"has the sparse buffer {name}, which neither a checkpoint nor DDP can hold"
+            remedy = "register its indices and values, and make it of them where it is used"
+            _refuse(config.recipe, "build_model", f"{problem}: {remedy}.")
         if name in saved and not buffer.is_meta and not torch.isfinite(buffer).all():
             problem = f"has the buffer {name}, whose values are not finite and would be saved"
             _refuse(config.recipe, "build_model", f"{problem}: register it with persistent=False.")

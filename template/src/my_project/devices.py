@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_type_hints
 
 import accelerate
 import torch
@@ -32,8 +32,10 @@ from torch.distributed import (  # the documentation's names, which torch does n
 )
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from .config import Config, ConfigError
+from .command_line import did_you_mean
+from .config import Config, ConfigError, fits, wrong_value
 from .files import check_temporary_folder
+from .loading.layout import batch_layout
 from .loading.loader import number_of_workers
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
@@ -255,7 +257,26 @@ def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
-    """Pass DDP's options on; communication hooks by their names (fp16, bf16)."""
+    """Pass DDP's options on; communication hooks by their names (fp16, bf16).
+
+    Raises:
+        ConfigError: there is no such option, or its value is wrong or does not fit the run.
+    """
+    kinds = get_type_hints(DistributedDataParallelKwargs)
+    for name, value in config.distributed.ddp.items():
+        if name not in kinds:
+            hint = did_you_mean(name, kinds) or f"; there are {', '.join(kinds)}."
+            raise ConfigError(f"distributed.ddp.{name} is not an option of DDP{hint}")
+        if not fits(value, kinds[name]):
+            raise wrong_value(f"distributed.ddp.{name}", value, kinds[name])
+    accumulation = batch_layout(config.batches, world()[0]).accumulation
+    is_ddp = "LOCAL_RANK" in os.environ and not wants_sharding()
+    if config.distributed.ddp.get("static_graph") and accumulation > 1 and is_ddp:
+        raise ConfigError(
+            f"distributed.ddp.static_graph is true, but a step accumulates {accumulation}"
+            " micro-batches, in which DDP fails: leave it out, or set"
+            " batches.micro_batch_size so that no accumulation is needed."
+        )
     # gradients in DDP's own buffers: 4 bytes per parameter and a copy less
     options = {"gradient_as_bucket_view": True, "comm_hook": "no"} | config.distributed.ddp
     if options["comm_hook"] not in ("no", "fp16", "bf16"):

@@ -39,6 +39,8 @@ SENTENCES = {
     "mismatched collectives": re.compile("collective mismatch"),
     # safetensors passes on only the text of the error
     "full disk": re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b"),
+    # the second by torch, where a loader worker passes a tensor on
+    "too many open files": re.compile("Too many open files|received 0 items of ancdata"),
     # CUDA and cuBLAS outside of torch's allocator, which has a type for it
     "out of memory": re.compile(r"(CUDA|HIP) (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
     "device error": re.compile("device-side assert|illegal memory access|CUDA error"),
@@ -162,6 +164,8 @@ def cause_of(error: BaseException) -> str:
             return TYPES[kind.__name__]
     if errno_of(error) in FULL_DISK:
         return "full shared memory" if _is_of_semaphore(error) else "full disk"
+    if errno_of(error) in ("EMFILE", "ENFILE"):
+        return "too many open files"
     if _is_of_multiprocessing(error):
         return "loader worker"
     found = (cause for cause, pattern in SENTENCES.items() if pattern.search(str(error)))

@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
+from ..failures import frames_of, own_frame, short_path
 from ..files import discard, shortened
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
@@ -92,12 +93,14 @@ def show(
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Report an error in a line; training goes on."""
+    """Report an error in a line, with the line of code; training goes on."""
     try:
         yield
     except Exception as error:
+        at = own_frame(frames_of(error))
+        place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        logger.warning("the samples of this evaluation are left out: %s", reason)
+        logger.warning("the samples of this evaluation are left out: %s%s", reason, place)
 
 
 def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:

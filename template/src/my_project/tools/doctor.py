@@ -53,7 +53,6 @@ ABORTED = -6  # SIGABRT: also by NCCL's own watchdog, after ours has reported a 
 BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM: a launcher ends the other ranks with them
 
 # ---- the table: cause -> what is likely and why, what to do --------------------------------------
-LESS_MEMORY = "fewer batches.workers (now {workers}), or more memory for the job"
 MORE_TIME = "--stop_after, or more time between the signal and the kill, so that it can save"
 CAUSES = {
     "exception": ("", "correct that line"),
@@ -67,7 +66,12 @@ CAUSES = {
         "a smaller --batches.micro_batch_size (now {micro}): accumulation rises to match, so the"
         " curve stays; then --precision bf16, --distributed.activation_checkpointing true, FSDP2",
     ),
-    "out of host memory": ("", LESS_MEMORY),
+    "out of host memory": ("", "{less_memory}"),
+    "too many open files": (
+        "each loader worker and each file or socket that stays open counts",
+        "a higher limit where the run starts (ulimit -n 65536); a dataset that closes the files it"
+        " has read{fewer_workers}",
+    ),
     "full disk": ("", "free space ({free} are left), or a smaller checkpoints.keep (now {keep})"),
     "full shared memory": (
         "/dev/shm is too small for the micro-batches of the loader workers, or for NCCL",
@@ -76,7 +80,7 @@ CAUSES = {
     ),
     "loader worker": (
         "killed for lack of host memory, or /dev/shm was full, since a worker passes exceptions on",
-        f"{LESS_MEMORY}; in a container a larger /dev/shm (--shm-size)",
+        "{less_memory}; in a container a larger /dev/shm (--shm-size)",
     ),
     "not finite": (
         "",
@@ -87,7 +91,7 @@ CAUSES = {
     "stopped": ("by a second signal, or at the end of the scheduler's grace period", MORE_TIME),
     "killed": (
         "by the kernel for lack of memory, the scheduler or a person, since the loop kills no rank",
-        f"for memory: {LESS_MEMORY}; for time: {MORE_TIME}",
+        f"for memory: {{less_memory}}; for time: {MORE_TIME}",
     ),
     "crashed": (
         "in C code of torch, a driver or another library (SIGBUS: /dev/shm or a disk is full)",
@@ -520,13 +524,23 @@ def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> st
 def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
     """Return what fills the names in the table."""
     setting, about = start.run.settings.get, start.run.about
-    job = _dict(about.get("environment")).get("SLURM_JOB_ID")
+    environment = _dict(about.get("environment"))
+    job = environment.get("SLURM_JOB_ID")
+    workers = setting("batches.workers", 0)
+    workers = "one less than the CPUs" if workers is None else workers
+    micro = setting("batches.micro_batch_size") or "as large as it can be"
+    # there the activations are in host memory, too
+    is_on_cpu = str(environment.get("CUDA_VISIBLE_DEVICES")).startswith("-1")
+    is_on_cpu |= str(environment.get("ACCELERATE_USE_CPU")).lower() in ("true", "1")
+    smaller = [f"a smaller --batches.micro_batch_size (now {micro})"] * is_on_cpu
+    fewer = [f"fewer batches.workers (now {workers})"] * (workers != 0)
     return {
         "host": cause.get("host") or start.hosts.get(cause.get("rank") or 0) or "its host",
         "job": f": sacct -j {job} -o JobID,State,ExitCode,MaxRSS" if job else "",
         "free": f"{shutil.disk_usage(start.run.folder).free / 1e9:.3g} GB",
-        "micro": setting("batches.micro_batch_size") or "as large as it can be",
-        "workers": setting("batches.workers") or "one less than the CPUs",
+        "micro": micro,
+        "fewer_workers": f"; {fewer[0]}" if fewer else "",
+        "less_memory": "; ".join([*fewer, *smaller, "more memory for the job"]),
         "keep": setting("checkpoints.keep"),
         "lr": setting("optim.lr"),
         "warmup": setting("optim.warmup_steps"),
