@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from documents import PROJECT, blocks, commands, predict_as_typed, text_of, train_as_typed
 from my_project.end_block import print_finished
 from runs import records, status, weights
@@ -162,6 +163,18 @@ def check_freeze_layers() -> None:
     assert not any(module.training for module in model[0].teacher.modules())
 
 
+def check_hub() -> None:
+    upload, download, predict = commands(page_of("hub"))
+    for line in (upload, download):
+        _, *words = line.split()
+        hf = str(Path(sys.executable).with_name("hf"))
+        shown = subprocess.run([hf, words[0], "--help"], capture_output=True, text=True, check=True)
+        assert all(word in shown.stdout for word in words if word.startswith("--"))
+    run = train_as_typed("python -m my_project train configs/table.yaml")
+    shutil.copytree(run.folder / "export", "downloaded")
+    assert predict_as_typed(predict) in ("lily\n", "rose\n")
+
+
 def check_huggingface_stream() -> None:
     Path("data/flowers").mkdir(parents=True)
     rows = [",".join(map(str, row)) for row in table().Table().rows()]
@@ -191,6 +204,15 @@ def check_lion() -> None:
         weight.grad = torch.tensor(gradient)
         optimizer.step()  # by the signs +, -; -, +; +, -
     torch.testing.assert_close(weight.data, torch.tensor([0.762125, -0.762125]))
+
+
+def check_mlflow() -> None:
+    mlflow = pytest.importorskip("mlflow")
+    run = train_as_typed(commands(page_of("mlflow"))[1], "--epochs null --steps 5")
+    found = mlflow.search_runs(search_all_experiments=True)
+    assert [*found["tags.mlflow.runName"]] == [run.run_name]
+    assert Path("runs/mlflow.db").is_file()
+    assert not Path("mlflow.db").exists()
 
 
 def check_muon() -> None:
@@ -237,6 +259,17 @@ def check_pretokenized_shards() -> None:
     assert [window.tolist() for window in train] == expected
     result = status(train_example("Written"))["result"]
     assert result["validation/loss"] < 5, "by chance it were ln 256 = 5.5"
+
+
+def check_reproduce() -> None:
+    lines = commands(page_of("reproduce"))
+    run = train_as_typed("python -m my_project train configs/table.yaml")
+    code = lines[0].partition('-c "')[2].rpartition('")"')[0]
+    subprocess.run([sys.executable, "-c", code], check=True)
+    again = train_as_typed(lines[1])
+    torch.testing.assert_close(
+        weights(again.folder / "export"), weights(run.folder / "export"), rtol=0, atol=0
+    )
 
 
 def check_schedule() -> None:
@@ -294,6 +327,27 @@ def check_two_optimizers() -> None:
     sharded = curve_of(train_in(2, "Gan", sgd, runs="sharded", sharded=True))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sharded, one, rtol=1e-4, atol=1e-4)
+
+
+def check_vscode() -> None:
+    (text,) = blocks(page_of("vscode"), "json")
+    (debugged,) = json.loads(text)["configurations"]
+    assert importlib.util.find_spec(debugged["module"])
+    words = " ".join(debugged["args"])
+    for _ in range(2):
+        run = train_as_typed(f"python -m my_project train {words}")
+    assert (run.folder.name, run.batches.workers) == ("debug", 0)
+
+
+def check_wandb_sweeps() -> None:
+    sweep = yaml.safe_load(blocks(page_of("wandb-sweeps"), "yaml")[0])
+    typed = {"optim.lr": 3e-3, "recipe.width": sweep["parameters"]["recipe.width"]["values"][1]}
+    assert typed.keys() == sweep["parameters"].keys()
+    words = [word for word in sweep["command"] if not word.startswith("--telemetry")]
+    words[-1:] = [f"--{name}={value}" for name, value in typed.items()]
+    run = train_as_typed(" ".join(words))
+    assert run.run_name == "table-lr=0.003-width=64"
+    assert sweep["metric"]["name"] in status(run)["result"]
 
 
 def check_weighted_sampling() -> None:

@@ -113,6 +113,12 @@ class Trackers:
             project = os.environ.get("WANDB_PROJECT") or project
             folder = os.environ.get("WANDB_DIR") or str(Path(config.runs_folder).absolute())
             options = {"name": config.run_name, "id": self.run.id, "resume": "allow", "dir": folder}
+        if name == "mlflow":  # which would write into the current folder
+            folder = Path(config.runs_folder).absolute()
+            os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+            options = {"run_name": config.run_name, "logging_dir": str(folder / "mlartifacts")}
+            store = os.environ["MLFLOW_TRACKING_URI"]
+            self.run.trackers[name] = f"mlflow ui --backend-store-uri {store}"
         tracker = kind(project, *where, **options)
         tracker.start()
         tracker.store_init_configuration(flat(to_dict(config)))
