@@ -7,7 +7,7 @@ from typing import get_args, get_origin
 
 import pytest
 import yaml
-from my_project.command_line import NAME_LENGTH, parse, parse_command_line
+from my_project.command_line import NAME_LENGTH, parse
 from my_project.config import REMOVED, ConfigError, each_setting, to_dict
 
 CONFIG = """

@@ -72,7 +72,9 @@ def prepare_data(config: Config) -> dict[str, Any]:
         try:
             json.dumps({name: value})
         except (TypeError, ValueError) as error:
-            problem = f"returned {{{name!r}: {described(value)}}}, which is not plain JSON ({error})"
+            problem = (
+                f"returned {{{name!r}: {described(value)}}}, which is not plain JSON ({error})"
+            )
             _refuse(recipe, "prepare_data", f"{problem}: convert it, such as int(x), x.tolist().")
     return dict(json.loads(json.dumps(data_info)))
 
