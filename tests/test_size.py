@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_043,
+    "lines of train.py and all that it imports": 6_739,
     "files of train.py and all that it imports": 39,
-    "lines of the package without tools/": 7_865,
-    "lines of tools/": 2_201,
-    "lines of template/tests": 3_521,
-    "lines of template/tests and tests": 15_875,
-    "settings": 56,
+    "lines of the package without tools/": 8_764,
+    "lines of tools/": 2_238,
+    "lines of template/tests": 3_568,
+    "lines of template/tests and tests": 17_708,
+    "settings": 58,
     "methods of a recipe": 14,
-    "lines of train.py": 203,
+    "lines of train.py": 207,
 }
 STEP_FILES = 19  # 31 at a9ab39b, counted in the same way
 NO_CODE = {

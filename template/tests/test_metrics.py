@@ -75,7 +75,7 @@ def test_each_validation_sample_counts_once(tmp_path, processes):
     micro_batch = 4
     sizes = {1, max(1, processes - 1), micro_batch + 1, processes * micro_batch + 1, 101}
     configs = [
-        make_config(tmp_path, Ragged(validation_samples=size), batches__global_batch_size=12)
+        make_config(tmp_path, Ragged(validation_samples=size), batches__global_batch_size=24)
         for size in sorted(sizes)
     ]
     by_rank = run_world(processes, evaluate_all, configs)
@@ -225,7 +225,7 @@ def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
     sizes = (1, 2, 7, 23)
     recipes = [AllKinds(validation_samples=size) for size in sizes]
     recipes += [AllKinds(metric_fault=fault) for fault in ("nan", "compute")]
-    configs = [make_config(tmp_path, recipe, batches__global_batch_size=12) for recipe in recipes]
+    configs = [make_config(tmp_path, recipe, batches__global_batch_size=24) for recipe in recipes]
     alone = run_world(1, evaluate_all, configs, True)[0]
     assert repr(run_world(1, evaluate_in_a_group_of_one, configs)[0]) == repr(alone)  # NaN too
     kind, said = alone.pop()

@@ -77,6 +77,7 @@ def test_never_is_done_once_in_a_launch(tmp_path, monkeypatch, first, second, co
     assert asides == ([] if continues else [f"{config.run_name}.old-1"])
 
 
+@pytest.mark.slow
 def test_killed_between_its_renames_never_leaves_the_mark_for_the_next_attempt(tmp_path):
     """Whatever the number of renames was, nothing is lost, and the next attempt does the rest."""
     begin = (

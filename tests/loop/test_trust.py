@@ -127,9 +127,9 @@ def test_what_is_not_this_projects_is_refused_before_it_is_imported(tmp_path, ma
             "no setting recipe.x.class_path",
         ),
         ("recipe: !!python/name:hostile.Evil", "tag"),
-        (f"{TYPED}\nseed: {{class_path: hostile.Evil}}", "seed:"),
-        (f"{TYPED}\nprecision: hostile.Evil", "precision:"),
-        (f"{TYPED}\nbatches: {{global_batch_size: 16, workers: other.yaml}}", "batches.workers:"),
+        (f"{TYPED}\nseed: {{class_path: hostile.Evil}}", "seed"),
+        (f"{TYPED}\nprecision: hostile.Evil", "precision"),
+        (f"{TYPED}\nbatches: {{global_batch_size: 16, workers: other.yaml}}", "batches.workers"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -66,15 +66,13 @@ def prepare_data(config: Config) -> dict[str, Any]:
             seed_rng(derive_seed("prepare_data"))
             data_info = recipe.prepare_data()
     if not isinstance(data_info, dict):
-        problem = f"returned {described(data_info)}; it must return a dict, {{}} for nothing."
+        problem = f"returned {described(data_info)}; it must return a dict, which may be empty."
         _refuse(recipe, "prepare_data", problem)
     for name, value in data_info.items():
         try:
             json.dumps({name: value})
         except (TypeError, ValueError) as error:
-            problem = (
-                f"returned {{{name!r}: {described(value)}}}, which is not plain JSON ({error})"
-            )
+            problem = f"returned {described(value)} as {name!r}, which is not plain JSON ({error})"
             _refuse(recipe, "prepare_data", f"{problem}: convert it, such as int(x), x.tolist().")
     return dict(json.loads(json.dumps(data_info)))
 
@@ -171,8 +169,10 @@ def build_datasets(
         returned = recipe.build_datasets(data_info)
     is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], Mapping):
-        problem = f"returned {described(returned)}; it must return (train, {{name: validation}})"
-        _refuse(recipe, "build_datasets", f"{problem}, with {{}} for no validation.")
+        problem = f"returned {described(returned)}; it must return the training set, and a dict"
+        _refuse(
+            recipe, "build_datasets", f"{problem} of validation sets by name, which may be empty."
+        )
     train, validation_sets = returned[0], dict(returned[1])
     sets = {} if is_stream(train) else {"the training set": train}
     for name, data in (sets | validation_sets).items():

@@ -288,7 +288,8 @@ def kind_of_flag(action: argparse.Action) -> Any:
     """Return the type that a flag of accelerate launch has in a file."""
     is_switch = str(action.default).lower() in ("true", "false")
     choices = ("true", "false") if is_switch else tuple(map(str, action.choices or ()))
-    return Literal.__getitem__(choices) if choices else {int: int}.get(action.type, Any)
+    literal: Any = Literal
+    return literal[choices] if choices else int if action.type is int else Any
 
 
 def variables(options: argparse.Namespace, port: int) -> dict[str, str]:

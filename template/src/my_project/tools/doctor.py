@@ -91,7 +91,7 @@ CAUSES = {
     "stopped": ("by a second signal, or at the end of the scheduler's grace period", MORE_TIME),
     "killed": (
         "by the kernel for lack of memory, the scheduler or a person, since the loop kills no rank",
-        f"for memory: {{less_memory}}; for time: {MORE_TIME}",
+        "for memory: {less_memory}; for time: " + MORE_TIME,
     ),
     "crashed": (
         "in C code of torch, a driver or another library (SIGBUS: /dev/shm or a disk is full)",
