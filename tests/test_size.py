@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_739,
+    "lines of train.py and all that it imports": 6_741,
     "files of train.py and all that it imports": 39,
-    "lines of the package without tools/": 8_764,
+    "lines of the package without tools/": 8_766,
     "lines of tools/": 2_238,
     "lines of template/tests": 3_568,
-    "lines of template/tests and tests": 17_708,
+    "lines of template/tests and tests": 17_712,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of train.py": 207,

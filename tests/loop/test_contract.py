@@ -106,7 +106,11 @@ class Wrong(Ragged):
         ("build_datasets", "one set", "; it must return the training set, and a dict"),
         ("build_datasets", "two sets", "; it must return the training set, and a dict"),
         ("build_datasets", "three sets", "; it must return the training set, and a dict"),
-        ("build_datasets", "no sets", "returned nothing; it must return the training set, and a dict"),
+        (
+            "build_datasets",
+            "no sets",
+            "returned nothing; it must return the training set, and a dict",
+        ),
         ("build_datasets", "class of sets", "returned as 'the training set' the class "),
         ("build_datasets", "no length", "returned a NoLength as held_out, which has no length"),
         ("build_model", "no model", "returned nothing; it must return a torch.nn.Module"),

@@ -397,9 +397,13 @@ def load_optimizer(
         name, _, slot = key.rpartition("/")
         of_parameter = functools.partial(read, parameter=parameters[index[name]])
         state.setdefault(index[name], {})[slot] = unpacked(value, of_parameter)
+
+    def read_of_group(key: str, stride: Any) -> Tensor:
+        return read(key, stride).to(parameters[0].device)  # load_state_dict moves slots alone
+
     param_groups = [
         # which kernels: of this device and sharding, not of those that saved
-        {name: unpacked(value, read) for name, value in group.items() if name != "params"}
+        {name: unpacked(value, read_of_group) for name, value in group.items() if name != "params"}
         | {"params": [index[name] for name in group["params"]]}
         | _kernels(now)
         for group, now in zip(saved["groups"], optimizer.param_groups, strict=True)
