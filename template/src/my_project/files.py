@@ -356,6 +356,7 @@ def shortened(text: str, length: int) -> str:
 
 
 FORMAT = 5  # of a checkpoint
+BUSY = (errno.EBUSY, errno.ENOTEMPTY)  # a file in a folder is open on another host (NFS)
 PIECE_BYTES = 64 << 20  # hashed by itself, so that ranks and threads share a large file
 CHUNK_BYTES = 1 << 20  # read at once
 HASHING_THREADS = 4
@@ -571,7 +572,7 @@ def put_in_place(folder: Path) -> None:
         try:
             os.replace(folder, before)
         except OSError as error:
-            if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            if error.errno not in BUSY:
                 raise
             _replace_files(temporary, folder)  # somebody on another host keeps the folder busy
             return

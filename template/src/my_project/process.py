@@ -163,8 +163,10 @@ class _DroppingFile(io.FileIO):
     """A descriptor that drops what cannot be written: its reader may be gone, or its disk full."""
 
     def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
         with suppress(OSError):
-            return super().write(data) or len(data)  # None: it would block
+            while left:
+                left = left[super().write(left) or len(left) :]  # None: it would block
         return len(data)
 
 
@@ -173,7 +175,8 @@ def never_fail_to_print() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:  # not where a test or a notebook has replaced it
-            raw = io.BufferedWriter(_DroppingFile(stream.fileno(), "w", closefd=False))
+            # not buffered: what is interrupted by a signal would be written again
+            raw: Any = _DroppingFile(stream.fileno(), "w", closefd=False)
             how: Any = {"encoding": stream.encoding, "errors": "backslashreplace"}
             setattr(sys, name, io.TextIOWrapper(raw, **how, line_buffering=True))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import ConfigError
 from ..devices import gather_on_main, on_main_then_broadcast
-from ..files import discard, find_damage, read_manifest, step_of, unused_name
+from ..files import BUSY, discard, find_damage, read_manifest, step_of, unused_name
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,9 @@ def remove(folder: Path) -> None:
         # Renamed first: a kill while files are removed must not leave a partial checkpoint.
         removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
-        with suppress(OSError):  # kept busy by a reader on another host (NFS): at a later save
+        try:
             os.replace(folder, removed)
+        except OSError as error:
+            if error.errno not in BUSY:  # by a reader on another host: at a later save
+                raise
         discard(removed)
