@@ -19,10 +19,10 @@ PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
     "lines of train.py and all that it imports": 6_747,
     "files of train.py and all that it imports": 39,
-    "lines of the package without tools/": 8_772,
+    "lines of the package without tools/": 8_774,
     "lines of tools/": 2_238,
     "lines of template/tests": 3_568,
-    "lines of template/tests and tests": 17_712,
+    "lines of template/tests and tests": 17_714,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of train.py": 207,

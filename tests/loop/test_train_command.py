@@ -61,6 +61,8 @@ def test_a_where_for_several_nodes_or_of_another_name_is_refused():
         choose(read_options(["--where", "multi_node"])[0], 16)
     with pytest.raises(ConfigError, match=r"cpuu.*did you mean cpu\?"):
         choose(read_options(["--where", "cpuu"])[0], 16)
+    with pytest.raises(ConfigError, match="--num_processes is 0"):
+        choose(read_options(["--num_processes", "0"])[0], 16)
 
 
 def test_config_files_come_first_and_options_in_any_order():

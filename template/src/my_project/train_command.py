@@ -76,6 +76,8 @@ def find_where(name: str) -> Path:
 
 def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, int]:
     """Choose the path of the accelerate config and the number of processes."""
+    if options.num_processes is not None and options.num_processes < 1:
+        raise ConfigError(f"--num_processes is {options.num_processes}, but must be at least 1.")
     gpus = count_gpus()
     dividing = [n for n in range(1, gpus + 1) if global_batch_size % n == 0]
     fitting = options.num_processes or max(dividing, default=1)
