@@ -130,6 +130,8 @@ def prepare(
         accelerator._models[-1] = prepared  # the DDP, for devices.release_groups
     if not has_gradients_in_buckets(prepared):
         optimizer.zero_grad()
+    if type(prepared) is RecipeModule:  # accelerate 1.10 fails on a model that build_model compiles
+        return prepared, prepared
     return prepared, accelerator.unwrap_model(prepared)
 
 
