@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_749,
+    "lines of train.py and all that it imports": 6_760,
     "files of train.py and all that it imports": 39,
-    "lines of the package without tools/": 8_776,
+    "lines of the package without tools/": 8_787,
     "lines of tools/": 2_238,
     "lines of template/tests": 3_568,
-    "lines of template/tests and tests": 17_714,
+    "lines of template/tests and tests": 17_723,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of train.py": 207,

@@ -381,7 +381,7 @@ def run_forked(asked: dict[str, Any]) -> int:
             os.dup2(log, number)
         from my_project import cli, launch
 
-        tempfile.tempdir = None  # found anew
+        tempfile.tempdir = None  # so that it is searched for again
         cli.run(launch.main, asked["arguments"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

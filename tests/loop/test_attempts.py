@@ -187,7 +187,7 @@ class Holding(Ragged):
     def loss(self, model, batch, step):
         if step == self.hold_at and os.environ.get("RANK", "0") == "0":
             mutex = ctypes.create_string_buffer(64)
-            for _ in range(2):  # the second time for ever
+            for _ in range(2):  # the second one never ends
                 ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         return super().loss(model, batch, step)
 """

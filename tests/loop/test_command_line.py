@@ -55,6 +55,12 @@ def name(*arguments: str) -> str:
     return parse(["--config", "first.yaml", *arguments]).run_name
 
 
+def test_an_empty_config_is_refused_by_its_name(folder):
+    (folder / "empty.yaml").touch()
+    with pytest.raises(ConfigError, match=r"empty\.yaml is empty"):
+        parse(["--config", "empty.yaml"])
+
+
 # ---- names of runs -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("typed", "wanted"),

@@ -161,8 +161,15 @@ def test_frozen_parameters_may_be_in_a_group_or_not():
         model[0].requires_grad_(False)
         build_optimizer(OptimConfig(), Grouped(groups=form), model)
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+    with pytest.raises(ConfigError, match="optimizer got an empty parameter list"):
         build_optimizer(OptimConfig(), Ragged(), model)
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9, 2.0), "ab"])
+def test_a_wrong_value_in_init_args_is_refused_by_the_setting(betas):
+    config = OptimConfig(init_args={"betas": betas})
+    with pytest.raises(ConfigError, match=r"init_args .*betas"):
+        build_optimizer(config, Ragged(), nn.Linear(3, 3))
 
 
 class OnGPU(Tensor):

@@ -1,6 +1,6 @@
 """Every command on a run folder in which somebody else has replaced a file: no harm, no traceback.
 
-Nothing outside the folder is created or changed, nothing waits for ever, and nothing that controls
+Nothing outside the folder is created or changed, nothing hangs, and nothing that controls
 a terminal is printed.
 """
 

@@ -84,7 +84,9 @@ def read_config(file: Path) -> dict[str, Any]:
         some = f"{[*known.values()][-1].parent}/ has some." if known else "configs/ has none here."
         hint = f"did you mean {known[similar[0]]}?" if similar else some
         raise ConfigError(f"there is no config file {file}; {hint}")
-    return read_yaml(file)
+    if not (settings := read_yaml(file)):
+        raise ConfigError(f"{file} is empty; write a recipe and its settings into it.")
+    return settings
 
 
 def one_duration(sources: list[dict[str, Any]]) -> list[str]:

@@ -177,7 +177,7 @@ def check_temporary_folder(*, has_workers: bool) -> None:
 
     Args:
         has_workers: whether loader workers will send tensors, for which multiprocessing makes
-            sockets there. Where it cannot, they send nothing, and training waits for ever.
+            sockets there. Where it cannot, they send nothing, and training hangs.
 
     Raises:
         ConfigError: there is none, or its name is too long.

@@ -344,9 +344,9 @@ def _parser() -> argparse.ArgumentParser:
 def prepare_environment() -> None:
     """Set the variables that hold before anything is imported; leave out a scheduler's.
 
-    And those of accelerate, most of which its config sets anew: the others would reach the
-    processes beside it, and shard or compile a model where the config does not say so.
-    And let no reader of this launcher that is gone end it.
+    Variables of accelerate are left out too: its config sets most of them again, and the others
+    would shard or compile a model where the config does not say so. From here on, printing to a
+    reader that is gone does not end this launcher.
 
     Raises:
         ConfigError: there is no folder for temporary files, which an import may need.

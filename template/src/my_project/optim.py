@@ -73,7 +73,13 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
             for p in model.parameters()
             if p.requires_grad
         )
-    optimizer: torch.optim.Optimizer = kind(groups, **arguments)
+    try:
+        optimizer: torch.optim.Optimizer = kind(groups, **arguments)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"optim.class_path {config.class_path} with init_args {config.init_args}:"
+            f" {type(error).__name__}: {error}."
+        ) from error
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     if has_two_views(optimizer):
         if config.ema_decay:

@@ -153,7 +153,7 @@ class TrainState:
         )
 
     def begin_interval(self) -> None:
-        """Begin to count anew, after a record."""
+        """Reset the counts of the interval, after a record."""
         self.interval_loss_sum = 0.0
         self.interval_num_items = 0.0
         self.interval_scalars = {}

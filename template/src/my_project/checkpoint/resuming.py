@@ -31,7 +31,10 @@ def choose(accelerator: Any, run: Run) -> Path | None:
             chosen = folder
             break
         if folder == Path(run.config.resume):
-            refuse_damaged(folder, problem)
+            raise ConfigError(
+                f"--resume {folder} cannot be used: {problem}; give another checkpoint, auto or"
+                " never."
+            )
         if run.rank == 0:
             logger.warning("%s is skipped: %s.", folder, problem)
     if run.rank == 0 and chosen:
