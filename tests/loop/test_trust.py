@@ -213,7 +213,7 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
     assert not marker.exists()
 
     path_before = [*sys.path]
-    search_path.leave_out_strangers("evaluate", [str(export), "input"])
+    search_path.leave_out_untrusted("evaluate", [str(export), "input"])
     assert set(path_before) - set(sys.path) == {""}
     path = write(export, settings_of(function="hostile.function"))
     with pytest.raises(ConfigError, match=r"If you trust it, add --trust hostile\.function"):
@@ -242,10 +242,10 @@ def test_the_folder_one_stands_in_is_on_the_path_for_the_users_own_code_alone(
     monkeypatch.setattr(sys, "prefix", str(here / ".venv"))
     monkeypatch.setattr(search_path, "__file__", str(tmp_path / "project/src/p/search_path.py"))
     monkeypatch.setattr(sys, "path", ["", str(here), "/other", str(installed)])
-    search_path.leave_out_strangers(command, ["runs/one/export", "--json"])
+    search_path.leave_out_untrusted(command, ["runs/one/export", "--json"])
     assert sys.path == ["", str(here)] * stays + ["/other", str(installed)]
     if command == "evaluate":
-        search_path.leave_out_strangers(command, [".", "--trust", "a.B"])
+        search_path.leave_out_untrusted(command, [".", "--trust", "a.B"])
         assert sys.path == ["/other", str(installed)]  # the weights, and the environment in them
 
 

@@ -6,7 +6,7 @@ folder to sys.path.
 
 import sys
 
-from .safety.search_path import ON_WEIGHTS, leave_out_strangers
+from .safety.search_path import ON_WEIGHTS, leave_out_untrusted
 
 COMMANDS = {  # and their modules; those of a folder that was deleted are left out
     "train": "train_command",
@@ -19,7 +19,7 @@ COMMANDS = {  # and their modules; those of a folder that was deleted are left o
     "launch": "launch",
 }
 if __name__ == "__main__" or "".join(sys.argv[1:2]) in COMMANDS:
-    leave_out_strangers("".join(sys.argv[1:2]), sys.argv[2:])  # before any other import
+    leave_out_untrusted("".join(sys.argv[1:2]), sys.argv[2:])  # before any other import
 
 import runpy
 from pathlib import Path

@@ -202,7 +202,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
         with torch.no_grad(), one_line_errors():
             say(text_of(show(model, exported, samples, Path(temporary)) or ""))
         for path in sorted(Path(temporary).iterdir()):
-            # a link of that name, which may be a stranger's, is replaced and not followed
+            # a link of that name, which may be untrusted, is replaced and not followed
             os.replace(path, folder / path.name)
             say(folder / path.name)
 

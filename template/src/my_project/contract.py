@@ -362,7 +362,7 @@ def one_line_errors(*more: type[Exception]) -> Iterator[None]:
     """Turn errors that a user can cause (a wrong path or name) into one line with their source.
 
     Args:
-        more: exceptions besides, as of what a stranger's data_info holds.
+        more: exceptions besides, such as those of an untrusted data_info.
     """
     try:
         yield

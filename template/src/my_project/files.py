@@ -44,7 +44,7 @@ class TransientError(ConfigError):
     exit_code = 1
 
 
-# ---- files that may be a stranger's --------------------------------------------------------------
+# ---- untrusted files -----------------------------------------------------------------------------
 MOST_BYTES = 1 << 28  # of a file that is read whole
 MOST_YAML_BYTES = 1 << 22  # which takes about a second
 MOST_LINE_BYTES = 1 << 24
@@ -103,7 +103,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def say(*lines: object, to: Any = None) -> None:
-    """Print lines that may hold a stranger's text: nothing in them controls the terminal."""
+    """Print untrusted lines without characters that control the terminal."""
     text = printable("\n".join(map(str, lines)), keep="\n\t")
     print(text, file=to or sys.stdout, flush=True)
 
@@ -112,7 +112,7 @@ def say(*lines: object, to: Any = None) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees either the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # of a process with the same number, or a stranger's link
+    temporary.unlink(missing_ok=True)  # of a process with the same ID, or an untrusted link
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -272,7 +272,7 @@ def has_lock(file: Any, command: int) -> bool:
     return struct.unpack("hhqqi0q", fcntl.fcntl(file, command, flock))[0] != fcntl.F_UNLCK
 
 
-# Without these a run would go on and lack what they say; what replaces others fails at once.
+# Appended to or updated in a run, which would go on without them if they could not be opened.
 NEEDED = ("metrics.jsonl", "starts.jsonl", "status.json")
 
 
@@ -314,7 +314,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return settings by dotted name, those of the recipe as they are typed: recipe.width."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        name = f"{prefix}{key}"  # a stranger's key may be a number
+        name = f"{prefix}{key}"  # an untrusted key may be a number
         name = "recipe" if name == "recipe.init_args" else name
         if name == "recipe.class_path":
             found["recipe"] = value
@@ -467,7 +467,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _is_manifest(content: dict[str, Any]) -> bool:
-    """Return whether a manifest has what is read of any: a stranger's may have a valid hash."""
+    """Return whether a manifest has the fields that are read; a valid hash does not say so."""
     if content["format"] != FORMAT:
         return True  # refused with its number
     are_files = all(

@@ -44,7 +44,7 @@ from .process import PREEMPTED
 NUMBER = (int, float)
 CAUSES = ("lost contact", "lost node", "device error")
 GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
-START_SECONDS = 60.0  # without a kept step, that are no more than a start
+START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
 REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
 EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
@@ -132,7 +132,8 @@ class Starts:
         may_mend = cause in CAUSES or (others_failed and not failures)
         if not may_mend and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
-        # each with its like: most failures are not reported, and the first report is no new step
+        # saved steps are compared with saved ones, reported with reported ones: most failures
+        # leave no report, so the first report does not show progress
         saved = newest_checkpoint(self.folder) or 0
         reported = max((one["step"] or 0 for one in failures), default=0)
         if saved > self._saved or 0 < self._reported < reported:

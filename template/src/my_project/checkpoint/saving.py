@@ -352,7 +352,7 @@ class Checkpoints:
         """
         try:
             state = self.load(folder)
-        except (LookupError, TypeError, AttributeError) as error:  # a stranger's may be anything
+        except (LookupError, TypeError, AttributeError) as error:  # untrusted: of any type
             problem = f"its manifest.json does not hold what a checkpoint's does ({error!r})"
             raise ConfigError(f"{folder} cannot be used: {problem}.") from error
         if self.rank == 0:

@@ -1,6 +1,6 @@
-"""Keep Python from importing files of a folder that may be a stranger's.
+"""Keep Python from importing files of an untrusted folder.
 
-`python -m` puts the current folder first on sys.path: a stranger's run folder, if one stands in it.
+`python -m` puts the current folder first on sys.path, which may be an untrusted run folder.
 So __main__.py calls this module before any other import, and it imports only modules
 that Python has imported already. It cannot protect the imports of `python -m` itself (such as
 contextlib.py or the package's name): `python -P -m` leaves the current folder out from the start.
@@ -27,8 +27,8 @@ def is_inside(path: str, folder: str) -> bool:
     return os.path.join(os.path.realpath(path), "").startswith(os.path.join(folder, ""))
 
 
-def leave_out_strangers(command: str, arguments: list[str]) -> None:
-    """Remove from sys.path what may be a stranger's, before a command of this package runs.
+def leave_out_untrusted(command: str, arguments: list[str]) -> None:
+    """Remove untrusted folders from sys.path, before a command of this package runs.
 
     A command on the user's own config imports its recipe, from the current folder too. One on
     weights does so only where this package is in that folder, which is then the user's project, or

@@ -45,7 +45,7 @@ def write_report(folders: list[Path], output: str | None = None) -> Path:
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs compared"
     try:
         write_atomically(path, page(title, body(runs, title)))
-    except (OSError, RecursionError) as error:  # RecursionError: a stranger's lists of lists
+    except (OSError, RecursionError) as error:  # RecursionError: nested lists
         raise ConfigError(f"{path} cannot be written: {error}; give another --output.") from error
     return path
 
