@@ -411,8 +411,9 @@ def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(t
         plain = contract.build_model(config, INFO)
         trained = sorted(name for name, p in plain.named_parameters() if p.requires_grad)
         whole_bytes = sum(p.nbytes for p in plain.parameters())
-        # a shard, a block, and what gloo's threads have not let go yet
-        most = whole_bytes * (replicas / 4 + 3 / 16)
+        # A shard and one block; gloo's threads may not have freed two more of the 8 blocks yet.
+        # A rank that builds the whole model holds all of it beside its shard.
+        most = whole_bytes * (replicas / 4 + 3 / 8)
         for rank, found in enumerate(result[i] for result in by_rank):
             assert found["held"] == trained, "each trained parameter once"
             assert found["sharded"]
