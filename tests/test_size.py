@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_760,
+    "lines of train.py and all that it imports": 6_779,
     "files of train.py and all that it imports": 39,
-    "lines of the package without tools/": 8_787,
+    "lines of the package without tools/": 8_817,
     "lines of tools/": 2_238,
-    "lines of template/tests": 3_568,
-    "lines of template/tests and tests": 17_723,
+    "lines of template/tests": 3_576,
+    "lines of template/tests and tests": 17_767,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of train.py": 207,

@@ -180,9 +180,13 @@ def test_a_run_means_its_best_weights_or_else_its_export(shown, tmp_path, capsys
         assert float(out)
         shutil.rmtree(run / "best", ignore_errors=True)
     shutil.rmtree(run / "export")
-    with pytest.raises(ConfigError, match=r"step_\d+ has no config\.yaml; give an export"):
+    for words in (["0.5"], []):
+        with pytest.raises(ConfigError, match=r"step_\d+ is a checkpoint"):
+            run_here(run, *words)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigError, match=r"run holds neither .*; give a run folder"):
         run_here(run, "0.5")
-    with pytest.raises(ConfigError, match=r"nowhere holds neither .*; give a run folder"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
         run_here(tmp_path / "nowhere")
 
 

@@ -129,8 +129,14 @@ def test_an_exception_on_one_rank_ends_all_and_names_it(tmp_path):
     assert "this rank was told to fail" in left["reason"]
 
 
-def wait_for_steps(folder: Path, steps: int) -> None:
-    assert wait_until(lambda: steps_done(folder) >= steps, 600), "the run did not get going"
+def wait_for_steps(folder: Path, steps: int, run: subprocess.Popen | None = None) -> None:
+    """Wait until a run has taken that many steps; fail if its process, if given, ends before."""
+
+    def has_them_or_ended() -> bool:
+        return steps_done(folder) >= steps or bool(run and run.poll() is not None)
+
+    assert wait_until(has_them_or_ended, 600), "the run did not get going"
+    assert steps_done(folder) >= steps
 
 
 # ---- told to stop, killed, stuck: through the real launcher --------------------------------------

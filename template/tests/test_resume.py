@@ -145,7 +145,8 @@ def test_a_run_of_an_earlier_version_goes_on_without_the_settings_that_were_remo
 
 
 def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere cannot be used: it has no manifest"):
+    sentence = r"nowhere cannot be used: it has no manifest.*; give .* checkpoint, auto or never"
+    with pytest.raises(ConfigError, match=sentence):
         train(make_config(tmp_path, resume=str(tmp_path / "nowhere")))
 
 

@@ -203,7 +203,7 @@ def test_time_in_which_a_run_is_suspended_does_not_count(tmp_path, launcher, pro
     (tmp_path / "holding.py").write_text(HOLDING)
     with started(tmp_path, launcher, processes, words=SUSPENDED) as run:
         for steps in (5, 20):
-            wait_for_steps(tmp_path, steps)
+            wait_for_steps(tmp_path, steps, run)
             stopped = ranks(run.mark)
             for one in stopped:
                 one.suspend()

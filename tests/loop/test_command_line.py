@@ -144,6 +144,7 @@ def test_typed_steps_replace_the_epochs_of_the_file(typed, steps, epochs):
         ("--optim.lr fast", "optim.lr"),
         ("--optim.lr -1", "optim.lr is -1.0, but must be at least 0"),
         ("--optim.schedule wsd", "optim.decay_steps is 0"),
+        ("--epochs 0", "epochs is 0.0, but must be more than 0"),
         ("--epochs 3 --steps 5", "steps is 5 and epochs is 3.0"),
         ("--evaluation.patience 2", "evaluation.best_metric"),
         ("--run_name a/b", "run_name 'a/b'"),

@@ -13,7 +13,7 @@ import tarfile
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate
 import numpy as np
@@ -199,6 +199,58 @@ def test_each_method_with_other_parameters_is_named_with_its_place(tmp_path):
     assert "it has build_metrics but lacks update_metrics" in of_metrics
     with pytest.raises(ConfigError, match=r"recipe OtherArguments: loss.* must accept "):
         train(make_config(tmp_path, OtherArguments()))
+
+
+class Undecorated(Ragged):
+    rank: int = 4
+
+
+class UndecoratedDefault(Ragged):
+    dropout = 0.5
+
+
+@Recipe
+class WithoutType(Ragged):
+    dropout = 0.5
+
+
+class OfOne(Undecorated):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (Undecorated, "rank"),
+        (UndecoratedDefault, "dropout"),
+        (WithoutType, "dropout"),
+        (OfOne, "rank"),
+    ],
+)
+def test_a_field_that_a_subclass_sets_without_effect_is_refused_by_name(kind, field):
+    (problem,) = problems(kind)
+    assert f" {field} " in problem
+
+
+class OwnInit(Ragged):
+    extra: int
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.extra = 1
+
+
+@Recipe
+class Decorated(Ragged):
+    shared: ClassVar[dict[str, int]] = {}
+    constant = 3
+    dropout: float = 0.5
+
+
+@pytest.mark.parametrize("kind", [OwnInit, Decorated])
+def test_a_field_that_has_its_effect_is_not_refused(kind):
+    assert problems(kind) == []
+    assert kind().dropout == 0.5
 
 
 @Recipe

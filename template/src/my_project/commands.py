@@ -131,7 +131,10 @@ def parse_predict(words: list[str]) -> argparse.Namespace:
     parser = make_parser(predict.__doc__, "predict")
     parser.add_argument("folder", help="a run folder, or runs/<name>/best or runs/<name>/export")
     parser.add_argument(
-        "argument", nargs="?", help="the input, such as an image file; default: validation samples"
+        "argument",
+        nargs="?",
+        help="the input, such as an image file; default: validation samples; -- before one that"
+        " begins with a hyphen",
     )
     _add_trust(parser)
     return parser.parse_args(words)
@@ -153,7 +156,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
         return
     config, data_info, model = load(weights, arguments.trust, given)
     predict = needed(config.recipe, "predict")
-    with torch.no_grad(), one_line_errors():
+    with torch.no_grad(), one_line_errors(OSError):  # such as a file that is not an image
         say(predict(model, data_info, arguments.argument))
 
 

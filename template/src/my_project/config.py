@@ -410,7 +410,8 @@ def wrong_value(name: str, value: Any, kind: Any, metadata: Any = None) -> Confi
     """
     known = metadata or {}
     least, most = known.get("least"), known.get("most")
-    wanted = f"between {least} and {most}" if most is not None else f"at least {least}"
+    floor = "more than 0" if least and least < 1e-6 else f"at least {least}"
+    wanted = f"between {least} and {most}" if most is not None else floor
     if not fits(value, kind):
         *words, last = takes(kind, known.get("such_as", ""))
         wanted = f"{', '.join(words)} or {last}" if words else last

@@ -33,6 +33,12 @@ def load(
         ConfigError: the folder is not an export, names a class that is not trusted, or its weights
             do not fit the model.
     """
+    if not is_export(folder) and (folder / "manifest.json").is_file():
+        raise ConfigError(
+            f"{folder} is a checkpoint, and a prediction needs an export, which a run writes at its"
+            " end (with evaluation.best_metric at each best evaluation, too). Continue the run, or"
+            " evaluate the checkpoint."
+        )
     for name in ("config.yaml", "data_info.json"):
         if not (folder / name).is_file():
             raise ConfigError(
@@ -95,6 +101,8 @@ def weights_folder(folder: Path) -> Path:
             return candidate
     if found := checkpoints(folder):
         return found[-1]
+    if not folder.exists():
+        raise ConfigError(f"there is no folder {folder}.")
     raise ConfigError(
         f"{folder} holds neither an export nor a checkpoint; give a run folder or one of these."
     )

@@ -131,6 +131,7 @@ class Recipe(Protocol):
         raise NotImplementedError
 
 
+FIELDS = "__dataclass_fields__"
 PARAMETERS = {  # of every method that the loop calls
     "prepare_data": (),
     "build_datasets": ("data_info",),
@@ -169,6 +170,30 @@ def problems(kind: type) -> list[str]:
     for one, other in (("build_metrics", "update_metrics"), ("update_metrics", "build_metrics")):
         if getattr(kind, one, None) is not None and getattr(kind, other, None) is None:
             found.append(f"it has {one} but lacks {other}, which {one} needs")
+    for name in ignored_fields(kind):
+        found.append(
+            f"the {name} that it sets would be ignored: write @dataclass above the class, and a"
+            f" type after the name, such as {name}: int = 8"
+        )
+    return found
+
+
+def ignored_fields(kind: type) -> list[str]:
+    """List the names in the body of a dataclass's subclass that look like fields but are not.
+
+    These are the annotated names of a class without @dataclass, and a new default of an inherited
+    field without an annotation: an instance would have the default of the base class.
+    """
+    found: list[str] = []
+    for cls in kind.__mro__:
+        inherited = {name for base in cls.__mro__[1:] for name in vars(base).get(FIELDS, ())}
+        is_decorated = FIELDS in vars(cls)
+        if not inherited or (not is_decorated and "__init__" in vars(cls)):
+            continue
+        kinds = inspect.get_annotations(cls)
+        annotated = [name for name in kinds if "ClassVar" not in str(kinds[name])]
+        found += [name for name in vars(cls) if name in inherited and name not in kinds]
+        found += [] if is_decorated else annotated
     return found
 
 
