@@ -138,8 +138,7 @@ class CheckpointsConfig:
     """Steps between checkpoints; null: none by steps, so that every_minutes decides."""
     every_minutes: float | Literal["auto"] | None = may_change("auto", least=0)
     """Minutes without a save after which one is made by time; auto: 10 where every_steps is null,
-    else none; null or 0: none. It is not counted in keep, replaces only earlier saves by time, and
-    waits while steps are skipped."""
+    else none; null or 0: none. It waits while steps are skipped."""
     keep: int = may_change(2, least=1)
     """Number of newest checkpoints to keep. With evaluation.best_metric the one of the best step is
     kept too, if one was saved at that step."""

@@ -113,12 +113,12 @@ def main(config: Config) -> int:
                 metrics.observe(report)
                 state.check_skipped(report, config.optim.max_skipped_steps)
 
-        def save(*, by_time: bool = False) -> None:
+        def save() -> None:
             state.lane_states = batches.lane_states()
             watchdog.allow_long_limit()
             with metrics.paused("saving"):
                 ranks.at_save()
-                checkpoints.save(state, by_time=by_time)
+                checkpoints.save(state)
                 if state.step == run.total_steps:  # on the disk before the last evaluation
                     checkpoints.wait()
                     accelerator.wait_for_everyone()
@@ -215,16 +215,15 @@ def main(config: Config) -> int:
                 save_due |= state.step == run.total_steps
                 if save_due or evaluation_due or stop_agreed or save_agreed:
                     observe(read_back.flush())  # the checkpoint counts this step too
-                    save_due |= stop_agreed
-                    # while steps are skipped the weights may be of no use: see Checkpoints._rotate
-                    by_time = save_agreed and not save_due and not state.consecutive_skipped_steps
-                    if save_due or by_time:
-                        save(by_time=by_time)
+                    # by time, not while steps are skipped: the weights may be of no use
+                    save_due |= stop_agreed or (save_agreed and not state.consecutive_skipped_steps)
+                    if save_due:
+                        save()
                         save_agreed = False  # a save of any kind restarts the clock
                     if evaluation_due and not stop_agreed:  # else the next start evaluates
                         evaluate_and_record()
                     end_reason = state.end_reason(run)
-                    if end_reason and not (save_due or by_time):  # early, where none was due
+                    if end_reason and not save_due:  # early, where none was due
                         save()
 
         # ---- finish, or leave to be continued ----------------------------------------------------

@@ -13,7 +13,6 @@ from ..files import BUSY, discard, find_damage, read_manifest, step_of, unused_n
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)
-BY_TIME = "by_time"  # an empty file in a checkpoint that was saved by time
 
 
 def choose(accelerator: Any, run: Run) -> Path | None:
@@ -104,7 +103,7 @@ def move_newer_aside(run: Run, step: int) -> None:
 def remove(folder: Path) -> None:
     """Remove a checkpoint; it is kept if it holds foreign files."""
     try:
-        own = read_manifest(folder)["files"].keys() | {"manifest.json", BY_TIME}
+        own = read_manifest(folder)["files"].keys() | {"manifest.json"}
     except ValueError:
         return
     names = {path.name for path in folder.iterdir()}

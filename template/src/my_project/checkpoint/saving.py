@@ -46,7 +46,7 @@ from ..files import (
 from ..optim import EMA, has_two_views
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from .resuming import BY_TIME, move_newer_aside, remove
+from .resuming import move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
@@ -143,8 +143,8 @@ class Checkpoints:
             )
         self._optimizer_numbers = numbers
 
-    def save(self, train_state: TrainState, *, by_time: bool = False) -> None:
-        """Save the state after train_state.step steps, marked if by time. Called by every rank."""
+    def save(self, train_state: TrainState) -> None:
+        """Save the state after train_state.step steps. Called by every rank."""
         self.wait()
         if self.rank == 0:
             self.run.check_lock()
@@ -172,8 +172,6 @@ class Checkpoints:
             if self.rank != 0:
                 return
             self.run.check_lock()
-            if by_time:
-                (temporary / BY_TIME).touch()
             content = {"format": files.FORMAT, "step": step, "files": listed}
             content |= {"resumed_from": self.run.resumed_from, "state": json.loads(text)}
             files.complete(temporary, folder, content)
@@ -496,11 +494,7 @@ class Checkpoints:
         settings = self.config.checkpoints
         every = settings.keep_every_steps
         found = files.checkpoints(self.run.folder)
-        by_time = [folder for folder in found if (folder / BY_TIME).exists()]
-        others = [folder for folder in found if folder not in by_time]
-        keep = set(others[-settings.keep :])
-        # an earlier one by time stays while there are too few others to go back to
-        keep |= set(by_time[-max(1, settings.keep - len(others)) :])
+        keep = set(found[-settings.keep :])
         keep |= {folder for folder in found if every and step_of(folder) % every == 0}
         keep |= {folder for folder in found if step_of(folder) == state["best_step"]}
         for folder in found:
