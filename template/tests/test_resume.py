@@ -133,17 +133,6 @@ def test_a_changed_config_is_refused_with_the_keys_and_two_remedies(tmp_path):
     assert "--resume never" in message
 
 
-@pytest.mark.slow
-def test_a_run_of_an_earlier_version_goes_on_without_the_settings_that_were_removed(tmp_path):
-    config = make_config(tmp_path, steps=2)
-    assert train(config) == 0
-    saved = config.folder / "config.yaml"
-    saved.write_text(saved.read_text() + "stage_to: /disk\n")
-    assert train(change(config, steps=3)) == 0
-    assert status(config)["step"] == 3
-    assert "stage_to" not in saved.read_text()
-
-
 def test_resume_from_a_path_that_is_no_checkpoint_is_refused(tmp_path):
     sentence = r"nowhere cannot be used: it has no manifest.*; give .* checkpoint, auto or never"
     with pytest.raises(ConfigError, match=sentence):

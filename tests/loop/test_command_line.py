@@ -8,7 +8,7 @@ from typing import get_args, get_origin
 import pytest
 import yaml
 from my_project.command_line import NAME_LENGTH, parse
-from my_project.config import REMOVED, ConfigError, each_setting, to_dict
+from my_project.config import ConfigError, each_setting
 
 CONFIG = """
 recipe: {class_path: sweep.Sweep, init_args: {width: 8}}
@@ -229,22 +229,6 @@ def test_none_is_null():
     assert (config.epochs, config.steps, config.batches.workers) == (None, 7, None)
     assert config.optim.clip_norm is None
     assert parse(["--config", "first.yaml", "--recipe.label", "None"]).recipe.label == "None"
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_is_refused_with_what_replaces_it(name):
-    group, _, last = name.rpartition(".")
-    Path("old.yaml").write_text(f"{group}: {{{last}: null}}\n" if group else f"{last}: null\n")
-    config = to_dict(parse(["--config", "first.yaml"]))
-    (config[group] if group else config)[last] = None
-    for source in (
-        ["--config", "first.yaml", f"--{name}", "x"],
-        config,
-        ["--config", "first.yaml", "--config", "old.yaml"],
-    ):
-        with pytest.raises(ConfigError) as refusal:
-            parse(source)
-        assert f"{name} any more: {REMOVED[name]}." in str(refusal.value)
 
 
 def test_hyphens_in_the_names_of_options_are_underscores():

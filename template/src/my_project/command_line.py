@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from .config import (
-    REMOVED,
     Config,
     ConfigError,
     each_setting,
@@ -285,8 +284,6 @@ def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> 
     if unknown:
         group, dashes, last = unknown.groups(default="")
         name = f"{group}.{last}".strip(".")
-        if name in REMOVED:
-            return f"there is no setting {dashes}{name} any more: {REMOVED[name]}."
         fields = getattr(recipe, "__dataclass_fields__", {})
         known = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
         names = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}

@@ -23,17 +23,6 @@ from .files import ConfigError
 from .recipe import Recipe, source_location
 from .safety.redaction import secrets_problem
 
-# Settings of earlier versions by their dotted names, and what replaces each. They are refused, but
-# for the config.yaml of a run that an earlier version began, where they are ignored.
-REMOVED = {
-    "stage_to": "copy the data to a disk of each node before the run, as launch/slurm.sbatch shows,"
-    " and give the recipe its path",
-    "checkpoints.keep_best": "with evaluation.best_metric, the checkpoint of the best step is kept"
-    " where one was saved at it",
-    "checkpoints.on_failure": "a failed save is tried again by the next one, and the run ends with"
-    " exit code 1 if its last one failed",
-}
-
 
 def may_change(default: Any, **limits: Any) -> Any:
     """Declare a field that may change between two starts; the limits of limited, and such_as."""
@@ -489,11 +478,7 @@ def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str,
         prefix: prepended to the dotted names.
     """
     known = {f.name for f in dataclasses.fields(config)}
-    settings = {
-        prefix + name: value
-        for name, value in saved.items()
-        if name not in known and prefix + name not in REMOVED
-    }
+    settings = {prefix + name: value for name, value in saved.items() if name not in known}
     for f in dataclasses.fields(config):
         if not f.init or not f.metadata.get("changes_curve", True):
             continue

@@ -1,6 +1,7 @@
 """The Accelerator: refuse a wrong launch, start it, agree between ranks, set numerics."""
 
 import atexit
+import gc
 import os
 import socket
 import sys
@@ -39,7 +40,7 @@ from .loading.layout import batch_layout
 from .loading.loader import number_of_workers
 from .loading.seeding import derive_seed
 from .optim import optimizer_class
-from .process import collect_all_garbage, no_garbage_collection, world
+from .process import no_garbage_collection, world
 from .run_folder import Run, not_shared
 from .stopping import name_nccl_traces
 
@@ -238,7 +239,7 @@ def release_groups(accelerator: Accelerator) -> None:
             vars(model).pop(name, None)
     if mesh := getattr(accelerator.state, "device_mesh", None):
         vars(mesh).get("_pg_registry", {}).clear()
-        atexit.register(collect_all_garbage)
+        atexit.register(gc.collect)
 
 
 def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:

@@ -80,7 +80,6 @@ def attempts() -> dict[str, int]:
 
 
 GARBAGE_OBJECTS = 10_000  # Python's own limit is 700 to 2,000
-RECORDS_PER_FULL_COLLECTION = 100
 
 
 @contextmanager
@@ -103,8 +102,8 @@ def garbage_collected_at_records() -> Iterator[None]:
     """Keep Python's garbage collector from pausing ranks at different steps, for the block.
 
     Any rank that pauses delays all of them. So what exists now is not looked at again (a full
-    collection would take a tenth of a second), collect_garbage runs after the same step on all
-    ranks, and between these calls a collection starts by itself only when the objects that were
+    collection would take a tenth of a second), records/metrics.py collects after the same step on
+    all ranks, and between these calls a collection starts by itself only when the objects that were
     made, less those freed, exceed GARBAGE_OBJECTS: reference cycles made in every step stay
     bounded where records are rare.
     """
@@ -117,21 +116,6 @@ def garbage_collected_at_records() -> Iterator[None]:
     finally:
         gc.set_threshold(*limits)
         gc.unfreeze()  # C++ modules report what is left at the end as leaked
-
-
-def collect_all_garbage() -> None:
-    """Collect also what was frozen."""
-    gc.unfreeze()
-    gc.collect()
-
-
-def collect_garbage(record: int) -> None:
-    """Collect what became garbage since the last record, and older garbage now and then.
-
-    Args:
-        record: its number, the same on all ranks.
-    """
-    gc.collect(1 if record % RECORDS_PER_FULL_COLLECTION else 2)
 
 
 HELD_SECONDS = 30.0  # after a watchdog's limit, before it is taken for stuck itself

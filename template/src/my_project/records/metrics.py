@@ -4,6 +4,7 @@ It only records; state.py and the loop decide. docs/run-folder.md describes the 
 drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
 """
 
+import gc
 import json
 import logging
 import math
@@ -27,7 +28,6 @@ from ..files import (
     writing,
 )
 from ..loading.layout import BatchLayout
-from ..process import collect_garbage
 from ..run_folder import Run
 from ..state import NotFiniteError, StepReport, TrainState
 from . import performance
@@ -240,7 +240,7 @@ class MetricsWriter:
         data, forward = seconds["data"] / steps, seconds["forward"] / steps
         reports = performance.RankReports(data, forward, self.layout.world_size, self.device)
         self.gathering = record, reports
-        collect_garbage((report.step + 1) // self.config.telemetry.every_steps)
+        gc.collect()  # after the same step on all ranks, since a rank that pauses delays all
         self._begin_interval(clock)
         state.begin_interval()
 
