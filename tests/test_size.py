@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_779,
+    "lines of train.py and all that it imports": 6_742,
     "files of train.py and all that it imports": 39,
-    "lines of the package without tools/": 8_817,
+    "lines of the package without tools/": 8_780,
     "lines of tools/": 2_238,
-    "lines of template/tests": 3_576,
-    "lines of template/tests and tests": 17_767,
+    "lines of template/tests": 3_565,
+    "lines of template/tests and tests": 17_721,
     "settings": 58,
     "methods of a recipe": 14,
-    "lines of train.py": 207,
+    "lines of train.py": 204,
 }
 STEP_FILES = 19  # 31 at a9ab39b, counted in the same way
 NO_CODE = {

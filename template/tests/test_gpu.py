@@ -153,13 +153,11 @@ def test_several_processes_give_the_curve_of_one(tmp_path, several):
 
 @needs_one
 @pytest.mark.parametrize("processes", [1, 2])
-def test_records_have_the_phases_by_cuda_events_and_the_sensors(tmp_path, processes):
+def test_records_have_the_seconds_of_ranks_by_cuda_events_and_the_sensors(tmp_path, processes):
     config = make_config(tmp_path, steps=12, telemetry__every_steps=3, telemetry__peak_tflops=1.0)
     on_gpus(processes, train, config)
     for record in records(config):
-        phases = [record[f"{name}_share"] for name in ("data", "forward", "backward", "optimizer")]
-        assert all(share > 0 for share in phases)
-        assert sum(phases) <= 1.001
+        assert 0 < record["data_share"] < 1
         assert 0 < record["rank_seconds_min"] <= record["rank_seconds_max"]
         assert record["peak_memory_bytes"] == pytest.approx(1e7, rel=10)
         assert record["mfu"] > 0, "counted on fake tensors of the GPU"

@@ -55,6 +55,7 @@ class StepReport(NamedTuple):
     stop_votes: float  # ranks that have been asked to stop
     save_votes: float  # 1 if a save is due by the clock of rank 0
     scalars: dict[str, float]  # sums of the recipe's, by name
+    own_seconds: float = 0.0  # of this rank, until the step needs the other ranks
 
     @property
     def is_skipped(self) -> bool:

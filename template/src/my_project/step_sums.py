@@ -1,6 +1,7 @@
 """The step's all-reduce of scalars, and reading its result one step late."""
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ class StepSums:
         device = accelerator.device
         self.world_size = accelerator.num_processes
         self.work: Any = None
+        self.began = self.ready = 0.0  # moments: of the step, and when this rank needs the others
         self.parts = parts
         size = 6 + (0 if parts is None else len(parts))
         self.allocate(torch.zeros(size, dtype=dtype_of_sums(device), device=device))
@@ -77,6 +79,7 @@ class StepSums:
 
     def start_all_reduce(self, wants_stop: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
+        self.ready = moment(self.tensor)
         if wants_stop or wants_save:  # rare: almost no step launches these kernels
             self.add_to(STOP_VOTES, wants_stop)
             self.add_to(SAVE_VOTES, wants_save)
@@ -95,6 +98,22 @@ class StepSums:
     def num_items(self) -> Tensor | float:
         """The items to divide by: on a CPU a number, since nothing waits; NaN for 0."""
         return (self.sums[ITEMS] or math.nan) if self.tensor.is_cpu else self.sums[ITEMS]
+
+
+def moment(tensor: Tensor) -> Any:
+    """Return the time: of the device of a tensor on a GPU, else of the host, in seconds."""
+    if not tensor.is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(began: Any, ended: Any) -> float:
+    """Return the seconds between two moments, which the device has passed."""
+    if isinstance(began, float):
+        return float(ended) - began
+    return float(began.elapsed_time(ended)) / 1000
 
 
 class HostCopy:
@@ -123,7 +142,7 @@ class DelayedReader:
         # of this step, and of the one before, which has not been read
         self.both = [StepSums(accelerator, parts), StepSums(accelerator, parts)]
         self.accelerator = accelerator
-        self.pending: tuple[int, HostCopy] | None = None
+        self.pending: tuple[int, HostCopy, Any, Any] | None = None
 
     def set_names(self, names: tuple[str, ...]) -> None:
         """Make room for the scalars of a recipe, before the first sums are added.
@@ -139,6 +158,7 @@ class DelayedReader:
         """Return the sums of a new step, which are zero."""
         self.both.reverse()
         self.both[0].tensor.zero_()
+        self.both[0].began = moment(self.both[0].tensor)
         return self.both[0]
 
     def push(self, step: int, sums: StepSums, grad_norm: Tensor | float) -> StepReport | None:
@@ -146,15 +166,16 @@ class DelayedReader:
         sums.add_to(GRAD_NORM, grad_norm)
         copy = HostCopy(sums.numbers)
         before = self.flush()
-        self.pending = (step, copy)
+        self.pending = (step, copy, sums.began, sums.ready)
         return before
 
     def flush(self) -> StepReport | None:
         """Return the report of the step that has not been read yet, if there is one."""
         if self.pending is None:
             return None
-        step, copy = self.pending
+        step, copy, began, ready = self.pending
         self.pending = None
         values = copy.tolist()
         scalars = dict(zip(self.both[0].indices, values[6:], strict=True))
-        return StepReport(step, *values[:6], scalars=scalars)
+        own_seconds = seconds_between(began, ready)
+        return StepReport(step, *values[:6], scalars=scalars, own_seconds=own_seconds)

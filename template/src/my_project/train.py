@@ -174,12 +174,10 @@ def main(config: Config) -> int:
                         if is_last:  # the sums' all-reduce overlaps with the last backward
                             sums.start_all_reduce(stop.requested, checkpoints.is_due_by_time)
                         scaled = scaler.scale(loss_sum) if scaler else loss_sum
-                        metrics.backward_begins()
                         # not accelerator.backward, which divides by an accumulation of its own: two
                         # kernels more, measurable on small models
                         scaled.backward(optim.constant(backward_factor, scaled.dtype, device))
                 sums.wait()
-                metrics.backward_ended()
                 if scaler:
                     scaler.unscale_(optimizer)
 

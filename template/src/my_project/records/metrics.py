@@ -72,12 +72,12 @@ class MetricsWriter:
         self.screen = Screen(run)
         self.throughput = performance.Throughput(accelerator, run.config, layout, model)
         self.is_compiled = is_compiled(model)
-        self.phase_times = performance.PhaseTimes(self.device)
         self.profiler: Profiler | None = None
         self.last_pause = 0.0  # seconds
         # of steps that have ended and are not observed yet, since their numbers come one step
-        # later: the clock, their phases (see PhaseTimes.add), and their learning rate
-        self.ended: dict[int, tuple[float, Any, float]] = {}
+        # later: the clock, the wait for data, and their learning rate
+        self.ended: dict[int, tuple[float, float, float]] = {}
+        self.data_seconds = 0.0  # of the current step
         self.last: Any = None  # the report of the last step that was observed
         self.last_rate = 0.0  # the learning rate of that
         self._begin_interval(time.perf_counter())
@@ -138,27 +138,18 @@ class MetricsWriter:
 
     # ---- the step --------------------------------------------------------------------------------
     def timed(self, batches: Any) -> Iterator[Any]:
-        """Pass the micro-batches on; from each on, the time is that of a forward pass."""
+        """Pass the micro-batches on, and measure how long the step waits for each."""
         profile = self.config.profile
         if profile.window and self.run.rank in profile.ranks:
             self.profiler = Profiler(self.run, self.device, self.state.step)
-        self.phase_times.enter("data")
+        began = time.perf_counter()
         for batch in batches:
+            self.data_seconds += time.perf_counter() - began
             if not self.throughput.is_counted and self.is_main:
                 self.throughput.begin_counting()
-            self.phase_times.enter("forward")
             yield batch
-            self.phase_times.enter("data")
             self.throughput.end_counting()  # with accumulation: of the first micro-batch
-
-    def backward_begins(self) -> None:
-        """From now on, the time is that of a backward pass."""
-        self.phase_times.enter("backward")
-
-    def backward_ended(self) -> None:
-        """From now on, the time is that of the optimizer."""
-        self.phase_times.enter("optimizer")
-        self.throughput.end_counting()
+            began = time.perf_counter()
 
     def step_ended(self, step: int, rate: float) -> None:
         """Note when a step ended, since its numbers come after the next one or before a save.
@@ -167,7 +158,8 @@ class MetricsWriter:
             step: counted from 0.
             rate: its learning rate.
         """
-        self.ended[step] = time.perf_counter(), self.phase_times.step_ended(), rate
+        self.ended[step] = time.perf_counter(), self.data_seconds, rate
+        self.data_seconds = 0.0
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
         self.screen.step_ended(step + 1)
@@ -192,11 +184,12 @@ class MetricsWriter:
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
         self._write_gathered()
-        clock, phases, self.last_rate = self.ended.pop(report.step)
+        clock, data_seconds, self.last_rate = self.ended.pop(report.step)
         self.last = report
         self.interval_steps += 1
         self.interval_items += report.num_items
-        self.phase_times.add(phases, self.interval_seconds)
+        self.interval_own_seconds += report.own_seconds
+        self.interval_seconds["data"] += data_seconds
         done = report.step + 1
         if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
             self._end_interval(report, clock)
@@ -207,7 +200,8 @@ class MetricsWriter:
         self.interval_began = clock
         self.interval_steps = 0  # of this process
         self.interval_items = 0.0  # of all ranks
-        self.interval_seconds: dict[str, float] = dict.fromkeys((*performance.PHASES, *PAUSES), 0.0)
+        self.interval_own_seconds = 0.0  # until this rank needed the others
+        self.interval_seconds: dict[str, float] = dict.fromkeys(("data", *PAUSES), 0.0)
         self.compilations_before = compilations() if self.is_compiled else 0
 
     def _end_interval(self, report: StepReport, clock: float) -> None:
@@ -237,8 +231,8 @@ class MetricsWriter:
         }
         if self.is_compiled:
             record["compilations"] = compilations() - self.compilations_before
-        data, forward = seconds["data"] / steps, seconds["forward"] / steps
-        reports = performance.RankReports(data, forward, self.layout.world_size, self.device)
+        own, data = self.interval_own_seconds / steps, seconds["data"] / steps
+        reports = performance.RankReports(own, data, self.layout.world_size, self.device)
         self.gathering = record, reports
         gc.collect()  # after the same step on all ranks, since a rank that pauses delays all
         self._begin_interval(clock)

@@ -1,17 +1,16 @@
-"""Measure how fast a run is: the phase times of a step, speed and MFU, and what ranks differ in."""
+"""Measure how fast a run is: speed and MFU, and what ranks differ in."""
 
 import math
 import re
 import resource
 import statistics
 import sys
-import time
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed
 from accelerate import Accelerator
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import blocks
 from ..config import Config
@@ -19,45 +18,6 @@ from ..loading.layout import BatchLayout
 from ..recipe import optional
 from ..sharding import RecipeModule
 from ..step_sums import HostCopy
-
-PHASES = ("data", "forward", "backward", "optimizer")
-
-
-# ---- phase times ---------------------------------------------------------------------------------
-class PhaseTimes:
-    """When each phase of the current step began: data wait, forward, backward, optimizer.
-
-    On a GPU these are CUDA events, read one step late, so that nothing waits for the device: a
-    phase takes as long as the device spends in it, idle time included. Elsewhere the clock of the
-    host tells, which on MPS shows when kernels are queued.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.has_events = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = []
-
-    def enter(self, phase: str) -> None:
-        """End the current phase, if there is one, and begin another."""
-        mark: Any = time.perf_counter()
-        if self.has_events:
-            mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
-        self.marks.append((phase, mark))
-
-    def step_ended(self) -> list[tuple[str, Any]]:
-        """End the current phase and the step; return what add() takes."""
-        self.enter("end")
-        ended, self.marks = self.marks, []
-        return ended
-
-    def add(self, ended: list[tuple[str, Any]], seconds: dict[str, float]) -> None:
-        """Add the seconds of each phase of a step that has ended on the device too."""
-        if self.has_events:
-            ended[-1][1].synchronize()
-        for (phase, mark), (_, following) in pairwise(ended):
-            took = mark.elapsed_time(following) / 1000 if self.has_events else following - mark
-            seconds[phase] += took
-
 
 # ---- speed ---------------------------------------------------------------------------------------
 # Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16; fp16 where
@@ -147,12 +107,14 @@ class Throughput:
         from torch.utils.flop_counter import FlopCounterMode
 
         self.is_counted = True
+        self.hook = register_optimizer_step_pre_hook(lambda *_: self.end_counting())
         self.counter = FlopCounterMode(display=False)
         self.counter.__enter__()
 
     def end_counting(self) -> None:
         """End the count, if there is one."""
         if self.counter is not None:
+            self.hook.remove()
             self.counter.__exit__(None, None, None)
             flops = self.counter.get_total_flops()
             self.flops_per_sample = flops / self.layout.micro_batch_size
@@ -184,21 +146,19 @@ class RankReports:
     """What all ranks report of an interval, on its way to each of them."""
 
     def __init__(
-        self, data_seconds: float, forward_seconds: float, world_size: int, device: torch.device
+        self, own_seconds: float, data_seconds: float, world_size: int, device: torch.device
     ) -> None:
         """Start to gather; on a GPU nothing waits for the device.
 
         Args:
-            data_seconds: of this rank, per step.
-            forward_seconds: of this rank, per step.
+            own_seconds: of this rank, per step, until it needs the other ranks.
+            data_seconds: of these, the wait for data.
             world_size: the number of ranks.
             device: of this rank.
         """
         sensors = peak_memory_bytes(device), gpu_utilization(device)
         is_cuda = device.type == "cuda"  # a copy from memory that is not pinned would wait for it
-        everywhere = torch.tensor(
-            [[data_seconds + forward_seconds, data_seconds, *sensors]], pin_memory=is_cuda
-        )
+        everywhere = torch.tensor([[own_seconds, data_seconds, *sensors]], pin_memory=is_cuda)
         self.work: Any = None
         if world_size > 1:
             mine = everywhere.to(device, non_blocking=True)

@@ -17,7 +17,7 @@ import numpy as np
 from ...files import kind_of
 from ..reader import Run, read_run
 
-PHASES = ("data", "forward", "backward", "optimizer", "evaluation", "saving")
+PHASES = ("data", "evaluation", "saving")
 OF_RANKS = ("rank_seconds_median", "rank_seconds_max")  # left out where there is one process
 COLUMNS = (
     *("step", "loss", "skipped", "skipped_steps", "learning_rate", "gradient_norm"),
