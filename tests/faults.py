@@ -115,7 +115,8 @@ def drawn() -> list[Fault]:
             rank=None, needs_root=True, processes=2, steps=5000,
             recipe={"seconds": 0.05})  # fmt: skip
     for instant in ("build_model", "loss", "loss"):
-        add("full disk", "disk|no space", "disk", instant, rank=0, needs_root=True)
+        code = WRONG_SETTING if instant == "build_model" else FAILED  # no save would work
+        add("full disk", "disk|no space", "disk", instant, rank=0, needs_root=True, exit_code=code)
     for _ in range(3):
         add("NaN loss", "not finite|NaN", "nan", step=draw.randrange(1, 7))
     add("NaN weights", "not finite|NaN", "weights", rank=None, step=draw.randrange(1, 7))

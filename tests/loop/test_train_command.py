@@ -182,8 +182,8 @@ import logging
 import warnings
 
 logger = logging.getLogger("library")
-own = logging.getLogger("library.own")  # as transformers': to stderr, by a handler of its own
-own.addHandler(logging.StreamHandler())
+own = logging.getLogger("library.own")  # as transformers': to a stream of its own for stderr
+own.addHandler(logging.StreamHandler(open(2, "w", closefd=False)))
 hidden = logging.getLogger("library.hidden")  # to a file of its own
 hidden.addHandler(logging.NullHandler())
 own.propagate = hidden.propagate = False

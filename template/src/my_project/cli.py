@@ -154,7 +154,14 @@ def is_printed(name: str) -> bool:
     while logger.propagate and logger.parent:
         logger = logger.parent
     streams = [getattr(handler, "stream", None) for handler in logger.handlers]
-    return logger is logging.getLogger() or sys.stderr in streams
+    return logger is logging.getLogger() or any(map(_is_stderr, streams))
+
+
+def _is_stderr(stream: Any) -> bool:
+    """Return whether a stream writes to stderr; one made before the import of a library does too."""
+    with suppress(Exception):  # None, or a stream without a file
+        return stream is sys.stderr or stream.fileno() == 2
+    return False
 
 
 def _is_of_project(record: logging.LogRecord) -> bool:
