@@ -158,7 +158,7 @@ def is_printed(name: str) -> bool:
 
 
 def _is_stderr(stream: Any) -> bool:
-    """Return whether a stream writes to stderr; one made before the import of a library does too."""
+    """Return whether a stream writes to stderr, as one that a library has kept still does."""
     with suppress(Exception):  # None, or a stream without a file
         return stream is sys.stderr or stream.fileno() == 2
     return False
