@@ -184,7 +184,9 @@ def test_slurm_requeues_a_job_that_fails_while_each_gains_and_never_a_wrong_sett
     hosts.wait_for(lambda: ended(slurm, job, "FAILED"))
     assert hosts.status()["reason"].startswith("rank 3 on host1, step 100: ValueError")
     shown = slurm.output(job)
-    assert "rank 2 was ended by SIGKILL: all processes start again, restart 1" in shown
+    # rank 3 may have lost contact, and ended too, before its launcher looks
+    again = r"rank 2 was ended by SIGKILL[^\n]*: all processes start again, restart 1\b"
+    assert re.search(again, shown), shown
     assert "host1 does not start its processes again: the error would repeat" in shown
     first, second = shown.split(f"requeueing job {job}\n")
     newest = "the newest checkpoint is of step 100"

@@ -67,6 +67,7 @@ from .process import (
     LOGS,
     PREEMPTED,
     START,
+    interrupts_kept,
     never_fail_to_print,
     no_garbage_collection,
     say_that_it_imports,
@@ -424,7 +425,7 @@ def import_all(config: Config) -> None:
     """
     names = [TRAIN, *DEFERRED]
     source = inspect.getsourcefile(type(config.recipe))
-    with suppress(OSError, SyntaxError), no_garbage_collection():
+    with suppress(OSError, SyntaxError), no_garbage_collection(), interrupts_kept():
         tree = ast.parse(Path(source or "").read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -501,7 +502,8 @@ def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
     prepare_environment()
     say_that_it_imports()
-    launch = parse(arguments)
+    with interrupts_kept():
+        launch = parse(arguments)
     if not launch.own.requeue:
         return end(start(launch))
     folder = launch.config.folder
