@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 6_763,
+    "lines of train.py and all that it imports": 6_748,
     "files of train.py and all that it imports": 39,
-    "lines of the package without tools/": 8_803,
+    "lines of the package without tools/": 8_786,
     "lines of tools/": 2_238,
-    "lines of template/tests": 3_565,
-    "lines of template/tests and tests": 17_746,
+    "lines of template/tests": 3_566,
+    "lines of template/tests and tests": 17_727,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of train.py": 204,

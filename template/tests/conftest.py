@@ -17,6 +17,7 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     # as at Ctrl-C: tests end the processes that they have started
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     gc.disable()  # until all is imported
 
 

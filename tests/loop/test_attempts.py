@@ -416,32 +416,6 @@ def test_a_folder_that_somebody_keeps_busy_is_replaced(tmp_path, monkeypatch, bu
 
 
 # ---- in the first seconds ------------------------------------------------------------------------
-DROPS_INTERRUPTS = """
-import os, signal, time
-from ragged import Ragged
-
-class Callback:
-    def __del__(self):  # Python drops an exception in it
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-
-Callback()
-
-class Interrupted(Ragged):
-    pass
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_callback_of_an_import_is_not_lost(tmp_path):
-    (tmp_path / "interrupted.py").write_text(DROPS_INTERRUPTS)
-    with started(tmp_path, LAUNCH, 1, words=("--recipe", "interrupted.Interrupted")) as run:
-        shown, _ = run.communicate(timeout=600)
-    assert run.returncode == 130, shown
-    assert "interrupted" in shown.splitlines()[-1]
-    assert not (tmp_path / "runs/tiny/run.json").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["importing torch", "run folder"])
 def test_the_first_seconds_and_ctrl_c_in_them_say_something(tmp_path, moment):

@@ -247,7 +247,11 @@ class Decorated(Ragged):
     dropout: float = 0.5
 
 
-@pytest.mark.parametrize("kind", [OwnInit, Decorated])
+class OfClass(Decorated):
+    shared = {"a": 1}
+
+
+@pytest.mark.parametrize("kind", [OwnInit, Decorated, OfClass])
 def test_a_field_that_has_its_effect_is_not_refused(kind):
     assert problems(kind) == []
     assert kind().dropout == 0.5

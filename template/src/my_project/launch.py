@@ -67,7 +67,6 @@ from .process import (
     LOGS,
     PREEMPTED,
     START,
-    interrupts_kept,
     never_fail_to_print,
     no_garbage_collection,
     say_that_it_imports,
@@ -425,7 +424,7 @@ def import_all(config: Config) -> None:
     """
     names = [TRAIN, *DEFERRED]
     source = inspect.getsourcefile(type(config.recipe))
-    with suppress(OSError, SyntaxError), no_garbage_collection(), interrupts_kept():
+    with suppress(OSError, SyntaxError), no_garbage_collection():
         tree = ast.parse(Path(source or "").read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -502,8 +501,7 @@ def main(arguments: list[str]) -> int:
     """Launch this node's part of the run; return the exit code."""
     prepare_environment()
     say_that_it_imports()
-    with interrupts_kept():
-        launch = parse(arguments)
+    launch = parse(arguments)
     if not launch.own.requeue:
         return end(start(launch))
     folder = launch.config.folder

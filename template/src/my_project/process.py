@@ -143,31 +143,6 @@ def say_that_it_imports() -> None:
         print("importing torch and the recipe", flush=True)
 
 
-@contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end of the block if one was raised in it, and dropped.
-
-    Python drops an exception in a callback, such as __del__, and imports call many of these.
-    """
-    came: list[int] = []
-
-    def interrupt(number: int, _: Any) -> None:
-        came.append(number)
-        raise KeyboardInterrupt
-
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_main_thread and is_default:
-        signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:  # no import has taken the signal
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if came:
-            raise KeyboardInterrupt
-
-
 class _DroppingFile(io.FileIO):
     """A descriptor that drops what cannot be written: its reader may be gone, or its disk full."""
 

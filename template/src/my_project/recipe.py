@@ -112,6 +112,7 @@ Under FSDP all ranks must call the same blocks in each forward, or the run hangs
 """
 
 import inspect
+from dataclasses import fields
 from typing import Any, Protocol
 
 
@@ -186,7 +187,8 @@ def ignored_fields(kind: type) -> list[str]:
     """
     found: list[str] = []
     for cls in kind.__mro__:
-        inherited = {name for base in cls.__mro__[1:] for name in vars(base).get(FIELDS, ())}
+        bases = [base for base in cls.__mro__[1:] if FIELDS in vars(base)]
+        inherited = {f.name for base in bases for f in fields(base)}
         is_decorated = FIELDS in vars(cls)
         if not inherited or (not is_decorated and "__init__" in vars(cls)):
             continue

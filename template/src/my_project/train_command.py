@@ -34,7 +34,7 @@ from .files import (
     writing,
 )
 from .loading.layout import batch_layout
-from .process import DRY_RUN, interrupts_kept, say_that_it_imports
+from .process import DRY_RUN, say_that_it_imports
 from .safety.redaction import mask_command
 from .workers import in_a_child, opened_files_noted
 
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as the processes that are started find it
     say_that_it_imports()
-    with opened_files_noted(), interrupts_kept():
+    with opened_files_noted():
         config = parse(settings, __doc__ or "", COMMAND)
     path, processes = choose(options, config.batches.global_batch_size)
     batch_layout(config.batches, processes)
