@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 8_786,
     "lines of tools/": 2_238,
     "lines of template/tests": 3_566,
-    "lines of template/tests and tests": 17_727,
+    "lines of template/tests and tests": 17_745,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of train.py": 204,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from my_project import run_folder
+from my_project import run_folder, step_sums
 from my_project.config import Config
 from my_project.files import read_manifest
 from my_project.loading.layout import batch_layout
@@ -81,7 +81,7 @@ def take_steps(log: metrics.MetricsWriter, clock: Clock, seconds: list[float]) -
         clock.now += whole - 0.5
         clock.now += 0.125
         log.step_ended(step, 0.1)
-        unread.append(StepReport(step, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, {}))
+        unread.append(StepReport(step, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, {}, own_seconds=0.375))
         if len(unread) > 1:  # the numbers of a step come after the next one
             log.observe(unread.pop(0))
         if step + 1 in (4, 5, 7, 8):
@@ -108,6 +108,27 @@ def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
     seconds = [0.5, 100, 100]
     shares = [records(log.config)[2][name] for name in SHARES]
     assert shares == pytest.approx([part / 218 for part in seconds], rel=1e-3)
+    for record in records(log.config):
+        assert record["rank_seconds_max"] == 0.375, "until a rank needs the others, per step"
+        assert record["data_seconds_max"] == 0.25
+
+
+def test_a_ranks_own_seconds_end_before_the_all_reduce(monkeypatch):
+    """Of the step that is read, not of the one after it."""
+    clock = Clock()
+    monkeypatch.setattr(step_sums, "time", clock)
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=1)
+    reader = step_sums.DelayedReader(accelerator)
+    reports = []
+    for step, own in enumerate((0.25, 2.0, 0.5)):
+        sums = reader.begin()
+        sums.add(torch.ones(()), 1.0)
+        clock.now += own
+        sums.start_all_reduce(False, False)
+        clock.now += 8  # the backward pass, which waits for the others
+        reports.append(reader.push(step, sums, 1.0))
+    reports.append(reader.flush())
+    assert [r.own_seconds for r in reports if r] == [0.25, 2.0, 0.5]
 
 
 def numerics(config: Config) -> dict[str, Any]:

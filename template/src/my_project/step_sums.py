@@ -34,7 +34,7 @@ class StepSums:
         device = accelerator.device
         self.world_size = accelerator.num_processes
         self.work: Any = None
-        self.began = self.ready = 0.0  # moments: of the step, and when this rank needs the others
+        self.began = self.ready = 0.0  # timestamps: the step begins, this rank needs the others
         self.parts = parts
         size = 6 + (0 if parts is None else len(parts))
         self.allocate(torch.zeros(size, dtype=dtype_of_sums(device), device=device))
@@ -79,7 +79,7 @@ class StepSums:
 
     def start_all_reduce(self, wants_stop: bool, wants_save: bool) -> None:
         """Start the all-reduce of sums and votes; on a GPU it overlaps with the backward pass."""
-        self.ready = moment(self.tensor)
+        self.ready = timestamp(self.tensor)
         if wants_stop or wants_save:  # rare: almost no step launches these kernels
             self.add_to(STOP_VOTES, wants_stop)
             self.add_to(SAVE_VOTES, wants_save)
@@ -100,8 +100,8 @@ class StepSums:
         return (self.sums[ITEMS] or math.nan) if self.tensor.is_cpu else self.sums[ITEMS]
 
 
-def moment(tensor: Tensor) -> Any:
-    """Return the time: of the device of a tensor on a GPU, else of the host, in seconds."""
+def timestamp(tensor: Tensor) -> Any:
+    """Return a CUDA event for a tensor on a GPU, else the clock of the host in seconds."""
     if not tensor.is_cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -110,7 +110,7 @@ def moment(tensor: Tensor) -> Any:
 
 
 def seconds_between(began: Any, ended: Any) -> float:
-    """Return the seconds between two moments, which the device has passed."""
+    """Return the seconds between two timestamps; the device must have passed both."""
     if isinstance(began, float):
         return float(ended) - began
     return float(began.elapsed_time(ended)) / 1000
@@ -158,7 +158,7 @@ class DelayedReader:
         """Return the sums of a new step, which are zero."""
         self.both.reverse()
         self.both[0].tensor.zero_()
-        self.both[0].began = moment(self.both[0].tensor)
+        self.both[0].began = timestamp(self.both[0].tensor)
         return self.both[0]
 
     def push(self, step: int, sums: StepSums, grad_norm: Tensor | float) -> StepReport | None:
