@@ -146,6 +146,15 @@ def test_a_run_answers_for_evenly_spaced_validation_samples(shown, capsys):
     assert Path(path).read_text() == "answers"
 
 
+def test_an_input_that_cannot_be_read_is_one_sentence(shown, monkeypatch):
+    def refuse(*_: Any) -> str:
+        raise OSError("cannot identify image file")
+
+    monkeypatch.setattr(Shown, "predict", refuse)
+    with pytest.raises(ConfigError, match="cannot identify image file"):
+        run_here(shown, "text.png")
+
+
 def test_files_replace_a_strangers_link_and_avoid_a_read_only_folder(
     shown, tmp_path, monkeypatch, capsys
 ):
