@@ -63,7 +63,7 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
             world_size=1,
             accumulation=accumulation,
         )
-        state = TrainState(items_per_micro_batch=1.0)
+        state = TrainState()
         model = torch.nn.Linear(1, 1)
         found, step = [], 0
         metrics = MetricsWriter(accelerator, run, layout, state, model)
@@ -78,7 +78,7 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
                     metrics.step_ended(step, 0.1)
                     if step:
                         report = StepReport(step - 1, 1.0, 1.0, 1.0 + step % 7, 1.0, 0, 0, {})
-                        state.observe(report, layout)
+                        state.observe(report)
                         metrics.observe(report)
                     step += 1
                 found.append((time.perf_counter() - start) / STEPS)

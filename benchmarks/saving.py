@@ -116,7 +116,7 @@ def main() -> None:
                 future: Any = async_save(state, checkpoint_id=path, async_stager=stager)
                 futures.append(future)
                 return lambda: not future.done()
-            savers[kind].save(TrainState(step=number, items_per_micro_batch=1.0))
+            savers[kind].save(TrainState(step=number))
             thread = savers[kind]._thread
             return lambda: thread is not None and thread.is_alive()
 

@@ -248,7 +248,7 @@ def test_each_kind_of_state_is_merged_as_one_process_has_it(tmp_path):
 def test_a_metric_that_is_no_number_is_never_the_best(tmp_path, mode, best):
     settings = {"best_metric": "validation/loss", "best_mode": mode}
     config = make_config(tmp_path, **{f"evaluation__{k}": v for k, v in settings.items()})
-    state = TrainState(items_per_micro_batch=1.0)
+    state = TrainState()
     values = [math.nan, 0.5, math.nan, math.inf, -math.inf, best]
     better = [state.record_evaluation(config, {"validation/loss": value}) for value in values]
     assert better == [False, True, False, False, False, True]
@@ -259,12 +259,12 @@ def test_another_metric_or_mode_has_no_best_yet(tmp_path):
     """Compared with the best of another, the best of its own would never have been reached."""
     settings = {"evaluation__best_metric": "validation/loss", "evaluation__best_mode": "max"}
     highest = make_config(tmp_path, **settings)
-    state = TrainState(items_per_micro_batch=1.0)
+    state = TrainState()
     better = [state.record_evaluation(highest, {"validation/loss": value}) for value in (5, 4)]
     assert better == [True, False]
     for other in ({"best_mode": "min"}, {"best_metric": "validation/error"}):
         config = change(highest, **{f"evaluation__{name}": value for name, value in other.items()})
-        resumed = TrainState(items_per_micro_batch=1.0)
+        resumed = TrainState()
         resumed.restore(state.to_dict(), config)
         assert resumed.evaluations_since_best == 0
         assert resumed.record_evaluation(config, {"validation/loss": 7, "validation/error": 3})

@@ -258,7 +258,7 @@ def test_a_run_whose_folder_is_removed_writes_into_no_other(tmp_path):
         saver.run.begin()
     with closing(make_checkpoints(make_config(tmp_path)).run.lock):  # that of another launch
         with pytest.raises(ConfigError, match="moved or removed since this launch locked it"):
-            saver.save(TrainState(items_per_micro_batch=4.0, step=1))
+            saver.save(TrainState(step=1))
     assert not saver.folder.exists()
 
 
@@ -329,7 +329,7 @@ def test_nothing_is_rotated_away_while_steps_are_skipped(tmp_path):
     """The weights may have become NaN; then no later step is ever taken."""
     saver = make_checkpoints(make_config(tmp_path, checkpoints__keep=1))
     for step, skipped, wanted in [(1, 0, [1]), (2, 1, [1, 2]), (3, 2, [1, 2, 3]), (4, 0, [4])]:
-        state = TrainState(items_per_micro_batch=4.0, step=step, evaluated_step=step)
+        state = TrainState(step=step, evaluated_step=step)
         state.consecutive_skipped_steps = skipped
         saver.save(state)
         saver.add_evaluation(state)
@@ -670,7 +670,7 @@ def test_a_save_is_not_waited_for_once_another_rank_is_gone(tmp_path, monkeypatc
     monkeypatch.setattr(saving, "END_SECONDS", 0.1)
     saver = make_checkpoints(make_config(tmp_path, distributed__timeout_seconds=60))
     saver.writers, saver.run.hosts = 2, ["here", "there"]
-    saver.save(TrainState(items_per_micro_batch=4.0, step=1))
+    saver.save(TrainState(step=1))
     writing = saver._thread
     lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     saver.__exit__(RuntimeError, lost, None)

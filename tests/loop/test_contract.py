@@ -541,19 +541,3 @@ def test_what_a_run_records_is_json_also_where_numbers_are_not_finite(tmp_path, 
     assert strict((config.folder / "status.json").read_text())["outcome"] == "finished"
     assert "step 2: the loss is inf" in caplog.text
     assert weights(config.folder / "export")["0.weight"].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("cause", "exit_code"), [(ConnectionError("no route"), 1), (KeyError("text"), 2)]
-)
-def test_what_a_network_has_caused_may_be_tried_again(cause, exit_code):
-    def download() -> None:
-        try:
-            raise cause
-        except Exception as error:
-            raise ValueError("the data cannot be had") from error
-
-    with pytest.raises(ConfigError, match="the data cannot be had") as told:
-        with contract.one_line_errors():
-            download()
-    assert told.value.exit_code == exit_code

@@ -24,6 +24,13 @@ def raise_(error: BaseException) -> None:
     raise error
 
 
+def raise_from(error: Exception, cause: Exception) -> None:
+    try:
+        raise cause
+    except Exception:
+        raise error  # noqa: B904 - as libraries do
+
+
 def closed_pipe() -> multiprocessing.connection.Connection:
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
@@ -55,6 +62,8 @@ KINDS = {
     "loader worker, a closed pipe": lambda: closed_pipe().recv(),
     "loader worker, no socket": lambda: multiprocessing.connection.Client("/no/socket"),
     "exception, of a connection": lambda: raise_(ConnectionResetError("by peer")),
+    "exception, of a download": lambda: raise_from(ValueError("no file"), TimeoutError()),
+    "exception, of a disk": lambda: raise_from(OSError("no file"), OSError(errno.EIO, "failed")),
     "mismatched collectives": lambda: raise_(RuntimeError("gloo/transport: collective mismatch")),
     "lost contact": lambda: raise_(DistStoreError("Connection was likely closed.")),
     "not finite": lambda: raise_(NotFiniteError("skipped", skipped_from=3, skipped_to=5)),
@@ -66,13 +75,15 @@ ERRNO = {
 }
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, kind):
+def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, kind, has_stepped):
     cause, _, _ = kind.partition(",")
     run = Run(make_config(tmp_path), rank=0)
     run.begin()
     run.hosts = ["here", "here"]
     run.step, run.progress_time = 7, 123.5
+    run.first_step_time = 100.0 if has_stepped else None
     monkeypatch.setattr(failures.LAUNCHER, "stop_signal", "SIGTERM")
     with pytest.raises((Exception, KeyboardInterrupt)), failures_recorded(run):
         KINDS[kind]()
@@ -83,10 +94,12 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
         assert found["at"] is None
     else:
         assert Path(found["at"]["file"]) == Path(__file__)
-        assert found["at"]["function"] in ("raise_", "<lambda>")
+        assert found["at"]["function"] in ("raise_", "raise_from", "<lambda>")
     assert found.get("skipped_to") == (5 if cause == "not finite" else None)
     assert found["errno"] == ERRNO.get(kind)
-    assert found["exit_code"] == (2 if cause == "setting" else 1)
+    # a typo would come again, but not what has worked for some steps
+    would_repeat = cause == "setting" or (kind == "exception" and not has_stepped)
+    assert found["exit_code"] == (2 if would_repeat else 1)
     noted = run.status()
     assert (noted["outcome"], noted["step"]) == ("failed", 7)
     assert noted["failure"] == failures.as_status(found)["failure"]

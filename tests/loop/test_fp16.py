@@ -19,7 +19,7 @@ from runs import assert_same_weights, change, make_config, records, train, weigh
 from test_fsdp_on_cpu import ask_for_fsdp
 from world import run_world
 
-SCALE = 2.0**10
+SCALE = 2.0**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,13 @@ class Overflowing(Ragged):
         return loss_sum, num_items
 
 
-def train_fp16(config: Config, sharded: bool) -> list[float]:
+def train_fp16(config: Config, sharded: bool, scale: float | None = SCALE) -> list[float]:
     """Train with autocast to fp16 and a GradScaler, which accelerate makes on GPUs only.
 
     Args:
         config: of the run.
         sharded: with FSDP2.
+        scale: that the first step has; None for the run's own.
 
     Returns:
         The scale after each step.
@@ -65,7 +66,8 @@ def train_fp16(config: Config, sharded: bool) -> list[float]:
         with real(config) as accelerator:
             accelerator.state._mixed_precision = "fp16"
             accelerator.native_amp = True
-            accelerator.scaler = Scaler("cpu", init_scale=SCALE, growth_interval=4)
+            first = scale or devices.initial_loss_scale(config).init_scale
+            accelerator.scaler = Scaler("cpu", init_scale=first, growth_interval=4)
             yield accelerator
 
     devices.start = start
@@ -120,17 +122,27 @@ def test_a_model_with_sync_batch_norm_is_exported_as_the_plain_one(tmp_path, mon
 def test_a_run_of_many_items_goes_on_in_another_precision(tmp_path):
     """From fp16 without it, and back: a checkpoint without a loss scale gives a new one.
 
-    The gradient of a step's 256 samples does not overflow: it is as small as that of a mean,
-    before it is multiplied by the loss scale.
+    Of 256 samples with up to 8 items each, the sums of the first steps may overflow: the scaler
+    then halves the scale, and the run goes on.
     """
     config = make_config(
-        tmp_path, Ragged(samples=512), steps=2, batches__global_batch_size=256,
+        tmp_path, Ragged(samples=512), steps=6, batches__global_batch_size=256,
         batches__micro_batch_size=256,
     )  # fmt: skip
-    assert run_world(1, train_fp16, config, False) == [[SCALE] * 2]
-    assert run_world(1, train, change(config, steps=4)) == [0]
-    assert run_world(1, train_fp16, change(config, steps=6), False) == [[SCALE] * 2]
-    assert [record["step"] for record in records(config, "loss")] == [1, 2, 3, 4, 5, 6]
+    ((*_, scale),) = run_world(1, train_fp16, config, False, None)
+    assert 2.0**5 <= scale <= 2.0**10
+    assert run_world(1, train, change(config, steps=8)) == [0]
+    ((*_, scale),) = run_world(1, train_fp16, change(config, steps=14), False, None)
+    assert 2.0**5 <= scale <= 2.0**10
+    assert [record["step"] for record in records(config, "skipped_steps")] == [*range(1, 15)]
+
+
+def test_the_first_loss_scale_is_a_power_of_two_for_the_sum_over_a_global_batch(tmp_path):
+    scales = [
+        devices.initial_loss_scale(make_config(tmp_path, batches__global_batch_size=n)).init_scale
+        for n in (1, 24, 256)
+    ]
+    assert scales == [2.0**16, 2.0**11, 2.0**8]
 
 
 def test_weights_are_channels_last_where_the_config_says_so(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def writer_of(folder: Path, steps: int, **settings: Any) -> metrics.MetricsWrite
         log=lambda values, step: None,
     )  # fmt: skip
     layout = batch_layout(config.batches, 1)
-    state = TrainState(items_per_micro_batch=1.0)
+    state = TrainState()
     return metrics.MetricsWriter(accelerator, run, layout, state, torch.nn.Linear(1, 1))
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, library_of, record_of, report_once, short_path
+from .failures import exit_with_error, library_of, report_once, short_path
 from .files import printable, say
 from .process import (
     LOGS,
@@ -36,8 +36,9 @@ from .safety.redaction import MaskedFormatter, mask
 def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Exception) -> NoReturn:
     """Run a command and exit with its code.
 
-    A ConfigError, which the user can fix, exits with a message and its own code; any other
-    exception exits with 1, after an error file is written (failures.py) and the traceback printed.
+    A ConfigError, which the user can fix, exits with a message and its own code. Any other
+    exception exits after an error file is written (failures.py) and the traceback printed: with 2
+    where it would come again, else with 1.
     """
     code = 1
     try:
@@ -48,9 +49,10 @@ def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Except
         print(f"interrupted {error}".strip(), file=sys.stderr)
         code = 130
     except failures as error:
-        report_once(error)
+        failure = report_once(error)
         name = f"[{process_name()}] " * (world()[0] > 1)
-        say(f"{name}{record_of(error)['details']}", to=sys.stderr)
+        say(f"{name}{failure['details']}", to=sys.stderr)
+        code = failure["exit_code"]
     raise SystemExit(code)
 
 

@@ -144,8 +144,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
     """Print the recipe's prediction."""
     import torch
 
-    from .contract import one_line_errors
-    from .export import load, weights_folder
+    from .export import errors_as_sentences, load, weights_folder
 
     given = Path(arguments.folder)
     weights = weights_folder(given)
@@ -156,7 +155,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
         return
     config, data_info, model = load(weights, arguments.trust, given)
     predict = needed(config.recipe, "predict")
-    with torch.no_grad(), one_line_errors(OSError):  # such as a file that is not an image
+    with torch.no_grad(), errors_as_sentences():  # such as a file that is not an image
         say(predict(model, data_info, arguments.argument))
 
 
@@ -178,7 +177,6 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     import torch
     from torch.utils.data import Subset
 
-    from .contract import one_line_errors
     from .export import config_beside, load
     from .records.samples import evenly_spaced, text_of
 
@@ -202,7 +200,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     if not os.access(folder, os.W_OK):
         folder = Path(tempfile.mkdtemp(prefix="predictions-"))
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
-        with torch.no_grad(), one_line_errors():
+        with torch.no_grad():
             say(text_of(show(model, exported, samples, Path(temporary)) or ""))
         for path in sorted(Path(temporary).iterdir()):
             # a link of that name, which may be untrusted, is replaced and not followed

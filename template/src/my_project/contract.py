@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
-from .failures import frames_of, own_frame
-from .files import TransientError, open_own, shortened, writing
+from .files import open_own, shortened, writing
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
 from .process import STDERR, stderr_on_terminal, world
@@ -58,13 +57,12 @@ def prepare_data(config: Config) -> dict[str, Any]:
         data_info.
 
     Raises:
-        ConfigError: the data cannot be prepared, or data_info is not plain JSON.
+        ConfigError: data_info is not plain JSON.
     """
     recipe, folder = config.recipe, Path(config.runs_folder)
-    with until_all_are_done(folder, config.run_name), one_line_errors():
-        with in_turn(folder):
-            seed_rng(derive_seed("prepare_data"))
-            data_info = recipe.prepare_data()
+    with until_all_are_done(folder, config.run_name), in_turn(folder):
+        seed_rng(derive_seed("prepare_data"))
+        data_info = recipe.prepare_data()
     if not isinstance(data_info, dict):
         problem = f"returned {described(data_info)}; it must return a dict, which may be empty."
         _refuse(recipe, "prepare_data", problem)
@@ -162,11 +160,10 @@ def build_datasets(
         The training set, and the validation sets by name.
 
     Raises:
-        ConfigError: the data cannot be opened, or the returned value does not follow recipe.py.
+        ConfigError: the returned value does not follow recipe.py.
     """
     seed_rng(derive_seed("build_datasets"))
-    with one_line_errors():
-        returned = recipe.build_datasets(data_info)
+    returned = recipe.build_datasets(data_info)
     is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
     if not is_pair or not isinstance(returned[1], Mapping):
         problem = f"returned {described(returned)}; it must return the training set, and a dict"
@@ -204,8 +201,7 @@ def build_model(config: Config, data_info: dict[str, Any]) -> nn.Module:
             -inf, which no checkpoint may hold.
     """
     seed_model(config.seed)
-    with one_line_errors():
-        model = config.recipe.build_model(data_info)
+    model = config.recipe.build_model(data_info)
     check_model(config.recipe, "build_model", model)
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
@@ -355,32 +351,3 @@ def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
     """Raise a ConfigError that names a method of a recipe, its file and its line."""
     place = source_location(getattr(recipe, method))
     raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
-
-
-@contextmanager
-def one_line_errors(*more: type[Exception]) -> Iterator[None]:
-    """Turn errors that a user can cause (a wrong path or name) into one line with their source.
-
-    Args:
-        more: exceptions besides, such as those of an untrusted data_info.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, FileNotFoundError, IsADirectoryError, ConnectionError, *more) as error:
-        frames = frames_of(error)
-        at = own_frame(frames) or frames[-1]
-        kind = TransientError if _is_network_error(error) else ConfigError
-        raise kind(f"{error} ({at['file']}, line {at['line']})") from error
-
-
-def _is_network_error(error: BaseException | None) -> bool:
-    """Return whether a network failure was the cause, so that another try may succeed."""
-    names = set()
-    while error:
-        names |= {kind.__name__ for kind in type(error).__mro__}
-        error = error.__cause__ or error.__context__
-    libraries = {"ConnectError", "Timeout", "TimeoutException", "LocalEntryNotFoundError"}
-    network_errors = names & (libraries | {"ConnectionError", "TimeoutError"})
-    return bool(network_errors) and "OfflineModeIsEnabled" not in names

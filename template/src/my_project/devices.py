@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import math
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ from accelerate.utils import (
     DistributedType,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
     InitProcessGroupKwargs,
     broadcast_object_list,
     parse_flag_from_env,
@@ -199,6 +201,7 @@ def start(config: Config) -> Iterator[Accelerator]:
         mixed_precision=config.precision,
         kwargs_handlers=[
             ddp_options(config),
+            initial_loss_scale(config),
             # stopping.Watchdog acts before, and reports where each rank stalled
             InitProcessGroupKwargs(
                 init_method=init_method, timeout=timedelta(seconds=60 + longest)
@@ -258,7 +261,7 @@ def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
-    """Pass DDP's options on; communication hooks by their names (fp16, bf16).
+    """Pass DDP's options on; the communication hook by its name (bf16).
 
     Raises:
         ConfigError: there is no such option, or its value is wrong or does not fit the run.
@@ -280,13 +283,24 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
         )
     # gradients in DDP's own buffers: 4 bytes per parameter and a copy less
     options = {"gradient_as_bucket_view": True, "comm_hook": "no"} | config.distributed.ddp
-    if options["comm_hook"] not in ("no", "fp16", "bf16"):
+    if options["comm_hook"] not in ("no", "bf16"):
         raise ConfigError(
-            f"distributed.ddp.comm_hook is {options['comm_hook']!r}, but must be no, fp16 or bf16:"
-            " PowerSGD has a state that no checkpoint holds."
+            f"distributed.ddp.comm_hook is {options['comm_hook']!r}, but must be no or bf16: the"
+            " gradients here are of sums, which overflow in fp16, and PowerSGD has a state that no"
+            " checkpoint holds."
         )
     options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
     return DistributedDataParallelKwargs(**options)
+
+
+def initial_loss_scale(config: Config) -> GradScalerKwargs:
+    """Return the loss scale that fp16 begins with: torch's, for a loss that is a sum.
+
+    A loss that counts tokens needs a smaller one still, which the scaler finds by skipping steps.
+    """
+    # a power of two: scaling changes the exponent, and rounds no digit
+    samples = 2.0 ** math.ceil(math.log2(config.batches.global_batch_size))
+    return GradScalerKwargs(init_scale=2.0**16 / samples)
 
 
 def check_world(accelerator: Accelerator) -> None:

@@ -65,8 +65,7 @@ class Ending:
             return PREEMPTED
         if kind == "finished":
             return 0
-        codes = [one["exit_code"] for one in self.failures if one["cause"] == "setting"]
-        return max(codes, default=1)
+        return self._first.get("exit_code", 1)
 
     @property
     def _warnings(self) -> tuple[str, str]:

@@ -4,7 +4,8 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,24 @@ from torch import nn
 from . import contract
 from .checkpoint.shards import TensorReader, model_tensors, plain_name
 from .config import Config, ConfigError, TelemetryConfig
+from .failures import frames_of, own_frame
 from .files import checkpoints, read_json, read_manifest, read_own, step_of
 from .recipe import optional
 from .safety.search_path import run_folder
 from .safety.trust import read_config
+
+
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Turn what a recipe raises on an input or on untrusted files into a sentence and a place."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        frames = frames_of(error)
+        at = own_frame(frames) or frames[-1]
+        raise ConfigError(f"{error} ({at['file']}, line {at['line']})") from error
 
 
 def load(
@@ -49,7 +64,7 @@ def load(
         data_info = dict(json.loads(read_own(folder / "data_info.json", follow=True)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder / 'data_info.json'} is damaged: {error}.") from error
-    with contract.one_line_errors(TypeError, LookupError, AttributeError):
+    with errors_as_sentences():
         return config, data_info, load_model(folder, config, data_info).eval()
 
 

@@ -175,6 +175,19 @@ def cause_of(error: BaseException) -> str:
     return "exception" if is_of_user else cause
 
 
+def is_transient(error: BaseException | None) -> bool:
+    """Return whether a network or a disk was the cause, so that another try may succeed."""
+    names, numbers = set(), set()
+    while error:
+        names |= {kind.__name__ for kind in type(error).__mro__}
+        numbers.add(getattr(error, "errno", None))
+        error = error.__cause__ or error.__context__
+    libraries = {"ConnectError", "Timeout", "TimeoutException", "LocalEntryNotFoundError"}
+    is_network = bool(names & (libraries | {"ConnectionError", "TimeoutError"}))
+    is_network &= "OfflineModeIsEnabled" not in names
+    return is_network or bool(numbers & {errno.EIO, errno.ESTALE})
+
+
 def errno_of(error: BaseException) -> str | None:
     """Return the name of an operating system's error, such as ENOSPC, or of its cause's."""
     number = getattr(error, "errno", None) or getattr(error.__cause__, "errno", None)
@@ -197,7 +210,7 @@ def _is_of_semaphore(error: BaseException) -> bool:
 
 # ---- error files ---------------------------------------------------------------------------------
 def record_of(error: BaseException) -> dict[str, Any]:
-    """Return the content of the error file for an exception."""
+    """Return the content of the error file for an exception before the first step."""
     cause, reason = cause_of(error), reason_of(error)
     if cause in ("setting", "not finite"):
         reason = str(error)
@@ -207,13 +220,13 @@ def record_of(error: BaseException) -> dict[str, Any]:
         reason = f"a loader worker exited, perhaps killed for lack of memory ({reason})"
     elif cause == "full shared memory":
         reason = f"/dev/shm is full ({reason}): make it larger, or set fewer batches.workers"
-    origin = error.__cause__ if cause == "setting" else error  # what the recipe has raised
+    would_repeat = cause == "exception" and not is_transient(error)
     found = record(
         reason=reason,
         cause=cause,
-        frames=frames_of(origin) if origin and cause != "not finite" else [],
+        frames=frames_of(error) if cause not in ("setting", "not finite") else [],
         details="".join(traceback.format_exception(error)),
-        exit_code=error.exit_code if isinstance(error, ConfigError) else 1,
+        exit_code=error.exit_code if isinstance(error, ConfigError) else 1 + would_repeat,
     )
     if cause == "loader worker":  # where the process noticed it
         found["at"] = None
@@ -275,10 +288,13 @@ def write_error(folder: Path, failure: dict[str, Any]) -> None:
     write_atomically(folder / "errors" / name, json.dumps(failure, indent=1) + "\n")
 
 
-def report_once(error: BaseException) -> None:
-    """Report an exception, unless the run has: it knows more, as the step and the likely cause."""
-    if not getattr(error, "is_reported", False):
-        report(record_of(error))
+def report_once(error: BaseException) -> dict[str, Any]:
+    """Report an exception, unless the run has, which knows more; return what was reported."""
+    failure: dict[str, Any] | None = getattr(error, "failure", None)
+    if failure is None:
+        failure = record_of(error)
+        report(failure)
+    return failure
 
 
 def report(failure: dict[str, Any]) -> None:

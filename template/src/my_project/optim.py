@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 import torch
@@ -168,34 +167,6 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def clear_gradients(
-    optimizer: torch.optim.Optimizer, in_buckets: bool, *, is_first: bool = False
-) -> None:
-    """Clear the gradients for the next step; those in DDP's buckets stay there as zeros.
-
-    With None instead, they would accumulate outside the buckets: 4 more bytes per parameter.
-    """
-    if in_buckets and is_first:  # DDP rebuilds its buckets before the second step
-        set_zero_gradients(optimizer)
-    elif in_buckets:
-        optimizer.zero_grad(set_to_none=False)
-    else:  # as zero_grad does, without the 30 us that its hooks for profilers take
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-
-def set_zero_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter a gradient of zeros that takes no memory.
-
-    When DDP makes its buckets, it replaces the gradients that are there with views of the buckets.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = parameter.new_zeros(()).expand_as(parameter)
-
-
 def normalize_and_clip_(
     gradients: list[Tensor], scale: Tensor | float, clip_norm: float | None
 ) -> Tensor | float:
@@ -245,17 +216,6 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
         optimizer.step()
     elif math.isfinite(float(norm)):
         optimizer.step()
-
-
-@cache
-def constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number as a scalar that is made once."""
-    return torch.full((), number, dtype=dtype, device=device)
-
-
-def power_of_two(number: float) -> float:
-    """Round to a power of two: multiplying by it changes the exponent and rounds no digit."""
-    return 2.0 ** round(math.log2(number)) if number > 0 and math.isfinite(number) else 1.0
 
 
 class EMA:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from . import contract
 from .config import Config, ConfigError
-from .loading.layout import BatchLayout
 from .run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,6 @@ class TrainState:
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
     lane_states: list[Any] = field(default_factory=list)  # of a stream whose lanes have state_dict
-    items_per_micro_batch: float  # measured in the first step; until then the micro-batch size
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric
@@ -87,9 +85,6 @@ class TrainState:
     interval_skipped_steps: int = 0  # since the last record
     skipped_steps: int = 0
     consecutive_skipped_steps: int = 0
-
-    def __post_init__(self) -> None:
-        self._knows_num_items = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, as a manifest holds them."""
@@ -106,13 +101,9 @@ class TrainState:
         if self.best_of not in ("", best_of(config)):  # "": there has been no best
             self.best = None
             self.evaluations_since_best = 0
-        self._knows_num_items = self.step > 0
 
-    def observe(self, report: StepReport, layout: BatchLayout) -> None:
+    def observe(self, report: StepReport) -> None:
         """Count a finished step."""
-        if not self._knows_num_items and report.num_items > 0:
-            self.items_per_micro_batch = report.num_items / layout.micro_batches_per_step
-            self._knows_num_items = True
         self.interval_steps += 1
         if report.is_skipped:
             self.skipped_steps += 1

@@ -300,8 +300,10 @@ def failures_recorded(run: Run) -> Iterator[None]:
                 " same."
             )
         failure = failures.record_of(error)
+        if run.first_step_time and failure["cause"] == "exception":
+            failure["exit_code"] = 1  # what has worked for some steps may work again
         run.record_error(failure)
-        setattr(error, "is_reported", True)  # noqa: B010 - see failures.report_once
+        setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
         run.fail(failure)
         raise
 

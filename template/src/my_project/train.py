@@ -77,7 +77,7 @@ def main(config: Config) -> int:
         model, eval_model = sharding.prepare(accelerator, config, raw_model, optimizer, weights)
         ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         scaler = accelerator.scaler  # None unless fp16
-        state = TrainState(items_per_micro_batch=layout.micro_batch_size)
+        state = TrainState()
         checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
         if resume_from:
             state.restore(checkpoints.resume(resume_from), config)
@@ -93,7 +93,6 @@ def main(config: Config) -> int:
         batches = batches_of(config, train_set, layout, steps, accelerator, state.lane_states)
         trainable = [p for p in raw_model.parameters() if p.requires_grad]
         refuse_unused = sharding.refusal_of_unused(model)
-        in_buckets = sharding.has_gradients_in_buckets(model)
         stop_agreed = False
         save_agreed = False  # by time, see checkpoints.is_due_by_time
         model.train()
@@ -109,7 +108,7 @@ def main(config: Config) -> int:
             if report:  # none at the first step of a start, nor after a flush
                 stop_agreed |= report.stop_votes > 0
                 save_agreed |= report.save_votes > 0
-                state.observe(report, layout)
+                state.observe(report)
                 metrics.observe(report)
                 state.check_skipped(report, config.optim.max_skipped_steps)
 
@@ -153,9 +152,6 @@ def main(config: Config) -> int:
                 rate = optim.set_learning_rate(
                     optimizer, step, run.total_steps, config.optim, state.lr_reductions
                 )
-                # gradients as small as those of a mean, for fp16; a power of two rounds no digit,
-                # and is divided out where they are normalized
-                backward_factor = 1 / optim.power_of_two(state.items_per_micro_batch)
                 sums = read_back.begin()
                 for j in range(layout.accumulation):
                     batch = next(micro_batches)
@@ -173,10 +169,8 @@ def main(config: Config) -> int:
                         sums.add(loss_sum, num_items, *scalars)
                         if is_last:  # the sums' all-reduce overlaps with the last backward
                             sums.start_all_reduce(stop.requested, checkpoints.is_due_by_time)
-                        scaled = scaler.scale(loss_sum) if scaler else loss_sum
-                        # not accelerator.backward, which divides by an accumulation of its own: two
-                        # kernels more, measurable on small models
-                        scaled.backward(optim.constant(backward_factor, scaled.dtype, device))
+                        # not accelerator.backward, which divides by an accumulation of its own
+                        (scaler.scale(loss_sum) if scaler else loss_sum).backward()
                 sums.wait()
                 if scaler:
                     scaler.unscale_(optimizer)
@@ -184,9 +178,9 @@ def main(config: Config) -> int:
                 # ---- normalize, clip, step -------------------------------------------------------
                 if refuse_unused:
                     refuse_unused()
-                # undo the average of DDP or FSDP and the backward factor; divide by the items of
-                # all micro-batches of all ranks: the gradient of the mean loss per item
-                normalizer = (world_size / backward_factor) / sums.num_items
+                # undo the average of DDP or FSDP; divide by the items of all micro-batches of all
+                # ranks: the gradient of the mean loss per item
+                normalizer = world_size / sums.num_items
                 norm = optim.normalize_and_clip_(  # a list kept here would keep the gradients
                     optim.gradients(trainable), normalizer, config.optim.clip_norm
                 )
@@ -195,7 +189,7 @@ def main(config: Config) -> int:
                     statistics.finish(sums, norm)
                 if scaler:
                     scaler.update()
-                optim.clear_gradients(optimizer, in_buckets, is_first=step == steps.start)
+                optimizer.zero_grad()
                 if ema:  # also after a skipped step
                     ema.update()
                 state.step = run.step = step + 1  # steps done; a skipped one counts

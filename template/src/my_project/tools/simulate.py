@@ -278,8 +278,8 @@ class _Step:
 
     def _make_buckets(self, options: Any) -> None:
         """Make the gradients views of buckets, as DDP does; it reads values, so is not here."""
-        hooks = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        self.sent_dtype = hooks.get(options.comm_hook.value, torch.float32)
+        is_bf16 = options.comm_hook.value == "bf16"
+        self.sent_dtype = torch.bfloat16 if is_bf16 else torch.float32
         self.synced_buffers = [*self.raw_model.buffers()] if options.broadcast_buffers else []
         trained = [p for p in self.raw_model.parameters() if p.requires_grad][::-1]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, options.bucket_cap_mb << 20]  # type: ignore
@@ -314,7 +314,7 @@ class _Step:
         torch._foreach_mul_(gradients, norm.float())  # type: ignore[attr-defined]
         del gradients
         self.optimizer.step()
-        optim.clear_gradients(self.optimizer, in_buckets=bool(self.buckets))
+        self.optimizer.zero_grad(set_to_none=not self.buckets)
         if self.ema:
             self.ema.update()
 
