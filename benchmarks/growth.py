@@ -79,7 +79,7 @@ def work(arguments: list[str]) -> None:
     from my_project import train
     from my_project.checkpoint import exporting, resuming
     from my_project.checkpoint.saving import Checkpoints
-    from my_project.command_line import parse
+    from my_project.settings import parse
 
     config = parse(arguments)
     phases = Phases(Path(config.runs_folder))

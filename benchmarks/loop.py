@@ -161,7 +161,7 @@ def work(
 
 def train_ours(settings: Any) -> None:
     """Run the project's main, as its command does."""
-    from my_project import cli
+    from my_project import exits
     from my_project.config import BatchesConfig, Config, OptimConfig
     from my_project.train import main
 
@@ -169,7 +169,7 @@ def train_ours(settings: Any) -> None:
         os.environ["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
         regional = str(settings.compile == "regional")
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = regional
-    cli.set_up_logging()
+    exits.set_up_logging()
     config = Config(
         recipe=settings.recipe,
         batches=BatchesConfig(

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "template/src"), str(ROOT / "template/tests")]
 import torch  # noqa: E402
 from my_project.loading.layout import BatchLayout  # noqa: E402
 from my_project.process import garbage_collected_at_records  # noqa: E402
-from my_project.records.metrics import MetricsWriter  # noqa: E402
+from my_project.records.recorder import MetricsWriter  # noqa: E402
 from my_project.run_folder import Run  # noqa: E402
 from my_project.state import StepReport, TrainState  # noqa: E402
 from runs import make_config  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -440,7 +440,7 @@ def checks(run: Path) -> list[str]:
 def import_all(*more: str) -> None:
     """Import what a run imports, so that processes that are forked from here need not."""
     sys.path[:0] = map(str, PATHS)
-    from my_project import launch
+    from my_project.launching import launch
 
     launch.prepare_environment()
     for name in (launch.TRAIN, *launch.DEFERRED, "torchmetrics.classification", *more):
@@ -463,7 +463,8 @@ def note_warnings(file: Path) -> None:
 
 def launched(folder: Path, arguments: list[str]) -> NoReturn:
     """Launch in this process, which has imported all, and exit."""
-    from my_project import cli, launch
+    from my_project import exits
+    from my_project.launching import launch
 
     os.chdir(folder)
     with open("output.txt", "a") as output:
@@ -475,7 +476,7 @@ def launched(folder: Path, arguments: list[str]) -> NoReturn:
 
         test_how_to.use(folder)
     try:
-        cli.run(launch.main, arguments)
+        exits.run(launch.main, arguments)
     except SystemExit as end:  # not to be seen by those who have forked this process
         os._exit(end.code)  # type: ignore[arg-type]
     os._exit(1)

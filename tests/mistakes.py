@@ -460,7 +460,7 @@ class TwoMains(Wrong):
 
     def prepare_data(self) -> Any:
         if "second" not in CACHE:
-            from my_project.command_line import parse
+            from my_project.settings import parse
             from my_project.train import main
 
             CACHE["second"] = None

@@ -298,7 +298,7 @@ def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_a_task_alon
         added += ("--recipe.data_path", disk)
         assert tuple(line[-8:]) == ("--config", "tiny.yaml", *added)
     monkeypatch.chdir(folder)
-    from my_project.command_line import parse
+    from my_project.settings import parse
 
     # the recipe of the tests has no data_path
     names = {parse(line[line.index("my_project.train") + 1 : -2]).run_name for line in launched}

@@ -26,7 +26,7 @@
 # shellcheck shell=bash
 
 # ---- TCP, and how all networks start -------------------------------------------------------------
-# The interface between the nodes (ip -br addr lists all). launch.py sets gloo's to the one with the
+# The interface between the nodes (ip -br addr lists all). The launcher sets gloo's to the one with the
 # route to the main node. NCCL takes prefixes; = means a whole name, ^ excludes. By itself it takes
 # neither lo nor docker*, and prefers ib* [1].
 # export GLOO_SOCKET_IFNAME=eth0     # [4]

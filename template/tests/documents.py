@@ -66,8 +66,8 @@ def train_as_typed(command: str, more: str = "") -> Any:
     """
     from runs import train
 
-    from my_project.command_line import parse
-    from my_project.train_command import read_options
+    from my_project.launching.train import read_options
+    from my_project.settings import parse
 
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "my_project", "train"], command
@@ -80,7 +80,7 @@ def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
     """Train a recipe's config, shortened by some settings, and return its losses."""
     from runs import change, train, values
 
-    from my_project.command_line import parse
+    from my_project.settings import parse
 
     path = PROJECT / f"configs/{recipe}.yaml"
     config = parse(["--config", str(path), "--runs_folder", str(folder)])

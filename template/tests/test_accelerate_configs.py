@@ -9,9 +9,9 @@ import yaml
 from documents import PROJECT, card
 from runs import make_config
 
-from my_project import launch
+from my_project.accelerator import check_launch
 from my_project.config import ConfigError
-from my_project.devices import check_launch
+from my_project.launching import launch
 
 CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
 # accepted and ignored by accelerate, or meant for something else
@@ -52,7 +52,7 @@ def test_no_key_is_unknown_or_ignored(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_its_command_gives_every_process_of_every_node_its_place(path, monkeypatch):
-    """By the words of the card; that accelerate launch does the same is tested with launch.py."""
+    """By the words of the card; the same is tested of accelerate launch with the launcher."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(PROJECT)
     keys = yaml.safe_load(path.read_text())
@@ -91,7 +91,7 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, monkeypat
 def test_sizes_of_hsdp_that_do_not_make_the_world_are_refused(tmp_path, monkeypatch):
     """Accelerate ignores misspelt keys below parallelism_config, which leaves a size at 1."""
     config = make_config(tmp_path)
-    monkeypatch.setattr("my_project.devices.use_cpu", lambda: False)
+    monkeypatch.setattr("my_project.accelerator.use_cpu", lambda: False)
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "16",
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",

@@ -15,12 +15,12 @@ from world import run_world
 
 from my_project import files
 from my_project.checkpoint import resuming
-from my_project.command_line import parse
 from my_project.config import Config, ConfigError
 from my_project.failures import record_of
 from my_project.files import read_yaml
+from my_project.launching.attempts import read_errors
 from my_project.run_folder import Run
-from my_project.starts import read_errors
+from my_project.settings import parse
 
 DEEP = b"[" * 100_000
 KINDS = {
@@ -216,7 +216,7 @@ def test_a_folder_is_replaced_whatever_is_in_its_place(tmp_path, name, kind):
 # ---- a folder that cannot be written to ----------------------------------------------------------
 @pytest.mark.parametrize("where", ["{}/file/runs", "/proc/nowhere/runs", "/dev/full"])
 def test_a_runs_folder_that_cannot_be_is_one_sentence(tmp_path, monkeypatch, where):
-    monkeypatch.setattr("my_project.devices.start", refuse_to_train)
+    monkeypatch.setattr("my_project.train.start_accelerator", refuse_to_train)
     (tmp_path / "file").write_text("mine")
     config = make_config(tmp_path, runs_folder=where.format(tmp_path))
     for start in (lambda: train(config), lambda: Run(config, rank=0)):

@@ -24,8 +24,8 @@ from my_project import commands
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config, ConfigError
-from my_project.export import load
 from my_project.run_folder import Run
+from my_project.weights import load
 
 
 def train_compiled(config: Config) -> int:

@@ -19,8 +19,8 @@ from documents import PROJECT
 from runs import assert_same_weights, change, train
 from world import run_world
 
-from my_project.command_line import parse
 from my_project.files import wait_until
+from my_project.settings import parse
 
 CONFIG = """
 run_name: tiny

@@ -15,7 +15,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassJaccardIndex
 from world import run_world
 
-from my_project import devices, sharding
+from my_project import accelerator as accelerators
+from my_project import sharding
 from my_project.config import Config
 from my_project.evaluate import evaluate, gather_on_main, micro_batch_size
 from my_project.state import TrainState
@@ -24,7 +25,7 @@ from my_project.state import TrainState
 def evaluate_all(configs: list[Config], may_fail: bool = False) -> list[Any]:
     """Evaluate fixed weights in one world; a failure that may be gives its type and message."""
     results: list[Any] = []
-    with devices.start(configs[0]) as accelerator:
+    with accelerators.start_accelerator(configs[0]) as accelerator:
         for config in configs:
             try:
                 results.append(_evaluate(accelerator, config))

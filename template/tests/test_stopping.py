@@ -16,11 +16,12 @@ from test_resume import interrupted_at
 from torch.utils.data._utils import signal_handling
 from world import TESTS, World, run_world
 
-from my_project import launch, stopping
+from my_project import stopping
 from my_project.config import Config, ConfigError, seconds_of
 from my_project.failures import first_failure
 from my_project.files import wait_until
-from my_project.starts import read_errors
+from my_project.launching import launch
+from my_project.launching.attempts import read_errors
 
 HERE = socket.gethostname()
 
@@ -134,10 +135,10 @@ def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(
 
 
 def run_under_torchrun(config: Config, restarts: str) -> None:
-    from my_project import cli
+    from my_project import exits
 
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
-    cli.run_on_all_ranks(train, config)
+    exits.run_on_all_ranks(train, config)
 
 
 def test_a_recipe_that_calls_sys_exit_has_failed(tmp_path):

@@ -379,10 +379,11 @@ def run_forked(asked: dict[str, Any]) -> int:
         log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for number in (1, 2):
             os.dup2(log, number)
-        from my_project import cli, launch
+        from my_project import exits
+        from my_project.launching import launch
 
         tempfile.tempdir = None  # so that it is searched for again
-        cli.run(launch.main, asked["arguments"])
+        exits.run(launch.main, asked["arguments"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     finally:
@@ -412,8 +413,8 @@ def wait_for(child: int) -> int | None:
 
 def serve() -> None:
     """Start the run, or wait for the one, that each line asks for, and answer with a number."""
-    from my_project import launch
-    from my_project.command_line import parse
+    from my_project.launching import launch
+    from my_project.settings import parse
 
     launch.prepare_environment()
     launch.import_all(parse(["--config", "tiny.yaml"]))

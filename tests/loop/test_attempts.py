@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 import test_launch
-from my_project import files, starts
+from my_project import files
 from my_project.files import read_json, wait_until
+from my_project.launching import attempts
+from my_project.launching.attempts import Starts
 from my_project.run_folder import Run
-from my_project.starts import Starts
 from runs import make_config
 from terminal import Terminal
 from test_launch import outcome, wait_for_steps
@@ -238,7 +239,7 @@ import os, signal, sys, time
 from types import SimpleNamespace
 cuda = SimpleNamespace(is_initialized=lambda: False)
 sys.modules["torch"] = SimpleNamespace(cuda=cuda, set_num_threads=lambda number: None)
-from my_project import workers
+from my_project.launching import workers
 ours = workers.Workers()
 one = [{"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}]
 clock, steps = time.time, [0]
@@ -377,7 +378,7 @@ def test_a_process_that_always_dies_in_one_step_gets_three_restarts(tmp_path):
 
 def test_of_a_start_without_a_kept_step_no_goodput_is_shown():
     def shown(seconds: float) -> str:
-        return starts.in_words({"goodput": {"calendar": {"kept": 0.0, "seconds": seconds}}})
+        return attempts.in_words({"goodput": {"calendar": {"kept": 0.0, "seconds": seconds}}})
 
     assert shown(4.0) == ""
     assert shown(4000.0) == "0% of 1 h 6 min since the first launch"

@@ -7,8 +7,8 @@ from typing import get_args, get_origin
 
 import pytest
 import yaml
-from my_project.command_line import NAME_LENGTH, parse
 from my_project.config import ConfigError, each_setting
+from my_project.settings import NAME_LENGTH, parse
 
 CONFIG = """
 recipe: {class_path: sweep.Sweep, init_args: {width: 8}}

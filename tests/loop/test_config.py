@@ -1,8 +1,8 @@
 """A wrong run or launch is refused with one sentence, before anything is written."""
 
 import pytest
+from my_project.accelerator import check_launch, ddp_options
 from my_project.config import Config, ConfigError
-from my_project.devices import check_launch, ddp_options
 from my_project.loading.layout import batch_layout
 from runs import change, make_config, train
 from world import TESTS, run_world
@@ -102,9 +102,9 @@ def test_a_static_graph_is_refused_where_steps_accumulate(tmp_path, monkeypatch)
 
 def train_blindly(config: Config) -> int:
     """Train with an Accelerator that is told to look for GPUs, of which there are none."""
-    import my_project.devices
+    import my_project.accelerator
 
-    my_project.devices.use_cpu = lambda: False
+    my_project.accelerator.use_cpu = lambda: False
     return train(config)
 
 

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import torch
 from my_project import contract, run_folder
-from my_project.command_line import parse
 from my_project.config import Config, ConfigError, to_yaml
-from my_project.export import load_model
 from my_project.recipe import problems
+from my_project.settings import parse
+from my_project.weights import load_model
 from ragged import Noting, Ragged
 from runs import change, make_config, quick, train, weights
 from streamed import Streamed

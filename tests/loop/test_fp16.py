@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from my_project import contract, devices, sharding
+from my_project import accelerator as accelerators
+from my_project import contract, sharding
+from my_project import train as training
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config
@@ -33,7 +35,7 @@ class Overflowing(Ragged):
     def loss(self, model: Any, batch: dict[str, torch.Tensor], step: int) -> Any:
         loss_sum, num_items = super().loss(model, batch, step)
         assert model[0](batch["x"]).dtype == torch.float16
-        if step == self.overflow_at and devices.world()[1] == self.overflow_on_rank:
+        if step == self.overflow_at and accelerators.world()[1] == self.overflow_on_rank:
             if self.overflow_in_one_shard:
                 bias: torch.Tensor = model[-1].bias
                 return loss_sum + 1e38 * (bias - bias.detach()).sum(), num_items
@@ -52,7 +54,7 @@ def train_fp16(config: Config, sharded: bool, scale: float | None = SCALE) -> li
     Returns:
         The scale after each step.
     """
-    real, scales = devices.start, []
+    real, scales = accelerators.start_accelerator, []
     if sharded:
         ask_for_fsdp()
 
@@ -66,15 +68,15 @@ def train_fp16(config: Config, sharded: bool, scale: float | None = SCALE) -> li
         with real(config) as accelerator:
             accelerator.state._mixed_precision = "fp16"
             accelerator.native_amp = True
-            first = scale or devices.initial_loss_scale(config).init_scale
+            first = scale or accelerators.initial_loss_scale(config).init_scale
             accelerator.scaler = Scaler("cpu", init_scale=first, growth_interval=4)
             yield accelerator
 
-    devices.start = start
+    training.start_accelerator = start  # type: ignore[assignment]
     try:
         assert train(config) == 0
     finally:
-        devices.start = real
+        training.start_accelerator = real
     return scales
 
 
@@ -139,7 +141,9 @@ def test_a_run_of_many_items_goes_on_in_another_precision(tmp_path):
 
 def test_the_first_loss_scale_is_a_power_of_two_for_the_sum_over_a_global_batch(tmp_path):
     scales = [
-        devices.initial_loss_scale(make_config(tmp_path, batches__global_batch_size=n)).init_scale
+        accelerators.initial_loss_scale(
+            make_config(tmp_path, batches__global_batch_size=n)
+        ).init_scale
         for n in (1, 24, 256)
     ]
     assert scales == [2.0**16, 2.0**11, 2.0**8]
@@ -160,6 +164,6 @@ def test_tf32_is_what_the_config_says_also_where_a_model_is_compiled(tmp_path, m
         torch.set_float32_matmul_precision("high")
         return Accelerator(**arguments)
 
-    monkeypatch.setattr(devices, "Accelerator", make)
-    with devices.start(make_config(tmp_path, tf32=False)):
+    monkeypatch.setattr(accelerators, "Accelerator", make)
+    with accelerators.start_accelerator(make_config(tmp_path, tf32=False)):
         assert torch.get_float32_matmul_precision() == "highest"

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
-from my_project import commands, contract, devices, evaluate, optim, sharding
+from my_project import accelerator as accelerators
+from my_project import commands, contract, evaluate, optim, sharding
 from my_project.config import Config
 from my_project.files import checkpoints, read_manifest, wait_until
 from ragged import Deep
@@ -334,13 +335,13 @@ class Unsendable(Counted):
 def start_each(configs: list[Config], replicas: int) -> list[dict[str, Any]]:
     """Build, shard and fill the model of each config; return what there is then, by config."""
     ask_for_fsdp(replicas)
-    with devices.start(configs[0]) as accelerator:
+    with accelerators.start_accelerator(configs[0]) as accelerator:
         return [start_one(accelerator, config) for config in configs]
 
 
 def start_one(accelerator: Any, config: Config) -> dict[str, Any]:
     CALLS.clear()
-    devices.set_numerics(config)
+    accelerators.set_numerics(config)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     with Bytes() as counted:
         model, of_rank_0 = sharding.build_model(accelerator, config, INFO)
@@ -407,7 +408,7 @@ def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(t
     by_rank = run_world(4, start_each, configs, replicas)
     for i, config in enumerate(configs):
         name = config.run_name
-        devices.set_numerics(config)
+        accelerators.set_numerics(config)
         plain = contract.build_model(config, INFO)
         trained = sorted(name for name, p in plain.named_parameters() if p.requires_grad)
         whole_bytes = sum(p.nbytes for p in plain.parameters())

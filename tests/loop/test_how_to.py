@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from documents import PROJECT, blocks, commands, predict_as_typed, text_of, train_as_typed
-from my_project.end_block import print_finished
+from my_project.launching.summary import print_finished
 from runs import records, status, weights
 from safetensors.torch import load_file
 from test_fsdp_on_cpu import ask_for_fsdp

@@ -19,10 +19,11 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import ComputeEnvironment, DistributedType
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
-from my_project import failures, launch, rendezvous, starts, workers
+from my_project import failures
 from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
-from my_project.starts import Starts
+from my_project.launching import attempts, launch, nodes, workers
+from my_project.launching.attempts import Starts
 from runs import quick
 from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, steps_done, wait_for_steps
@@ -301,7 +302,7 @@ def test_a_preflight_that_fails_starts_no_training(tiny, monkeypatch):
 
 def test_the_launcher_tells_other_nodes_no_secret(tiny, monkeypatch):
     told = []
-    monkeypatch.setattr(rendezvous, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
+    monkeypatch.setattr(nodes, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
     arguments = ["--config_file", f"{WHERE}/multi_node_cpu.yaml", "--num_machines", "2",
                  "--num_processes", "2", "--main_process_ip", "127.0.0.1",
@@ -386,9 +387,9 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(t
         again = f"all processes start again, restart {restart}"
         assert re.search(rf"rank {victim} was ended by SIGKILL[^\n]*: {again}", shown["killed"])
     assert shown["killed"].count("2 processes on CPU") == 3
-    first, _, second, _, third, last = starts.lines(tmp_path / "killed")
+    first, _, second, _, third, last = attempts.lines(tmp_path / "killed")
     assert [one["attempt"] for one in (first, second, third)] == [0, 1, 2]
-    causes = [one["cause"] for one in starts.each_start(tmp_path / "killed")]
+    causes = [one["cause"] for one in attempts.each_start(tmp_path / "killed")]
     assert causes == ["SIGKILL", "SIGKILL", ""]
     assert (last["outcome"], last["step"]) == ("finished", 40)
     found = read_json(tmp_path / "killed/status.json")["goodput"]

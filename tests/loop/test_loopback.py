@@ -4,7 +4,7 @@ import os
 
 import psutil
 import pytest
-from my_project import devices
+from my_project import accelerator as accelerators
 from runs import make_config
 from world import run_world
 
@@ -18,16 +18,16 @@ def test_it_is_set_where_all_processes_are_here_and_what_is_set_stays(
     environment = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": str(processes)}
     environment |= {"GLOO_SOCKET_IFNAME": given} if given else {}
     monkeypatch.setattr("os.environ", environment)
-    init_method = devices.keep_on_this_machine()
+    init_method = accelerators.keep_on_this_machine()
     assert environment.get("GLOO_SOCKET_IFNAME") == wanted
     assert bool(init_method) == (processes == 2)
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torchrun's agent has a store
-    assert devices.keep_on_this_machine() is None
+    assert accelerators.keep_on_this_machine() is None
 
 
 def listening(folder) -> list[str]:
     """Return the addresses at which this process listens once all ranks have met."""
-    with devices.start(make_config(folder)) as accelerator:
+    with accelerators.start_accelerator(make_config(folder)) as accelerator:
         accelerator.wait_for_everyone()
         found = [
             one.laddr.ip

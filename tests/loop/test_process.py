@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 import test_launch
-from my_project import process, workers
+from my_project import process
 from my_project.config import Config
 from my_project.files import wait_until
+from my_project.launching import workers
 from ragged import Ragged
 from runs import make_config, quick, status, train
 from test_launch import outcome, steps_done

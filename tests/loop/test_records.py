@@ -15,7 +15,7 @@ from my_project import run_folder, step_sums
 from my_project.config import Config
 from my_project.files import read_manifest
 from my_project.loading.layout import batch_layout
-from my_project.records import metrics, performance
+from my_project.records import performance, recorder
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
 from ragged import Noting, Ragged
@@ -50,11 +50,11 @@ def micro_batches(clock: Clock, seconds: float) -> Iterator[int]:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(recorder, "time", clock)
     return clock
 
 
-def writer_of(folder: Path, steps: int, **settings: Any) -> metrics.MetricsWriter:
+def writer_of(folder: Path, steps: int, **settings: Any) -> recorder.MetricsWriter:
     config = make_config(folder, steps=steps, **settings)
     run = Run(config, rank=0)
     run.total_steps = steps
@@ -68,10 +68,10 @@ def writer_of(folder: Path, steps: int, **settings: Any) -> metrics.MetricsWrite
     )  # fmt: skip
     layout = batch_layout(config.batches, 1)
     state = TrainState()
-    return metrics.MetricsWriter(accelerator, run, layout, state, torch.nn.Linear(1, 1))
+    return recorder.MetricsWriter(accelerator, run, layout, state, torch.nn.Linear(1, 1))
 
 
-def take_steps(log: metrics.MetricsWriter, clock: Clock, seconds: list[float]) -> None:
+def take_steps(log: recorder.MetricsWriter, clock: Clock, seconds: list[float]) -> None:
     """Take steps of so many seconds each; a save or an evaluation after steps 4, 5, 7 and 8."""
     samples = log.timed(micro_batches(clock, 0.25))
     unread: list[StepReport] = []

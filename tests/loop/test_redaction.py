@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from my_project import cli, run_folder
+from my_project import exits, run_folder
 from my_project.config import Config, ConfigError, to_dict
 from my_project.failures import exit_with_error
 from my_project.safety.redaction import is_secret, mask, mask_command
@@ -128,7 +128,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys, c
     monkeypatch.setattr(Logged, "loss", fail)
     config: Config = make_config(tmp_path, Logged(), steps=2, evaluation__sanity_check=False)
     caplog.set_level(logging.INFO)  # undone after the test, and with it what follows
-    cli.set_up_logging()
+    exits.set_up_logging()
     try:
         with pytest.raises(OSError, match="cannot read") as told:
             train(config)

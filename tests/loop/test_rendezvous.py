@@ -8,9 +8,9 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
-from my_project import rendezvous
 from my_project.config import ConfigError
-from my_project.rendezvous import Node
+from my_project.launching import nodes as meeting
+from my_project.launching.nodes import Node
 from world import free_port
 
 
@@ -28,9 +28,9 @@ def meet(*nodes: Node, seconds: float = 20) -> list:
     """
     port = free_port()
 
-    def call(me: Node) -> rendezvous.OtherNodes | str:
+    def call(me: Node) -> meeting.OtherNodes | str:
         try:
-            return rendezvous.wait_for_nodes(me, "127.0.0.1", port, seconds)
+            return meeting.wait_for_nodes(me, "127.0.0.1", port, seconds)
         except ConfigError as error:
             return f"{error.exit_code}: {error}"
 
@@ -80,7 +80,7 @@ def test_a_main_node_that_is_not_there_ends_in_time():
 
 
 def test_two_nodes_of_one_rank_are_refused(monkeypatch):
-    monkeypatch.setattr(rendezvous, "LATE_SECONDS", 1.0)
+    monkeypatch.setattr(meeting, "LATE_SECONDS", 1.0)
     for told in meet(node(0), node(1, host="a"), node(1, host="b")):
         assert told.startswith("2: ")
         assert "were both started as node 1: give each its own --machine_rank, 0 to 2" in told
@@ -91,21 +91,21 @@ def test_two_nodes_of_one_rank_are_refused(monkeypatch):
 def test_a_restarted_node_replaces_its_first_connection_and_foreign_ones_are_ignored():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        main = pool.submit(rendezvous.wait_for_nodes, node(0), "127.0.0.1", port, 20)
+        main = pool.submit(meeting.wait_for_nodes, node(0), "127.0.0.1", port, 20)
         first = json.dumps(asdict(node(1))).encode() + b"\n"
         types: list[dict] = [{"rank": []}, {"host": 7}, {"port": "\x1b[2J"}, {"nodes": None}]
         wrong = [json.dumps(asdict(node(1)) | one).encode() + b"\n" for one in types]
         for message in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b"", *wrong, first):
             send(port, message)
-        again = pool.submit(rendezvous.wait_for_nodes, node(1), "127.0.0.1", port, 20)
-        rendezvous.wait_for_nodes(node(2), "127.0.0.1", port, 20)
+        again = pool.submit(meeting.wait_for_nodes, node(1), "127.0.0.1", port, 20)
+        meeting.wait_for_nodes(node(2), "127.0.0.1", port, 20)
         assert [one.node.host for one in main.result()._connections] == ["host1", "host2"]
         assert len(again.result()._connections) == 1
 
 
 def test_what_another_node_says_of_itself_does_not_control_the_terminal():
     told = asdict(node(1)) | {"host": "\x1b]0;x\x07host", "run": "\x1b[2J"}
-    known = rendezvous.received(told)
+    known = meeting.received(told)
     assert (known.host, known.run) == ("?]0;x?host", "?[2J")
 
 
@@ -133,10 +133,10 @@ def test_a_node_that_others_cannot_reach_is_named():
 def test_the_interface_is_that_of_the_variable_or_the_only_one_where_a_name_means_loopback(
     monkeypatch,
 ):
-    monkeypatch.setattr(rendezvous, "interfaces", lambda: {"eth0": "10.0.0.1", "eth1": "10.1.0.1"})
+    monkeypatch.setattr(meeting, "interfaces", lambda: {"eth0": "10.0.0.1", "eth1": "10.1.0.1"})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    assert rendezvous.interface_to("127.0.0.1") == ("eth1", "10.1.0.1")
+    assert meeting.interface_to("127.0.0.1") == ("eth1", "10.1.0.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     state = SimpleNamespace(isup=True)
     monkeypatch.setattr("psutil.net_if_stats", lambda: {"eth0": state})
-    assert rendezvous.interface_to("127.0.0.1") == ("eth0", "10.0.0.1")
+    assert meeting.interface_to("127.0.0.1") == ("eth0", "10.0.0.1")

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from my_project import commands, devices, export, files
+from my_project import accelerator as accelerators
+from my_project import commands, files
 from my_project.checkpoint import exporting, saving
 from my_project.config import Config, ConfigError
 from my_project.evaluate import broadcast_buffers
+from my_project.weights import load as load_export
 from ragged import Deep
 from runs import assert_same_weights, change, make_config, quick, records, status, train
 from safetensors.numpy import load_file as load_arrays
@@ -227,13 +229,13 @@ def assert_exported(config: Config, processes: int, *, is_saved: bool) -> None:
     assert max(peaks) == 8 * 6 * 5, "the largest tensor, the tied one"
     for name in ("export", "best"):
         folder = config.folder / name
-        _, _, loaded = export.load(folder, ["ragged.Deep"])
+        _, _, loaded = load_export(folder, ["ragged.Deep"])
         assert_equal(whole(loaded), weights)
         reader = saving.TensorReader(folder, "model")
         assert_equal({key: reader.read(key) for key in reader.shapes}, weights)
         (folder / "model.safetensors").unlink()
         with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
-            export.load(folder, ["ragged.Deep"])
+            load_export(folder, ["ragged.Deep"])
     assert not list(config.folder.glob(".[!l]*")), "the files of the shards"
     live = saving.TensorReader(folder_of(config, 3), "model").read("output.weight")
     assert not torch.equal(live, torch.as_tensor(weights["output.weight"])), "it is the average"
@@ -298,7 +300,7 @@ def test_an_export_that_fails_leaves_the_one_before_and_no_rank_waits(tmp_path):
 def buffer_of_rank_0(config: Config) -> list[float]:
     """Broadcast a buffer that is not contiguous."""
     model = torch.nn.Linear(1, 1)
-    with devices.start(config) as accelerator:
+    with accelerators.start_accelerator(config) as accelerator:
         values = torch.full((2, 4), float(accelerator.process_index))
         model.register_buffer("strided", values[:, ::2])
         broadcast_buffers(accelerator, model)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from my_project import launch, starts
-from my_project.starts import Starts, goodput, lines
+from my_project.launching import attempts, launch
+from my_project.launching.attempts import Starts, goodput, lines
 from test_launch import CONFIG
 
 BEGAN = 1_790_000_000.0
@@ -65,7 +65,7 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     assert seconds == pytest.approx(wanted, abs=0.02)
     assert found["launcher"]["seconds"] == 100
     assert found["launcher"]["kept"] == pytest.approx(0.345)
-    assert starts.in_words({"goodput": found}) == "27% of 2 min 10 s since the first launch"
+    assert attempts.in_words({"goodput": found}) == "27% of 2 min 10 s since the first launch"
     assert found["unknown_starts"] == 0
 
 
@@ -189,11 +189,11 @@ def test_a_run_is_started_again_only_where_it_can_get_further(
     append(tmp_path / "starts.jsonl", *lines)
     if began >= 0:
         save(tmp_path, began)
-    at_the_start = starts.marks(tmp_path)
+    at_the_start = attempts.marks(tmp_path)
     assert at_the_start == [*marks, began], "a restart in place belongs to its launch"
     if newest > began:
         save(tmp_path, newest)
-    code, why = starts.requeue(tmp_path, at_the_start, code)
+    code, why = attempts.requeue(tmp_path, at_the_start, code)
     assert code == wanted
     assert bool(why) == (code in (1, 75))
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from my_project import contract, devices, statistics
+from my_project import accelerator as accelerators
+from my_project import contract, statistics
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
 from my_project.loading.seeding import keys_of
@@ -113,7 +114,7 @@ def by_hand(config: Config) -> dict[str, Tensor]:
     """Train in one process by torch's own layers and optimizer; return the model's state."""
     recipe: Any = replace(config.recipe, recompute=False)
     info, layout = recipe.prepare_data(), batch_layout(config.batches, 1)
-    devices.set_numerics(config)
+    accelerators.set_numerics(config)
     model = contract.build_model(change(config, recipe=recipe), info).train()
     data, _ = recipe.build_datasets(info)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), config.optim.lr)

@@ -13,8 +13,8 @@ import pytest
 from documents import PROJECT
 from my_project import files
 from my_project.config import ConfigError
+from my_project.launching.attempts import Starts, status_locked
 from my_project.run_folder import Run
-from my_project.starts import Starts, status_locked
 from runs import make_config, status
 
 # The others are in tests/faults.py --files.

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from documents import HAS_TOOLS, PROJECT
-from my_project import train_command
-from my_project.command_line import split
 from my_project.config import ConfigError
-from my_project.train_command import choose, read_options
+from my_project.launching import train as train_command
+from my_project.launching.train import choose, read_options
+from my_project.settings import split
 from terminal import Terminal
 from world import TESTS
 

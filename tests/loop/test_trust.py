@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from my_project import commands, export
+from my_project import commands, weights
 from my_project.config import Config, ConfigError, OptimConfig
 from my_project.safety import search_path, trust
 from ragged import Ragged
@@ -180,7 +180,7 @@ def test_only_what_is_needed_of_a_config_is_used(tmp_path, marker):
         named={"x": {"number": 5}}, anything=[{"x": "class_path: hostile.Evil"}],
     )  # fmt: skip
     path = write(tmp_path / "export", typed | hostile)
-    for config in (trust.read_config(path, MINE), export.config_beside(path.parent, MINE)):
+    for config in (trust.read_config(path, MINE), weights.config_beside(path.parent, MINE)):
         assert (config.seed, config.precision) == (7, "bf16")
         assert (config.batches.global_batch_size, config.batches.loader) == (16, {})
         assert config.optim == OptimConfig()
@@ -269,11 +269,11 @@ def test_a_run_that_is_not_writable_is_evaluated_in_a_folder_of_the_users_own(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
     write(tmp_path / "export", settings_of())
-    folder = Path(export.config_beside(tmp_path / "export", MINE).runs_folder)
+    folder = Path(weights.config_beside(tmp_path / "export", MINE).runs_folder)
     assert folder == tmp_path / f"{trust.PACKAGE}-{os.getuid()}"
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(ConfigError, match="belongs to another user"):
-        export.config_beside(tmp_path / "export", MINE)
+        weights.config_beside(tmp_path / "export", MINE)
 
 
 @pytest.mark.slow
@@ -309,7 +309,7 @@ def test_evaluate_writes_nothing_where_a_strangers_config_says(tmp_path, monkeyp
     (run / "run.json").write_text("{}")
     write(run / "export", settings_of() | places)
     for folder in (run, run / "export"):
-        config = export.config_beside(folder, MINE)
+        config = weights.config_beside(folder, MINE)
         assert config.folder == run
     assert not (tmp_path / "target").exists()
 

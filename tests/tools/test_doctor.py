@@ -361,12 +361,12 @@ class NoData(Ragged):
 
 
 def train_with_logs(config: Config, folder: Path) -> None:
-    """Train as under launch.py, into a log of its own."""
-    from my_project import cli
+    """Train as under the launcher, into a log of its own."""
+    from my_project import exits
 
     folder.mkdir(parents=True)
     os.environ["LAUNCH_LOGS"] = str(folder)
-    cli.run_on_all_ranks(train, config)
+    exits.run_on_all_ranks(train, config)
 
 
 def test_a_start_that_fails_before_the_run_is_open_is_told_from_its_log(tmp_path):

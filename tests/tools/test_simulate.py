@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from documents import PROJECT
-from my_project.command_line import parse
 from my_project.config import ConfigError
 from my_project.optim import build_optimizer
+from my_project.settings import parse
 from my_project.tools.simulate import SHARDED_SINCE, Simulation, Simulator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily

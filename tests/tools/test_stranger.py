@@ -21,9 +21,10 @@ from unittest import mock
 
 import pytest
 import yaml
-from my_project import cli, failures, files, starts
+from my_project import exits, failures, files
 from my_project import train as train_module
 from my_project.config import Config
+from my_project.launching import attempts
 from ragged import Ragged
 from runs import change, make_config, train
 from world import run_world
@@ -125,7 +126,7 @@ def run(tmp_path_factory) -> Config:
     launch = files.read_json(config.folder / "run.json")["launch"]
     line = {"event": "start", "id": launch, "launch": launch, "time": time.time() - 9, "attempt": 0}
     end = {"event": "end", "id": launch, "time": time.time(), "outcome": "finished", "cause": ""}
-    assert starts.append(config.folder, [line | {"nodes": 1, "world_size": 1}, end])
+    assert attempts.append(config.folder, [line | {"nodes": 1, "world_size": 1}, end])
     failure = failures.record(reason="it broke", cause="exception", frames=[
         failures.frame("/a/b.py", 3, "loss", "x = 1"),
     ]) | {"launch": launch, "step": 1}  # fmt: skip
@@ -167,9 +168,9 @@ def called(command: str, config: Config, outside: Path) -> tuple[int, str]:
     with leave, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             if command in ("train", "longer"):
-                cli.set_up_logging()
+                exits.set_up_logging()
                 config = change(config, steps=5) if command == "longer" else config
-                cli.run(train_module.main, config)
+                exits.run(train_module.main, config)
             sys.argv[1:] = told(command, str(config.folder), outside)
             main()
         except SystemExit as end:
@@ -248,7 +249,7 @@ def test_no_link_leads_a_write_out_of_the_run_folder(run):
     folder = run.folder.parent.parent / "launched"
     folder.mkdir()
     (folder / "starts.jsonl").symlink_to(folder / "outside")
-    assert not starts.append(folder, [{"event": "start"}])  # by the launcher
+    assert not attempts.append(folder, [{"event": "start"}])  # by the launcher
     assert not (folder / "outside").exists()
 
 

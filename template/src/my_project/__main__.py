@@ -9,7 +9,7 @@ import sys
 from .safety.search_path import ON_WEIGHTS, leave_out_untrusted
 
 COMMANDS = {  # and their modules; those of a folder that was deleted are left out
-    "train": "train_command",
+    "train": "launching.train",
     **dict.fromkeys(ON_WEIGHTS, "commands"),
     "runs": "tools.runs",
     "report": "tools.report.report",
@@ -28,9 +28,9 @@ from pathlib import Path
 def main() -> None:
     """Run the command given as the first argument, or list all commands."""
     from . import commands
-    from .command_line import did_you_mean
     from .config import ConfigError
     from .failures import exit_with_error
+    from .settings import did_you_mean
 
     folder = Path(__file__).parent
     files = {name: folder / f"{at.replace('.', '/')}.py" for name, at in COMMANDS.items()}

@@ -13,8 +13,8 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from .cli import run, run_on_all_ranks
 from .config import Config, ConfigError
+from .exits import run, run_on_all_ranks
 from .files import say
 from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
@@ -66,39 +66,40 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
     import torch
     from accelerate.utils import DistributedType, DynamoBackend
 
-    from . import contract, devices, evaluate, export, sharding
+    from . import contract, evaluate, sharding, weights
+    from .accelerator import check_launch, start_accelerator
     from .checkpoint import resuming
     from .files import finite, format_metric
 
-    folder = export.weights_folder(Path(arguments.folder))
-    config = export.config_beside(folder, arguments.trust, Path(arguments.folder))
-    devices.check_launch(config)
+    folder = weights.weights_folder(Path(arguments.folder))
+    config = weights.config_beside(folder, arguments.trust, Path(arguments.folder))
+    check_launch(config)
     data_info, datasets = validation_sets(config)
-    with devices.start(config) as accelerator:
+    with start_accelerator(config) as accelerator:
         if dynamo := accelerator.state.dynamo_plugin:
             dynamo.backend = DynamoBackend.NO  # evaluation is not compiled
-        is_export = export.is_export(folder)
+        is_export = weights.is_export(folder)
         if not is_export:
             resuming.refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
-            export.refuse_trained_view(folder)
+            weights.refuse_trained_view(folder)
         has_own_load = is_export and optional(config.recipe, "load")
         is_sharding = accelerator.distributed_type == DistributedType.FSDP
         if is_sharding and not has_own_load:
             plain, _ = sharding.build_model(accelerator, config, data_info, folder)
             no_state = torch.optim.SGD(plain.parameters())
             model = sharding.shard(accelerator, config, plain, no_state, None)
-            export.load_weights(folder, plain)
+            weights.load_weights(folder, plain)
         else:
             if is_export:
-                plain = export.load_model(folder, config, data_info)
+                plain = weights.load_model(folder, config, data_info)
             else:
                 plain = contract.build_model(config, data_info)
-                export.load_weights(folder, plain)
+                weights.load_weights(folder, plain)
             wrapper = sharding.RecipeModule(plain)
             if is_sharding:
                 wrapper = wrapper.to(accelerator.device)  # which accelerate leaves to FSDP
             model = accelerator.prepare_model(wrapper, evaluation_mode=True)
-        step = export.step_of_weights(folder)
+        step = weights.step_of_weights(folder)
         results = evaluate.evaluate(accelerator, config, model, datasets, step)
         if accelerator.is_main_process:
             if arguments.json:
@@ -144,7 +145,7 @@ def print_prediction(arguments: argparse.Namespace) -> None:
     """Print the recipe's prediction."""
     import torch
 
-    from .export import errors_as_sentences, load, weights_folder
+    from .weights import errors_as_sentences, load, weights_folder
 
     given = Path(arguments.folder)
     weights = weights_folder(given)
@@ -177,8 +178,8 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     import torch
     from torch.utils.data import Subset
 
-    from .export import config_beside, load
     from .records.samples import evenly_spaced, text_of
+    from .weights import config_beside, load
 
     given = Path(arguments.folder)
     config = config_beside(weights, arguments.trust, given)
@@ -236,8 +237,8 @@ def write_one_file(arguments: argparse.Namespace) -> int:
     """
     from .checkpoint.resuming import refuse_damaged
     from .checkpoint.shards import TensorReader, in_file_order, save_tensors
-    from .export import is_export, refuse_trained_view
     from .files import find_damage, flush_to_disk
+    from .weights import is_export, refuse_trained_view
 
     folder, path = Path(arguments.folder), Path(arguments.file)
     if not is_export(folder):

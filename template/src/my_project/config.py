@@ -434,7 +434,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a YAML type that command_line.parse reads back."""
+    """Convert a value to a YAML type that settings.parse reads back."""
     match value:
         case Enum():
             plain: Any = value.name
@@ -452,7 +452,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """Return a config as YAML that command_line.parse reads back.
+    """Return a config as YAML that settings.parse reads back.
 
     Raises:
         ConfigError: a setting holds a secret.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from . import contract
+from .accelerator import gather_on_main, on_main_then_broadcast
 from .blocks import not_compiled
 from .config import Config
-from .devices import gather_on_main, on_main_then_broadcast
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import seed_forward
 from .recipe import optional

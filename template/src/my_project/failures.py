@@ -1,6 +1,6 @@
-"""What a process that fails leaves behind: an error file, read by launch.py and the tools.
+"""What a process that fails leaves behind: an error file, read by the launcher and the tools.
 
-docs/run-folder.md describes its fields. It lies in <run folder>/errors/ and, under launch.py, in
+docs/run-folder.md describes its fields. It lies in <run folder>/errors/ and, under the launcher, in
 the log folder of the start, there from before the run folder is open, and in a temporary folder.
 The same is written for torchrun, whose last block shows the first failure of all processes.
 """
@@ -23,7 +23,7 @@ from .files import ConfigError, say, write_atomically
 from .process import LAUNCHER, LOGS, START, world
 from .safety.redaction import mask
 
-FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which launch.py looks for error files
+FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which the launcher looks for error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
 LATE_SECONDS = 2.0  # a watchdog looks once a second
 # As printed in the message of an exception that a loader worker passed on.
@@ -298,7 +298,7 @@ def report_once(error: BaseException) -> dict[str, Any]:
 
 
 def report(failure: dict[str, Any]) -> None:
-    """Write an error file for launch.py, and one for torchrun, where these started this process."""
+    """Write an error file for the launcher or torchrun, whichever started this process."""
     write_to_logs("rank", failure)
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
@@ -326,7 +326,7 @@ def note_signal(name: str) -> None:
 
 
 def write_to_logs(kind: str, content: dict[str, Any]) -> None:
-    """Write what this process reports into the log folder of the start, if launch.py made one."""
+    """Write what this process reports into the log folder that the launcher has made, if any."""
     if folder := os.environ.get(LOGS):
         with suppress(OSError):
             path = Path(folder, f"{kind}_{world()[1]:05d}.json")
@@ -338,7 +338,7 @@ def exit_with_error(error: ConfigError) -> NoReturn:
 
     All processes of a launch meet the same error. Local rank 0 prints it at once; the others print
     it only if the launcher has not ended them within 5 s. Launchers return 1 for any exit code of
-    their processes, so launch.py reads code and message from the error file.
+    their processes, so the launcher reads code and message from the error file.
     """
     report_once(error)
     if os.environ.get("LOCAL_RANK", "0") != "0":

@@ -24,6 +24,7 @@ from typing import Any
 
 from .files import open_own
 
+PACKAGE = __package__ or ""  # a copy of the loop has another name
 LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 PREEMPTED = 75  # the exit code of a run that was stopped and saved: the same command continues it
 
@@ -63,7 +64,7 @@ def end_children() -> None:
 def attempts() -> dict[str, int]:
     """Return the number of this attempt in each launch that this process belongs to, by its name.
 
-    A launch starts the same command again with a higher number: launch.py and torchrun in place,
+    A launch starts the same command again with a higher number: the launcher and torchrun in place,
     Slurm when it requeues a job. accelerate launch of one process, and no launcher, never do.
     """
     names = os.environ
@@ -102,7 +103,7 @@ def garbage_collected_at_records() -> Iterator[None]:
     """Keep Python's garbage collector from pausing ranks at different steps, for the block.
 
     Any rank that pauses delays all of them. So what exists now is not looked at again (a full
-    collection would take a tenth of a second), records/metrics.py collects after the same step on
+    collection would take a tenth of a second), records/recorder.py collects after the same step on
     all ranks, and between these calls a collection starts by itself only when the objects that were
     made, less those freed, exceed GARBAGE_OBJECTS: reference cycles made in every step stay
     bounded where records are rare.
@@ -190,9 +191,9 @@ class CopiedStream:
 
 
 def write_logs() -> None:
-    """Under launch.py, write the output of this process of a run to a file of its own.
+    """Under the launcher, write the output of this process of a run to a file of its own.
 
-    The terminal gets only what rank 0 prints, and a line for each of its warnings (cli.Warned);
+    The terminal gets only what rank 0 prints, and a line for each of its warnings (exits.Warned);
     what it writes to stderr, and what other ranks write, goes to their files. What C code of rank 0
     writes to stdout (NCCL_DEBUG) is on the terminal only.
     """
@@ -249,7 +250,7 @@ class Launcher:
         self.leave_at = float("inf")  # time.monotonic()
         self.stop_signal = ""  # the name of the first signal that told this process to stop
         self._signals = -1  # a pipe that gets the number of each signal Python has a handler for
-        self._pipe: list[int] = []  # readable once launch.py, or a process forked later, has ended
+        self._pipe: list[int] = []  # readable once the parent has ended
 
     @property
     def is_gone(self) -> bool:

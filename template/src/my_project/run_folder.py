@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import files
-from .cli import WARNED
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
+from .exits import WARNED
 from .failures import as_status, first_failure, report, write_error
 from .process import START, attempts
 from .safety.redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
@@ -56,7 +56,7 @@ class Run:
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
         self.token = ""  # of this launch, set by begin() or sees()
         self.hosts: list[str] = []  # by rank
-        self.numerics: dict[str, Any] = {}  # of this launch, see devices.numerics
+        self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
         self.notes: list[dict[str, Any]] = []  # records that are to be written to metrics.jsonl
         self.began = time.monotonic()
         self.warned_before = WARNED.count  # in an earlier run of this process

@@ -27,9 +27,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from . import contract
+from .accelerator import on_main_then_broadcast
 from .blocks import blocks, compile_in_place, recompute_activations
 from .config import Config, ConfigError
-from .devices import on_main_then_broadcast
 from .loading.layout import batch_layout
 from .optim import has_sparse_gradients
 from .process import world
@@ -123,7 +123,7 @@ def prepare(
         compile_in_place(accelerator, wrapper, blocks(config.recipe, model))
         placement = [False] if accelerator.device.type == "cpu" else None  # see build_model
         prepared = accelerator.prepare(wrapper, device_placement=placement)
-        accelerator._models[-1] = prepared  # the DDP, for devices.release_groups
+        accelerator._models[-1] = prepared  # the DDP, for accelerator.release_groups
     if type(prepared) is RecipeModule:  # accelerate 1.10 fails on a model that build_model compiles
         return prepared, prepared
     return prepared, accelerator.unwrap_model(prepared)

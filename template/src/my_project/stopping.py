@@ -134,7 +134,7 @@ class LastResort:
             LIBC.timer_create(1, event, ctypes.byref(self.timer))
         self.dumps_at = float("inf")
         self.stacks: Any = 2
-        with suppress(KeyError, OSError):  # not under launch.py; a full disk
+        with suppress(KeyError, OSError):  # not under the launcher; a full disk
             self.stacks = stacks_file(os.environ[LOGS], rank).open("ab")
 
     def set(self, seconds: float) -> None:

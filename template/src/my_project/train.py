@@ -4,13 +4,14 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
     -m my_project.train --config configs/image_classification.yaml --optim.lr 3e-3
 """
 
-from .command_line import parse_command_line
 from .config import Config
+from .settings import parse_command_line
 
 # Before torch is imported, so that --help and a wrong config answer at once.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
-from . import cli, contract, devices, optim, sharding, stopping
+from . import contract, exits, optim, sharding, stopping
+from .accelerator import check_launch, open_run, start_accelerator
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .checks.agreement import Agreement
@@ -24,14 +25,14 @@ from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .records import samples, screen
-from .records.metrics import MetricsWriter
+from .records.recorder import MetricsWriter
 from .run_folder import Run
 from .state import StepReport, TrainState, check_best_metric, is_due
 from .statistics import exact_statistics
 from .step_sums import DelayedReader
 
 
-@cli.one_at_a_time()
+@exits.one_at_a_time()
 def main(config: Config) -> int:
     """Train to the end, or until asked to stop.
 
@@ -46,7 +47,7 @@ def main(config: Config) -> int:
     recipe = config.recipe
     world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
-    devices.check_launch(config)
+    check_launch(config)
     contract.check_recipe(config)
     run = Run(config, rank)
     data_info = contract.prepare_data(config)
@@ -63,11 +64,11 @@ def main(config: Config) -> int:
         stopping.StopRequest(config) as stop,
         stopping.failures_recorded(run),
         stopping.Watchdog(run) as watchdog,
-        devices.start(config) as accelerator,
+        start_accelerator(config) as accelerator,
     ):
         # ---- model, optimizer and state, new or resumed ------------------------------------------
         must_agree = {"config": config, "data_info": data_info}
-        devices.open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
+        open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
         resume_from = resuming.choose(accelerator, run)
         findings = Findings(accelerator, run)
         agreement = Agreement(findings, data_info, train_set, validation_sets)
@@ -243,4 +244,4 @@ def main(config: Config) -> int:
 
 
 if CONFIG:
-    cli.run_on_all_ranks(main, CONFIG)
+    exits.run_on_all_ranks(main, CONFIG)

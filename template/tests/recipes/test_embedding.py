@@ -12,10 +12,10 @@ from runs import assert_same_weights, change, make_config, records, train, weigh
 from torch.nn import functional as F
 from world import run_world
 
-from my_project import export
 from my_project.config import Config
 from my_project.recipes import embedding
 from my_project.recipes.embedding import Embedding, RecallAtK, TwoTowers, ngrams, standard_library
+from my_project.weights import load
 
 WORDS = (
     "apple", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island",
@@ -128,7 +128,7 @@ def test_it_learns_to_retrieve_resumes_exactly_and_predicts(tmp_path):
     last = records(config, "validation/recall_at_1")[-1]
     assert last["validation/recall_at_1"] > 5 / 23, "chance is 1 / 23"
     assert last["validation/recall_at_10"] > 18 / 23
-    settings, data_info, model = export.load(config.folder / "export")
+    settings, data_info, model = load(config.folder / "export")
     recipe = settings.recipe
     answer = recipe.predict(
         model, data_info, "apple bridge\nkettle with a ladder\nbridge with a apple"

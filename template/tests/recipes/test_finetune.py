@@ -13,7 +13,6 @@ from runs import EXPORTED, change, make_config, quick, records, train, weights
 from safetensors.torch import load_file, save_file
 from world import run_world
 
-from my_project import export
 from my_project.blocks import blocks as blocks_of
 from my_project.blocks import recompute_activations
 from my_project.checkpoint import exporting
@@ -23,6 +22,7 @@ from my_project.files import checkpoints
 from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
 from my_project.run_folder import Run
+from my_project.weights import load, load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # from the libraries
 
@@ -185,7 +185,7 @@ def logits_of(recipe, model) -> torch.Tensor:
 def trained_model(config: Config):
     """Build the model of a run from its newest checkpoint."""
     model = config.recipe.build_model(config.recipe.prepare_data())
-    export.load_weights(checkpoints(config.folder)[-1], model)
+    load_weights(checkpoints(config.folder)[-1], model)
     return model
 
 
@@ -204,7 +204,7 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
     torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(exported)), wanted)
     tokens = transformers.AutoTokenizer.from_pretrained(exported)("a saw").input_ids
     assert tokens == finetune._tokenizer_of(recipe._model_folder())("a saw").input_ids
-    _, data_info, model = export.load(exported)
+    _, data_info, model = load(exported)
     torch.testing.assert_close(logits_of(recipe, model), wanted)
     answer = recipe.predict(model, data_info, "an apple")
     if task == "classification":
@@ -238,7 +238,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     assert "model.safetensors" not in names
     assert (exported / "adapter_model.safetensors").stat().st_size < 20_000
     wanted = logits_of(recipe, model)
-    from_predict = export.load(exported)[2]
+    from_predict = load(exported)[2]
     from_peft = AutoPeftModelForSequenceClassification.from_pretrained(exported, num_labels=2)
     answer = recipe.predict(from_predict, {"classes": ["fruit", "tool"]}, "an apple")
     assert {line.split()[1] for line in answer.splitlines()} == {"fruit", "tool"}
@@ -248,7 +248,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     hostile |= {"megatron_config": {"x": 1}, "megatron_core": "export.evil"}  # old peft imports it
     (exported / "adapter_config.json").write_text(json.dumps(hostile))
     with pytest.raises(ValueError, match="is not an adapter of this recipe"):
-        export.load(exported)
+        load(exported)
 
     merged = change(config, run_name="merged")
     merged = dataclasses.replace(merged, recipe=dataclasses.replace(recipe, merge_adapter=True))
@@ -352,7 +352,7 @@ def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
             assert ours == theirs, file
         classes = {"num_labels": 2} if name == "adapter" else {}
         wanted = logits_of(recipe, whole)
-        for model in (kinds[name].from_pretrained(exported, **classes), export.load(exported)[2]):
+        for model in (kinds[name].from_pretrained(exported, **classes), load(exported)[2]):
             torch.testing.assert_close(logits_of(recipe, model), wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -553,6 +553,6 @@ def test_your_own_texts_are_read_and_transformers_loads_the_export_as_the_docume
     (block,) = blocks(text_of("docs/your-own-recipe.md", "### In transformers"), "python")
     capsys.readouterr()
     exec(block, {})
-    config, info, model = export.load(tmp_path / "runs/finetune/export")
+    config, info, model = load(tmp_path / "runs/finetune/export")
     answer = config.recipe.predict(model, info, "Wait until all are done.")
     assert capsys.readouterr().out.split() == answer.splitlines()[0].split()[1:]

@@ -9,7 +9,7 @@ from documents import predict_as_typed, train_config_of, train_on_own_data
 from runs import make_config, records, train
 from world import run_world
 
-from my_project import export
+from my_project import weights
 from my_project.config import Config
 from my_project.recipes import segmentation
 from my_project.recipes.segmentation import IGNORE_INDEX, Segmentation
@@ -116,7 +116,7 @@ def test_samples_are_shown_beside_their_truth(whole):
     from PIL import Image
 
     text, path = predict_as_typed(f"python -m my_project predict {whole.folder}").splitlines()
-    model = export.load(whole.folder / "export")[2]
+    model = weights.load(whole.folder / "export")[2]
     data = SMALL.build_datasets({})[1]["validation"]
     rights = torch.cat([(SMALL._mask(model, data[i][0]) == data[i][1]).flatten() for i in range(7)])
     assert text == f"{int(rights.sum()) / len(rights):.1%} of the pixels of 7 samples right"

@@ -5,7 +5,7 @@
       config.yaml              of the run
       data_info.json           what the recipe's prepare_data has returned
 
-A recipe may write other files than model.safetensors, see recipe.py. export.py reads exports.
+A recipe may write other files than model.safetensors, see recipe.py. weights.py reads exports.
 """
 
 import json

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..accelerator import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
-from ..devices import gather_on_main, on_main_then_broadcast
 from ..files import BUSY, discard, find_damage, read_manifest, step_of, unused_name
 from ..run_folder import Run
 

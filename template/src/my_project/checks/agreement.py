@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from .. import files
-from ..devices import on_main_then_broadcast
+from ..accelerator import on_main_then_broadcast
 from ..failures import short_path
 from ..loading.layout import is_stream
 from ..loading.loader import open_file_in

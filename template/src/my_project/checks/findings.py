@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from accelerate import Accelerator
 
+from ..accelerator import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
-from ..devices import gather_on_main, on_main_then_broadcast
 from ..process import DRY_RUN, LOGS
 from ..run_folder import Run
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from .. import contract
+from ..accelerator import on_main_then_broadcast
 from ..config import ConfigError
-from ..devices import on_main_then_broadcast
 from ..evaluate import evaluation_mode, restored_state
 from ..loading.layout import is_stream
 from ..loading.loader import Fetch, make_loader

@@ -184,7 +184,7 @@ def log_start(
 
 
 def log_finished(run: Run, *, before: bool = False) -> None:
-    """Log the result of a run, in an earlier start or now, unless launch.py shows it in a block."""
+    """Log the result of a run, of an earlier start or now, unless the launcher shows it."""
     if before:
         done, asked = run.status()["step"], run.total_steps
         length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""

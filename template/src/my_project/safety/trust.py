@@ -26,9 +26,9 @@ from typing import Any
 
 from jsonargparse import _common, set_parsing_settings
 
-from ..command_line import parse
 from ..config import Config, ConfigError
 from ..files import read_yaml
+from ..settings import parse
 from .search_path import is_inside, run_folder
 
 PACKAGE = __name__.partition(".")[0]

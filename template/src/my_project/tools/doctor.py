@@ -28,7 +28,6 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any, NamedTuple
 
-from ..end_block import place_of
 from ..failures import (
     CONSEQUENCES,
     FULL_DISK,
@@ -37,8 +36,9 @@ from ..failures import (
     late,
 )
 from ..files import format_seconds, open_own, printable, read_json, say, shortened, step_of
+from ..launching.attempts import checked, is_locked
+from ..launching.summary import place_of
 from ..process import PREEMPTED
-from ..starts import checked, is_locked
 from . import flight_recorder
 from .reader import Run, parser_of, read_folder, read_run, run_tool, time_of
 

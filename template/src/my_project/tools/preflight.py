@@ -6,12 +6,12 @@
 It takes about a minute, the arguments of training, and all processes. It prints a table of the
 nodes, then the bandwidths measured between them. It exits with 0, or with 1 and, for each problem
 that would stop or slow training, a message with the remedy. The launchers run it before training if
---preflight is given, after the rendezvous check (rendezvous.py), which names missing nodes. The
+--preflight is given, after the rendezvous check (nodes.py), which names missing nodes. The
 measurements are saved for planner.py in <runs_folder>/preflight.json.
 """
 
-from ..command_line import parse_command_line
 from ..config import Config
+from ..settings import parse_command_line
 
 # read before torch is imported, so that --help and errors in the config appear at once
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
@@ -37,9 +37,9 @@ from accelerate import Accelerator
 from torch.cuda import nccl
 from torch.utils.benchmark import Timer
 
-from .. import cli, devices
+from .. import exits
+from ..accelerator import check_launch, gather_on_main, on_main_then_broadcast, start_accelerator
 from ..config import to_yaml
-from ..devices import gather_on_main, on_main_then_broadcast
 from ..files import wait_until, write_atomically
 from ..loading import layout
 from ..process import process_name, world
@@ -268,12 +268,12 @@ def judge(by_rank: list[dict[str, Any]]) -> list[str]:
 def main(config: Config) -> int:
     """Run all checks, print the results, and return the exit code."""
     layout.batch_layout(config.batches, world()[0])
-    devices.check_launch(config)
+    check_launch(config)
     longest = round(limit_seconds())  # `checking` acts before the process group does
     distributed = replace(
         config.distributed, timeout_seconds=longest, startup_timeout_seconds=longest, ddp={}
     )
-    with devices.start(replace(config, distributed=distributed)) as accelerator:
+    with start_accelerator(replace(config, distributed=distributed)) as accelerator:
         return check(accelerator, config)
 
 
@@ -339,4 +339,4 @@ def report(by_rank: list[dict[str, Any]], size: int, config: Config) -> int:
 
 
 if CONFIG:
-    cli.run_on_all_ranks(main, CONFIG)
+    exits.run_on_all_ranks(main, CONFIG)

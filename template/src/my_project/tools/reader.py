@@ -17,10 +17,10 @@ from typing import Any
 
 from ..failures import exit_with_error
 from ..files import RUN_FORMAT, ConfigError, each_record, flat, read_json, read_status, read_yaml
-from ..starts import checked, is_locked
+from ..launching.attempts import checked, is_locked
+from ..process import PACKAGE
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
-PACKAGE = (__package__ or "").removesuffix(".tools")  # a copy of the loop has another name
 NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}  # they name or place a run
 
 

@@ -41,12 +41,14 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import contract, devices, launch, optim, sharding
-from ..command_line import parse
+from .. import contract, optim, sharding
+from ..accelerator import check_launch, ddp_options, shard_on_cpu, uses_mesh, wants_sharding
 from ..config import Config, ConfigError
+from ..launching import launch
+from ..launching.train import find_where
 from ..loading.layout import batch_layout, is_stream
 from ..process import no_garbage_collection
-from ..train_command import find_where
+from ..settings import parse
 
 # What torch's trackers call the kinds of memory, and what is printed.
 KINDS = {
@@ -184,7 +186,7 @@ class Simulator:
         data_info, train_set = self.data
         with _as_rank_0(launched):
             with patch.multiple(torch.accelerator, **gpus):
-                devices.check_launch(config)
+                check_launch(config)
             with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 step = _Step(config, world_size, precision, data_info)
                 batch = _batch(config, train_set, micro_batch, fake)
@@ -248,7 +250,7 @@ class _Step:
         self.recipe = config.recipe
         self.world_size = world_size
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        self.is_sharded = devices.wants_sharding()
+        self.is_sharded = wants_sharding()
         # some of these functions read values, which fake tensors lack
         names = [name for name in vars(init) if name[0] != "_" and name[-1] == "_"]
         untouched: dict[str, Any] = {name: lambda tensor, *_, **__: tensor for name in names}
@@ -269,7 +271,7 @@ class _Step:
         else:
             self.model = sharding.RecipeModule(self.raw_model)
             if self.world_size > 1:
-                self._make_buckets(devices.ddp_options(config))
+                self._make_buckets(ddp_options(config))
         self.ema: Any = None
         if config.optim.ema_decay:
             self.ema = optim.EMA(self.raw_model, config.optim.ema_decay)
@@ -333,7 +335,7 @@ def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
             raise ConfigError(refusal)
         # the mesh reads the ranks from a tensor
         with patch.dict(PartialState._shared_state), unset_fake_temporarily():
-            devices.shard_on_cpu(accelerator, is_hsdp=devices.uses_mesh())
+            shard_on_cpu(accelerator, is_hsdp=uses_mesh())
         accelerator.parallelism_config = accelerator.state.parallelism_config
         accelerator.torch_device_mesh = accelerator.state.device_mesh
     return accelerator

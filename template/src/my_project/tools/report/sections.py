@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...files import format_seconds, read_own
-from ...starts import PARTS, goodput
-from ..reader import NOT_COMPARED, PACKAGE, format_number, time_of
+from ...launching.attempts import PARTS, goodput
+from ...process import PACKAGE
+from ..reader import NOT_COMPARED, format_number, time_of
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis
 from .history import PHASES, History, number, text

@@ -22,23 +22,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import commands, launch
-from .command_line import did_you_mean, parse
-from .config import Config, ConfigError
-from .end_block import print_block, rows
-from .files import (
-    each_record,
-    format_seconds,
-    read_json,
-    read_yaml,
-    writing,
-)
-from .loading.layout import batch_layout
-from .process import DRY_RUN, say_that_it_imports
-from .safety.redaction import mask_command
+from .. import commands
+from ..config import Config, ConfigError
+from ..files import each_record, format_seconds, read_json, read_yaml, writing
+from ..loading.layout import batch_layout
+from ..process import DRY_RUN, PACKAGE, say_that_it_imports
+from ..safety.redaction import mask_command
+from ..settings import did_you_mean, parse
+from . import launch
+from .summary import print_block, rows
 from .workers import in_a_child, opened_files_noted
 
-COMMAND = f"python -m {__package__} train"
+COMMAND = f"python -m {PACKAGE} train"
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
 
@@ -125,7 +120,7 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
 
 def print_estimate(config: Config, folder: Path) -> None:
     """Show what a step takes, and about what the whole run will."""
-    from .checks.recipe import ema_problem
+    from ..checks.recipe import ema_problem
 
     records = each_record(folder / "metrics.jsonl")
     last = [record for record in records if "samples_per_second" in record][-1]

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from .config import ConfigError
-from .files import TransientError, printable, say
+from ..config import ConfigError
+from ..files import TransientError, printable, say
 
 CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that come late

@@ -22,14 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from .config import (
-    Config,
-    ConfigError,
-    each_setting,
-    fits,
-    fixed_settings,
-    wrong_value,
-)
+from .config import Config, ConfigError, each_setting, fits, fixed_settings, wrong_value
 from .failures import exit_with_error, frames_of, own_frame, short_path
 from .files import flat, read_yaml, shortened
 from .process import LAUNCHER, never_fail_to_print

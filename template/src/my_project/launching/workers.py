@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 
-from . import failures
-from .files import wait_until
-from .process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PREEMPTED, prctl
-from .starts import failed
+from .. import failures
+from ..files import wait_until
+from ..process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PREEMPTED, prctl
+from .attempts import failed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A second stop signal kills the run if it comes this long after the first: launchers and

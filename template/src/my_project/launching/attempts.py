@@ -23,8 +23,8 @@ from signal import Signals
 from types import NoneType
 from typing import Any
 
-from .failures import first_failure
-from .files import (
+from ..failures import first_failure
+from ..files import (
     checkpoints,
     each_record,
     format_seconds,
@@ -39,7 +39,7 @@ from .files import (
     read_status,
     step_of,
 )
-from .process import PREEMPTED
+from ..process import PREEMPTED
 
 NUMBER = (int, float)
 CAUSES = ("lost contact", "lost node", "device error")

@@ -35,7 +35,6 @@ from torch.distributed import (  # the documentation's names, which torch does n
 )
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from .command_line import did_you_mean
 from .config import Config, ConfigError, fits, wrong_value
 from .files import check_temporary_folder
 from .loading.layout import batch_layout
@@ -44,6 +43,7 @@ from .loading.seeding import derive_seed
 from .optim import optimizer_class
 from .process import no_garbage_collection, world
 from .run_folder import Run, not_shared
+from .settings import did_you_mean
 from .stopping import name_nccl_traces
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
@@ -186,7 +186,7 @@ def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Sto
 
 
 @contextmanager
-def start(config: Config) -> Iterator[Accelerator]:
+def start_accelerator(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
     init_method = keep_on_this_machine()
     name_nccl_traces(config)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .failures import CONSEQUENCES, first_failure, short_path
-from .files import (
+from ..failures import CONSEQUENCES, first_failure, short_path
+from ..files import (
     checkpoints,
     format_metric,
     format_seconds,
@@ -18,8 +18,8 @@ from .files import (
     say,
     step_of,
 )
-from .process import PREEMPTED
-from .starts import in_words
+from ..process import PACKAGE, PREEMPTED
+from .attempts import in_words
 
 WIDTH = 80  # of the rule above a block
 
@@ -204,13 +204,13 @@ def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
 
 def has_tool(name: str) -> bool:
     """Return whether this project still has a tool: tools/ may be deleted."""
-    tools = Path(__file__).parent / "tools"
+    tools = Path(__file__).parents[1] / "tools"
     return (tools / name).is_dir() or (tools / f"{name}.py").is_file()
 
 
 def command_line(name: str, folder: Path) -> str:
     """Return what one types for a command on a run."""
-    return f"python -m {__package__} {name} {shlex.quote(str(folder))}"
+    return f"python -m {PACKAGE} {name} {shlex.quote(str(folder))}"
 
 
 def place_of(at: dict[str, Any] | None) -> str:

@@ -105,8 +105,8 @@ LONGEST = 300  # characters of a warning on the screen
 class Warned:
     """The warnings of Python and of libraries in rank 0, those of a line of code once.
 
-    Under launch.py, where stderr is a log file, each is shown on the terminal too, as one line. Not
-    what tells developers of later versions: that is counted only.
+    Under the launcher, where stderr is a log file, each is shown on the terminal too, as one line.
+    What tells developers of later versions is counted only.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ def _is_of_project(record: logging.LogRecord) -> bool:
 def set_up_logging() -> None:
     """Log all messages of rank 0; of other ranks only warnings and errors, with the rank.
 
-    What libraries log goes to stderr: under launch.py, which ends a run in one block, to the log
+    What libraries log goes to stderr: under the launcher, which ends a run in one block, to the log
     file, and of rank 0 as a line to the terminal.
     """
     rank = world()[1]

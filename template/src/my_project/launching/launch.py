@@ -1,0 +1,699 @@
+"""Start this node's part of a run, as accelerate launch would.
+
+    python -m my_project.launch --config_file accelerate_configs/multi_node.yaml \
+        --num_machines 2 --num_processes 16 --machine_rank 0 \
+        --main_process_ip gpu-a --main_process_port 29500 \
+        -m my_project.train --config configs/image_classification.yaml
+
+Takes the options of accelerate launch, whose own translation makes environment variables of them
+and of the config file. Where several nodes meet is --main_process_ip and --main_process_port, or
+main_process_port in the config file: of node 0, the same on all nodes, and another for each run.
+One node takes a free port. In this order:
+1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
+2. with several nodes, waits until all are there and reach each other (nodes.py);
+3. with --preflight, checks the cluster (tools/preflight.py), and exits if that fails;
+4. trains, in processes that are forked from this one, so that they need not import anything;
+   shows what rank 0 prints and warns of, and writes the output of each process to a file of its
+   own in <run folder>/logs/node_<n>/;
+5. forwards signals, so that the run saves and exits; leaves no process running;
+6. ends with one block (summary.py), and exits with the run's outcome: 0 finished; 75
+   preempted; 2 an error that another attempt would repeat (a wrong setting); 1 any other error (a
+   node that is late or lost, an exception).
+"""
+
+import argparse
+import ast
+import gc
+import importlib
+import inspect
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_origin, get_type_hints
+
+from .. import exits, failures
+from ..commands import make_parser
+from ..config import Config, ConfigError, fits, wrong_value
+from ..files import (
+    check_temporary_folder,
+    open_own,
+    read_json,
+    read_status,
+    read_yaml,
+    say,
+    wait_until,
+    write_atomically,
+    writing,
+)
+from ..process import (
+    HELD_SECONDS,
+    LAUNCHER,
+    LOGS,
+    PACKAGE,
+    PREEMPTED,
+    START,
+    never_fail_to_print,
+    no_garbage_collection,
+    say_that_it_imports,
+    stacks_file,
+)
+from ..run_folder import starts_over_now
+from ..safety.redaction import mask_command
+from ..settings import did_you_mean
+from ..settings import parse as parse_settings
+from . import attempts
+from .attempts import ENDED, Starts, failed, goodput, last_record, read_errors, status_locked
+from .summary import Ending, how_it_ended, unexplained
+from .workers import Workers, in_a_child, opened_files_noted, start_method
+
+TRAIN = f"{PACKAGE}.train"
+PREFLIGHT = f"{PACKAGE}.tools.preflight"
+# What the loop imports inside its functions, for every run.
+DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "accelerate")
+RESTARTS = 3  # in place, without a new step in between, unless --max_restarts says otherwise
+NO_RESTARTS = Starts(folder=Path(), limit=0)
+RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
+RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # space to say how a run ended on a full disk
+STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
+# Of flags and of the settings in an accelerate config.
+UNSUPPORTED = ("DeepSpeed", "Megatron-LM", "TPU", "FP8", "AWS", "MPI")  # groups of flags
+DATA_PARALLEL = "this loop trains with DDP or FSDP2, in float32, bf16 or fp16"
+NO_EFFECT = {
+    "gradient_accumulation_steps": "it follows from batches.global_batch_size of the run's config",
+    "gradient_clipping": "set optim.clip_norm in the run's config",
+    "enable_cpu_affinity": "give the flag --enable_cpu_affinity",
+} | dict.fromkeys(
+    ("fp8_config", "deepspeed_config", "megatron_lm_config", "mpirun_config"), DATA_PARALLEL
+)
+KINDS: dict[str, Any] = {  # where accelerate's are wider, or are classes
+    "compute_environment": Literal["LOCAL_MACHINE"],
+    "distributed_type": str,
+    "mixed_precision": Literal["no", "bf16", "fp16"],
+    "downcast_bf16": Any,  # of TPUs; accelerate config writes text
+}
+# Variables of a scheduler or an outer launcher that torch would read as its own.
+NOT_INHERITED = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|PET_(NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|RDZV_\w+)|TORCHELASTIC_(?!LOG_LINE)\w+"
+)
+OF_ACCELERATE = re.compile(
+    r"ACCELERATE_(USE_(?!CPU)|DYNAMO_|FP8_|DEEPSPEED_|GRADIENT_|MIXED_PRECISION)\w*"
+    r"|(FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_\w+"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The settings of a launch, from the command line and the accelerate config."""
+
+    options: argparse.Namespace  # what accelerate makes of its flags and config file
+    module: str  # train or preflight
+    arguments: tuple[str, ...]  # of the module
+    nodes: int
+    world_size: int  # processes over all nodes
+    node_rank: int
+    address: str  # of node 0
+    port: int  # there
+    precision: str
+    gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
+    own: argparse.Namespace  # the options of this module
+    config: Config
+
+    @property
+    def processes_per_node(self) -> int:
+        """Return the number of processes on each node."""
+        return self.world_size // self.nodes
+
+    def environments(self, attempt: int) -> list[dict[str, str]]:
+        """Return the variables of each process here, as accelerate and torchrun set them."""
+        from accelerate.utils import check_cuda_p2p_ib_support
+        from accelerate.utils.other import get_free_port
+
+        port = get_free_port() if self.nodes == 1 else self.port
+        common = variables(self.options, port)
+        if is_single(self.options):
+            return [common]
+        if not check_cuda_p2p_ib_support():  # as accelerate launch does
+            common = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} | common
+        common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | common
+        common |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(port)}
+        first = self.node_rank * self.processes_per_node
+        common |= {
+            "GROUP_RANK": str(self.node_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.processes_per_node),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RUN_ID": "none",
+        }
+        return [
+            common | {"RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank)}
+            for local_rank in range(self.processes_per_node)
+        ]
+
+
+# ---- the command line ----------------------------------------------------------------------------
+def parse(arguments: list[str]) -> Launch:
+    """Read the command line: this module's options and accelerate's, then -m and the module's.
+
+    Raises:
+        ConfigError: a value is missing or wrong.
+    """
+    at = arguments.index("-m") if "-m" in arguments else len(arguments)
+    own, flags = _parser().parse_known_args(arguments[:at])
+    module, *module_arguments = arguments[at + 1 :] or [""]
+    if module not in (TRAIN, PREFLIGHT):
+        raise ConfigError(f"add -m {TRAIN} after the options; accelerate launch starts the rest.")
+    if "--preflight" in module_arguments:  # where the scripts in launch/ put it
+        own.preflight = True
+        module_arguments.remove("--preflight")
+    options = accelerate_options(flags, module)
+    nodes, world_size = options.num_machines, options.num_processes
+    node_rank = options.machine_rank
+    if world_size > 1 and not (options.multi_gpu or options.use_fsdp):
+        raise ConfigError(
+            f"--num_processes is {world_size}, but the distributed_type of {options.config_file}"
+            " starts one process, or is not supported: use cpu_2_processes.yaml or multi_gpu.yaml."
+        )
+    if nodes < 1 or world_size % nodes or world_size < nodes:
+        raise ConfigError(
+            f"--num_processes is {world_size}, but must be a multiple of --num_machines {nodes}: it"
+            " counts the processes of all nodes."
+        )
+    if not 0 <= node_rank < nodes:
+        raise ConfigError(f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}.")
+    fit_mesh(options, flags)
+    with opened_files_noted():
+        config = parse_settings(module_arguments)
+    return Launch(
+        options=options,
+        module=module,
+        arguments=tuple(module_arguments),
+        nodes=nodes,
+        world_size=world_size,
+        node_rank=node_rank,
+        address=options.main_process_ip or "127.0.0.1",
+        port=options.main_process_port or 29500,
+        precision=config.precision or str(options.mixed_precision).lower(),
+        gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
+        own=own,
+        config=config,
+    )
+
+
+def accelerate_options(flags: list[str], module: str) -> argparse.Namespace:
+    """Return what accelerate makes of flags and config file.
+
+    Raises:
+        ConfigError: there is no config file, it or a flag is wrong, or has no effect here.
+    """
+    # private, but the promise is that accelerate's own configs and flags hold
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
+    parser = launch_command_parser()
+    parser.error = _refuse  # without the usage, some 200 lines
+    typed = parser.parse_args([*flags, "-m", module])
+    # without one, accelerate would read a default config in the home folder
+    if not Path(typed.config_file or "").is_file():
+        raise ConfigError(
+            f"--config_file is {typed.config_file}, but must be a file such as"
+            " accelerate_configs/multi_gpu.yaml; accelerate_configs/README.md lists them."
+        )
+    read_where(Path(typed.config_file))
+    untyped = parser.parse_args(["-m", module])
+    for group in parser._action_groups:
+        for action in group._group_actions if str(group.title).startswith(UNSUPPORTED) else ():
+            if getattr(typed, action.dest) != getattr(untyped, action.dest):
+                why = NO_EFFECT.get(action.dest, DATA_PARALLEL)
+                raise ConfigError(f"{action.option_strings[0]} has no effect here: {why}.")
+    try:
+        options = _validate_launch_command(typed)[0]
+        has_other = options.use_deepspeed or options.use_megatron_lm or options.tpu
+        if has_other or options.mixed_precision == "fp8":
+            raise ValueError(DATA_PARALLEL)
+        variables(options, 0)  # so that what it refuses there is refused here
+    except Exception as error:
+        raise ConfigError(f"{typed.config_file}: {error}") from error
+    return options
+
+
+def read_where(path: Path) -> dict[str, Any]:
+    """Read an accelerate config, of which accelerate itself checks only the names at the top.
+
+    Raises:
+        ConfigError: a name does not exist; a value is not of its type, or has no effect here.
+    """
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    where = read_yaml(path)
+    kinds = {action.dest: kind_of_flag(action) for action in launch_command_parser()._actions}
+    kinds |= get_type_hints(ClusterConfig) | KINDS
+    settings = where | {"distributed_type": where.get("distributed_type") or "NO"}  # a bare NO
+    if settings.get("mixed_precision", "no") is None:
+        del settings["mixed_precision"]
+    for group in ("fsdp", "dynamo", "parallelism"):
+        if isinstance(inner := where.get(f"{group}_config"), dict):
+            # as accelerate does; it passes over a name that does not exist
+            prefix = "" if group == "parallelism" else f"{group}_"
+            settings |= {f"{prefix}{str(n).removeprefix(prefix)}": v for n, v in inner.items()}
+    for name, value in settings.items():
+        if value and name in NO_EFFECT:
+            raise ConfigError(f"{path}: {name} has no effect here: {NO_EFFECT[name]}.")
+        if name not in kinds:
+            longer = [known for known in kinds if known.endswith(f"_{name}")]
+            hint = did_you_mean(longer[0] if longer else f"{name}", kinds) or "; remove it."
+            raise ConfigError(f"{path}: there is no setting {name}{hint}")
+        kind = kinds[name]
+        texts = [str(value), str(value).lower()] if get_origin(kind) is Literal else [value]
+        if not any(fits(text, kind) for text in texts):
+            raise wrong_value(f"{path}: {name}", value, kind)
+    if not where:
+        raise ConfigError(f"{path} is empty; see accelerate_configs/README.md.")
+    return where
+
+
+def kind_of_flag(action: argparse.Action) -> Any:
+    """Return the type that a flag of accelerate launch has in a file."""
+    is_switch = str(action.default).lower() in ("true", "false")
+    choices = ("true", "false") if is_switch else tuple(map(str, action.choices or ()))
+    literal: Any = Literal
+    return literal[choices] if choices else int if action.type is int else Any
+
+
+def variables(options: argparse.Namespace, port: int) -> dict[str, str]:
+    """Return the environment of the processes, as accelerate sets it."""
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    options = argparse.Namespace(**vars(options) | {"main_process_port": port})  # it is changed
+    if is_single(options):
+        return prepare_simple_launcher_cmd_env(options)[1]
+    return prepare_multi_gpu_env(options)
+
+
+def is_single(options: argparse.Namespace) -> bool:
+    """Return whether accelerate starts one process, without a process group."""
+    return options.cpu or not (options.multi_gpu or options.use_fsdp)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; accelerate launch --help lists its options.")
+
+
+def uses_cpu(where: dict[str, Any]) -> bool:
+    """Return whether an accelerate config trains on the CPU."""
+    return bool(where.get("use_cpu")) or str(where.get("gpu_ids", "")).startswith("-1")
+
+
+def fit_mesh(options: argparse.Namespace, flags: list[str]) -> None:
+    """Set the mesh of HSDP by the number of nodes and processes, if no flag gives it.
+
+    Where one node has the mesh of its file it stays: cpu_hsdp.yaml rehearses two nodes on one.
+    """
+    names = [f"parallelism_config_dp_{name}_size" for name in ("replicate", "shard")]
+    nodes, world_size = options.num_machines, options.num_processes
+    is_kept = nodes == 1 and math.prod(getattr(options, name) for name in names) == world_size
+    is_given = "parallelism_config_dp" in " ".join(flags)
+    if options.use_parallelism_config and not is_kept and not is_given:
+        for name, size in zip(names, (nodes, world_size // nodes), strict=True):
+            setattr(options, name, size)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
+    parser.add_argument("--preflight", action="store_true", help="check the cluster first")
+    parser.add_argument("--join_timeout_seconds", type=float, default=600, help="for other nodes")
+    parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
+    help_text = "75 also after an error that a newer checkpoint precedes, not after three in vain"
+    parser.add_argument("--requeue", action="store_true", help=help_text)
+    return parser
+
+
+# ---- this node -----------------------------------------------------------------------------------
+def prepare_environment() -> None:
+    """Set the variables that hold before anything is imported; leave out a scheduler's.
+
+    Variables of accelerate are left out too: its config sets most of them again, and the others
+    would shard or compile a model where the config does not say so. From here on, printing to a
+    reader that is gone does not end this launcher.
+
+    Raises:
+        ConfigError: there is no folder for temporary files, which an import may need.
+    """
+    never_fail_to_print()
+    check_temporary_folder(has_workers=False)  # the processes know their workers, and check more
+    for name in [name for name in os.environ if NOT_INHERITED.fullmatch(name)]:
+        del os.environ[name]
+    if names := [name for name in os.environ if OF_ACCELERATE.fullmatch(name)]:
+        what = "the accelerate config decides, so these variables are left out"
+        print(f"{what}: {', '.join(sorted(names))}", flush=True)
+        for name in names:
+            del os.environ[name]
+    # pyarrow's allocator and NumPy's BLAS start threads when they are imported, and then no process
+    # could be forked; accelerate launch gives the BLAS of each process one thread too
+    os.environ["LAUNCH_TIME"] = str(time.time())  # from which stop_after counts, over restarts
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # a look for GPUs through CUDA itself would leave a driver that no fork survives
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def summary(launch: Launch, interface: str = "") -> str:
+    """Return one line about this node's part of the run."""
+    first = launch.node_rank * launch.processes_per_node
+    last = first + launch.processes_per_node - 1
+    ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
+    host = f"{socket.gethostname()}, {interface}" if interface else socket.gethostname()
+    parts = [f"node {launch.node_rank} of {launch.nodes} ({host}): {ranks} of {launch.world_size}"]
+    if launch.nodes > 1:
+        parts.append(f"main node {launch.address}:{launch.port}")
+    parts.append(f"precision {launch.precision}, run folder {launch.config.folder}")
+    return ", ".join(parts)
+
+
+def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> Any:
+    """Set the network interface, and wait until all nodes are there and reach each other.
+
+    Args:
+        launch: the settings.
+        seconds: how long to wait.
+        refusal: why this node will not start its processes again; "" if it will start them.
+
+    Returns:
+        The connections to the other launchers, rendezvous.OtherNodes.
+
+    Raises:
+        ConfigError: on every node, why no process starts.
+    """
+    from . import nodes  # pyright: ignore[reportMissingImports]
+
+    interface, ip = nodes.interface_to(launch.address)
+    if interface:  # else gloo and NCCL choose
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    print(summary(launch, interface), flush=True)
+    me = nodes.Node(
+        rank=launch.node_rank,
+        nodes=launch.nodes,
+        world_size=launch.world_size,
+        run=" ".join((launch.module, *mask_command(launch.arguments))),
+        host=socket.gethostname(),
+        interface=interface,
+        ip=ip,
+        refusal=refusal,
+    )
+    return nodes.wait_for_nodes(me, launch.address, launch.port, seconds)
+
+
+# ---- the outcome ---------------------------------------------------------------------------------
+def import_all(config: Config) -> None:
+    """Import what the processes will need, here, once.
+
+    Also what the recipe imports inside its methods. An import that fails is left to the processes,
+    whose error it is; and what they alone import costs time only.
+    """
+    names = [TRAIN, *DEFERRED]
+    source = inspect.getsourcefile(type(config.recipe))
+    with suppress(OSError, SyntaxError), no_garbage_collection():
+        tree = ast.parse(Path(source or "").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            with suppress(Exception):
+                importlib.import_module(name)
+
+
+def call(module: str, settings: Config | tuple[str, ...], *, launcher: int) -> None:
+    """Call the main of a module in this process, one of those that the launcher has started.
+
+    Args:
+        module: the module.
+        settings: the config or, in a spawned process, its words on the command line: a config may
+            hold an open file, and that must be opened here.
+        launcher: its pid.
+    """
+    gc.freeze()  # a collection would copy the pages of all that was imported before the fork
+    LAUNCHER.watch(launcher)
+    main = importlib.import_module(module).main
+    config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
+    exits.run_on_all_ranks(main, config)
+
+
+def run_module(
+    launch: Launch,
+    workers: Workers,
+    module: str,
+    logs: Path | None = None,
+    starts: Starts = NO_RESTARTS,
+) -> tuple[dict[int, int], list[dict[str, Any]]]:
+    """Run a module in all processes of this node.
+
+    Args:
+        launch: the settings.
+        workers: the processes.
+        module: the module.
+        logs: the folder for the output of its processes; None for this terminal only.
+        starts: those of this launch.
+
+    Returns:
+        The exit codes of the processes by rank, in the order in which they ended, and the error
+        files that they have left.
+    """
+    os.environ.pop(LOGS, None)
+    with opened_files_noted():
+        import_all(launch.config)
+    if logs:  # made after the imports, in which Ctrl-C may come
+        with writing(launch.config.folder):
+            logs.mkdir(parents=True, exist_ok=True)
+            with open_own(logs / RESERVE, "wb") as file:
+                file.write(bytes(RESERVE_BYTES))
+        os.environ[LOGS] = str(logs.absolute())
+    os.environ[START] = starts.id
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
+        os.environ[failures.FOLDER] = errors
+        environments = launch.environments(starts.count)
+        starts.begin()
+        is_forked = start_method()[0] == "fork"
+        settings = launch.config if is_forked else launch.arguments
+        function = partial(call, module, settings, launcher=os.getpid())
+        codes = workers.run(function, environments, starts.may_kill)
+        found = [one for one in map(read_json, Path(errors).glob("*.json")) if "reason" in one]
+    for rank in [rank for rank, code in codes.items() if code == -signal.SIGVTALRM]:
+        found.append(report_held_lock(launch, rank, logs, starts))
+        codes[rank] = 1
+    return codes, found
+
+
+def main(arguments: list[str]) -> int:
+    """Launch this node's part of the run; return the exit code."""
+    prepare_environment()
+    say_that_it_imports()
+    launch = parse(arguments)
+    if not launch.own.requeue:
+        return end(start(launch))
+    folder = launch.config.folder
+    marks = [-1] if starts_over_now(launch.config) else attempts.marks(folder)
+    code, why = attempts.requeue(folder, marks, end(start(launch)))
+    if why and not launch.node_rank:
+        print(why, flush=True)
+    return code
+
+
+def start(launch: Launch, command: str = "") -> Ending | int:
+    """Run this node's part of the run.
+
+    Args:
+        launch: the settings.
+        command: what continues the run, as it is typed; "" where that is not known.
+
+    Returns:
+        How the run ended, or the exit code of what is no run.
+    """
+    if launch.gpus and launch.nodes == 1:
+        from ..accelerator import check_gpus, count_accelerators
+
+        check_gpus(launch.gpus, in_a_child(count_accelerators))
+    workers = Workers()
+    if launch.nodes > 1:
+        workers.others = wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
+    else:
+        print(summary(launch), flush=True)
+    if launch.own.preflight or launch.module == PREFLIGHT:
+        codes, _ = run_module(launch, workers, PREFLIGHT)
+        if workers.stop_signal:
+            return PREEMPTED
+        if any(codes.values()):
+            print("preflight failed, so nothing was trained; see the errors above", flush=True)
+            return next(max(code, 1) for code in codes.values() if code)
+    return run(launch, workers, command) if launch.module == TRAIN else 0
+
+
+def end(ending: Ending | int) -> int:
+    """Print how a run ended, below all output of its processes; return the exit code."""
+    if isinstance(ending, int):
+        return ending
+    with suppress(OSError):  # a closed terminal
+        ending.print()
+    return ending.exit_code
+
+
+def run(launch: Launch, workers: Workers, command: str) -> Ending:
+    """Train, and again after failures that need not repeat."""
+    folder = launch.config.folder
+    began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    logs = folder / "logs" / f"node_{launch.node_rank}" / f"{began}_{os.getpid()}"
+    about = {"nodes": launch.nodes, "world_size": launch.world_size}
+    starts = Starts(
+        folder=folder,
+        limit=launch.own.max_restarts,
+        about=None if launch.node_rank else about,
+    )
+    while True:
+        codes, found = run_module(launch, workers, TRAIN, logs, starts)
+        lost = workers.others.lost if codes and workers.others else None
+        if lost:
+            found.append(report_lost_node(launch, lost, starts))
+        record_end(logs, workers, codes, starts.count)
+        by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
+        starts.end(by_themselves, found, workers.stop_signal)
+        # one may fail after the run has ended; what is left is not trained again
+        has_ended = starts.is_new and read_status(folder).get("outcome") in ENDED
+        if workers.stop_signal or has_ended or not failed(codes):
+            break
+        if not starts_again(launch, starts, workers, by_themselves, found):
+            break
+    workers.ignore_signals()
+    starts.write()
+    # a network file system may be late
+    if launch.nodes > 1 and codes and not lost and wait_until(lambda: starts.is_new, 5.0):
+        running = (None, "running")
+        wait_until(lambda: read_status(folder).get("outcome") not in running, STATUS_SECONDS)
+    status, is_new = read_status(folder), starts.is_new
+    if is_new and codes:  # else it was stopped between two starts
+        found += read_errors(folder, read_json(folder / "run.json").get("launch", ""))
+    if is_new and launch.node_rank == 0:
+        # a process on a full disk, or on a node that is lost, has not written that it failed
+        if found and status.get("outcome") in ("failed", "running"):
+            status = as_failed(folder, status, found)
+        elif status.get("outcome") == "running" and not workers.stop_signal:  # also by os._exit(0)
+            status |= {"outcome": "failed", "reason": unexplained(codes)}
+        status["goodput"] = goodput(folder)
+        with suppress(OSError), status_locked(folder):  # a full disk, or another launch
+            if starts.is_new:
+                write_atomically(folder / "status.json", json.dumps(status) + "\n")
+    ending = Ending(
+        folder=folder,
+        logs=logs,
+        status=status,
+        is_new=is_new,
+        is_first_node=launch.node_rank == 0,
+        failures=found,
+        stop_signal=workers.stop_signal,
+        stop_signal_time=workers.stop_signal_time,
+        command=command,
+        codes=codes,
+    )
+    if ending.kind == "refused" and not is_new and launch.nodes == 1:  # others may look at it
+        shutil.rmtree(logs, ignore_errors=True)
+    return ending
+
+
+def as_failed(folder: Path, status: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of a run that has failed, by the error files of all ranks."""
+    hosts = read_json(folder / "run.json").get("hosts", [])
+    reported = {one["rank"] for one in found}
+    silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in reported]
+    facts = failures.as_status(failures.first_failure(found), silent)
+    return status | facts | {"outcome": "failed"}
+
+
+def starts_again(
+    launch: Launch,
+    starts: Starts,
+    workers: Workers,
+    codes: dict[int, int],
+    found: list[dict[str, Any]],
+) -> bool:
+    """Return whether all nodes start their processes again, after a failure on any of them."""
+    others = workers.others
+    refusal = starts.refusal(failed(codes), found, others_failed=bool(others and others.failed))
+    if others:
+        others.tell_failure()
+        try:
+            with workers.stoppable():
+                if launch.own.max_restarts:
+                    workers.others = wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
+        except ConfigError as error:
+            say(error)
+            return False
+    if not refusal and not workers.stop_signal:
+        why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items())
+        why = why or "another node has failed"
+        print(f"{why}: all processes start again, restart {starts.count}", flush=True)
+    return not refusal
+
+
+def report_held_lock(
+    launch: Launch, rank: int, logs: Path | None, starts: Starts
+) -> dict[str, Any]:
+    """Write the error file of a process that stopping.LastResort has ended; return its content."""
+    stacks = ""
+    with suppress(OSError):
+        stacks = stacks_file(str(logs or ""), rank).read_text(errors="replace")
+    limits = launch.config.distributed
+    reason = (
+        "no progress, and C code held Python's lock (the GIL), so that the process could not report"
+        f" it: ended after the limit (distributed.timeout_seconds {limits.timeout_seconds:g},"
+        f" startup_timeout_seconds {limits.startup_timeout_seconds:g}) and {HELD_SECONDS:g} s"
+    )
+    failure = failures.record(reason=reason, cause="stalled", details=stacks)
+    step = last_record(starts.folder).get("step", 0)
+    failure |= {"rank": rank, "step": step, "launch": starts.id}
+    with suppress(OSError):
+        if starts.is_new:
+            failures.write_error(starts.folder, failure)
+    return failure
+
+
+def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any]:
+    """Print and write the error file of a node that does not answer; return its content."""
+    rank = node.rank * launch.processes_per_node
+    step = last_record(launch.config.folder).get("step", 0)
+    reason = (
+        f"node {node.rank} has not answered for half a minute: its host has crashed, hangs or is"
+        " cut off from the network"
+    )
+    failure = failures.record(reason=reason, cause="lost node")
+    failure |= {"rank": rank, "host": node.host, "step": step, "launch": starts.id}
+    say(f"{node.host}: {reason}")
+    with suppress(OSError):  # the storage may be gone too
+        failures.write_error(launch.config.folder, failure)
+    return failure
+
+
+def record_end(logs: Path, workers: Workers, codes: dict[int, int], restarts: int) -> None:
+    """Write into the log folder how the processes have ended on this node."""
+    ended = {
+        "exit_codes": codes,
+        "killed": workers.killed,
+        "restarts": restarts,
+        "signal": workers.stop_signal or None,
+        "time": time.time(),
+    }
+    with suppress(OSError):  # a full disk
+        (logs / RESERVE).unlink(missing_ok=True)
+        write_atomically(logs / "launcher.json", json.dumps(ended) + "\n")
