@@ -24,7 +24,7 @@ from pathlib import Path
 from launches import ROOT, Run
 
 sys.path.insert(0, str(ROOT / "template/src"))
-from my_project.launching.attempts import each_start
+from my_project.run_files import each_start
 from my_project.tools.planner import best_interval_seconds, predicted_goodput
 
 CONFIG = """\

@@ -13,12 +13,12 @@ from ragged import Ragged
 from runs import change, choose, make_config, records, status, train
 from world import run_world
 
-from my_project import files
+from my_project import manifest as manifests
 from my_project.checkpoint import resuming
 from my_project.config import Config, ConfigError
 from my_project.failures import record_of
 from my_project.files import read_yaml
-from my_project.launching.attempts import read_errors
+from my_project.run_files import read_errors
 from my_project.run_folder import Run
 from my_project.settings import parse
 
@@ -177,7 +177,7 @@ def test_a_linked_checkpoint_is_rotated_by_its_link_alone(copied, tmp_path):
     linked.symlink_to(elsewhere)
     resuming.remove(linked)
     assert sorted(os.listdir(linked.parent)) == ["step_00000004", "step_00000006"]
-    assert files.find_damage(elsewhere) == "", "what the link points to is not the run's"
+    assert manifests.find_damage(elsewhere) == "", "what the link points to is not the run's"
 
 
 def make_folder(path: Path) -> None:
@@ -202,8 +202,8 @@ MAKES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("kind", MAKES)
 def test_a_folder_is_replaced_whatever_is_in_its_place(tmp_path, name, kind):
     MAKES[kind](tmp_path / name)
-    files.fill_temporary(tmp_path / "export", lambda folder: (folder / "new").touch())
-    files.put_in_place(tmp_path / "export")
+    manifests.fill_temporary(tmp_path / "export", lambda folder: (folder / "new").touch())
+    manifests.put_in_place(tmp_path / "export")
     left = {"export", *(["elsewhere"] if kind == "link" else [])}
     if name == "export" and kind != "folder":
         left.add("export.old-1")

@@ -18,7 +18,8 @@ from world import run_world
 
 from my_project import commands
 from my_project.config import Config, ConfigError
-from my_project.files import checkpoints, manifest_text, read_manifest
+from my_project.manifest import manifest_text, read_manifest
+from my_project.run_files import checkpoints
 from my_project.state import EVALUATION
 
 NEWEST = {"step": -1}  # of this process

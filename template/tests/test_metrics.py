@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 from world import run_world
 
 from my_project import accelerator as accelerators
-from my_project import sharding
+from my_project import contract
 from my_project.config import Config
 from my_project.evaluate import evaluate, gather_on_main, micro_batch_size
 from my_project.state import TrainState
@@ -40,7 +40,7 @@ def _evaluate(accelerator: Accelerator, config: Config) -> dict[str, float]:
     data_info = config.recipe.prepare_data()
     torch.manual_seed(0)
     model = config.recipe.build_model(data_info)
-    call = accelerator.prepare_model(sharding.RecipeModule(model), evaluation_mode=True)
+    call = accelerator.prepare_model(contract.RecipeModule(model), evaluation_mode=True)
     _, data_sets = config.recipe.build_datasets(data_info)
     told: list[None] = []
     watchdog: Any = SimpleNamespace(allow_long_limit=lambda: told.append(None))

@@ -14,7 +14,7 @@ from world import run_world
 from my_project import files
 from my_project.checkpoint import saving
 from my_project.config import Config, ConfigError
-from my_project.files import checkpoints
+from my_project.run_files import checkpoints
 from my_project.run_folder import Run
 
 # 4 steps make an epoch; step 6 lies in the middle of the second

@@ -21,7 +21,7 @@ from my_project.config import Config, ConfigError, seconds_of
 from my_project.failures import first_failure
 from my_project.files import wait_until
 from my_project.launching import launch
-from my_project.launching.attempts import read_errors
+from my_project.run_files import read_errors
 
 HERE = socket.gethostname()
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from my_project.files import checkpoints, find_damage, step_of
+from my_project.manifest import find_damage
+from my_project.run_files import checkpoints, step_of
 
 SOURCE = r"""
 #define _GNU_SOURCE

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 import test_launch
-from my_project import files
+from my_project import manifest as manifests
 from my_project.files import read_json, wait_until
-from my_project.launching import attempts
 from my_project.launching.attempts import Starts
 from my_project.run_folder import Run
+from my_project.tools import goodput
 from runs import make_config
 from terminal import Terminal
 from test_launch import outcome, wait_for_steps
@@ -378,7 +378,7 @@ def test_a_process_that_always_dies_in_one_step_gets_three_restarts(tmp_path):
 
 def test_of_a_start_without_a_kept_step_no_goodput_is_shown():
     def shown(seconds: float) -> str:
-        return attempts.in_words({"goodput": {"calendar": {"kept": 0.0, "seconds": seconds}}})
+        return goodput.in_words({"goodput": {"calendar": {"kept": 0.0, "seconds": seconds}}})
 
     assert shown(4.0) == ""
     assert shown(4000.0) == "0% of 1 h 6 min since the first launch"
@@ -407,12 +407,12 @@ def test_a_folder_that_somebody_keeps_busy_is_replaced(tmp_path, monkeypatch, bu
     monkeypatch.setattr(os, "replace", refuse)
     monkeypatch.setattr(os, "unlink", keep)
     for text in ("first", "second", "third"):
-        files.fill_temporary(best, lambda folder, text=text: (folder / text).write_text(text))
-        files.put_in_place(best)
+        manifests.fill_temporary(best, lambda folder, text=text: (folder / text).write_text(text))
+        manifests.put_in_place(best)
         assert [path.name for path in best.iterdir() if path.name[0] != "."] == [text]
     monkeypatch.undo()
-    files.fill_temporary(best, lambda folder: (folder / "fourth").touch())
-    files.put_in_place(best)
+    manifests.fill_temporary(best, lambda folder: (folder / "fourth").touch())
+    manifests.put_in_place(best)
     assert {path.name for path in tmp_path.rglob("*")} == {"best", "fourth"}
 
 

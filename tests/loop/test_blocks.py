@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from my_project import blocks, sharding
+from my_project import blocks
 from my_project.config import Config, ConfigError
 from ragged import Norm, Ragged
 from runs import change, make_config, records, train, weights
@@ -122,7 +122,7 @@ def test_blocks_are_the_outer_layers_of_one_class_in_a_list_or_what_is_named(tmp
     assert found(plain) == []
     config = make_config(tmp_path, distributed__activation_checkpointing=True)
     with pytest.raises(ConfigError, match="activation_checkpointing: Sequential has no blocks"):
-        sharding.checkpoint_activations(config, plain)
+        blocks.checkpoint_activations(config, plain)
 
 
 def is_recomputed_at_all(config: Config) -> int:

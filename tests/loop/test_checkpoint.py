@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import runs
 import torch
-from my_project import commands, files, optim
+from my_project import commands, ema, optim, run_files
+from my_project import manifest as manifests
 from my_project.checkpoint import exporting, resuming, saving, shards
 from my_project.config import Config, ConfigError
-from my_project.files import checkpoints, wait_until
+from my_project.files import wait_until
+from my_project.run_files import checkpoints
 from my_project.run_folder import Run
 from my_project.state import TrainState
 from ragged import Ragged
@@ -91,7 +93,7 @@ def damages(path: Path):
 def make_checkpoints(config: Config) -> saving.Checkpoints:
     model = config.recipe.build_model({"features": 6})
     optimizer = optim.build_optimizer(config.optim, config.recipe, model)
-    return saving.Checkpoints(Run(config, 0), model, optimizer, None, optim.EMA(model, 0.8))
+    return saving.Checkpoints(Run(config, 0), model, optimizer, None, ema.EMA(model, 0.8))
 
 
 def put_back(config: Config) -> None:
@@ -109,11 +111,11 @@ def assert_same_state(ours: saving.Checkpoints, theirs: saving.Checkpoints) -> N
 @pytest.mark.parametrize("name", EACH)
 def test_every_damage_is_noticed_and_the_checkpoint_before_taken(copied, name, caplog):
     newest = folder_of(copied, 10)
-    assert files.find_damage(newest) == ""
+    assert manifests.find_damage(newest) == ""
     before, resumed = make_checkpoints(copied), make_checkpoints(copied)
     before.load(folder_of(copied, 8))
     for how in damages(newest / name):
-        assert files.find_damage(newest), f"{name} {how}"
+        assert manifests.find_damage(newest), f"{name} {how}"
         chosen = choose(resumed.run)
         assert chosen == folder_of(copied, 8), how
         assert resumed.resume(chosen)["step"] == 8
@@ -147,16 +149,16 @@ def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_pa
 
 
 def fingerprint(path: Path) -> dict[str, object]:
-    written = files.Fingerprint()
+    written = manifests.Fingerprint()
     written.update(memoryview(path.read_bytes()))
     return written.listed()
 
 
 def write_manifest(folder: Path, **changed: object) -> None:
-    content = files.read_manifest(folder)
+    content = manifests.read_manifest(folder)
     listed = {name: fingerprint(folder / name) for name in content["files"]}
     (folder / "manifest.json").write_text(
-        files.manifest_text(content | {"files": listed} | changed)
+        manifests.manifest_text(content | {"files": listed} | changed)
     )
 
 
@@ -235,7 +237,7 @@ def test_a_kill_while_a_run_is_moved_aside_loses_no_record(copied, monkeypatch, 
 def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):
     """With --resume auto and with a path; it can start over."""
     folder = folder_of(copied, 10)
-    write_manifest(folder, format=files.FORMAT - 1)
+    write_manifest(folder, format=manifests.FORMAT - 1)
     (copied.folder / "status.json").write_text('{"outcome": "preempted"}')
 
     def content() -> dict[str, bytes]:
@@ -287,14 +289,14 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path,
     """Also by whoever can write a manifest that fits."""
     monkeypatch.setenv("MALICIOUS_FOLDER", str(tmp_path / "made"))
     newest = folder_of(copied, 10)
-    evil, content = pickle.dumps(Malicious()), files.read_manifest(newest)
+    evil, content = pickle.dumps(Malicious()), manifests.read_manifest(newest)
     (newest / name).write_bytes(evil)
-    assert files.find_damage(newest)
+    assert manifests.find_damage(newest)
     if name != "manifest.json":
         listed = {file: fingerprint(newest / file) for file in FILES}
-        text = files.manifest_text(content | {"files": listed})
+        text = manifests.manifest_text(content | {"files": listed})
         (newest / "manifest.json").write_text(text)
-        assert not files.find_damage(newest), "hashes alone do not help here"
+        assert not manifests.find_damage(newest), "hashes alone do not help here"
     with pytest.raises(RuntimeError, match=r"ConfigError|UnicodeDecodeError"):
         run_world(1, train, change(copied, resume=str(newest), steps=12))
     assert not (tmp_path / "made").exists()
@@ -316,13 +318,13 @@ def test_rotation_keeps_the_newest_the_best_and_every_nth(tmp_path):
     values = {r["step"]: r["validation/accuracy"] for r in records(config, "validation/accuracy")}
     best = max(values, key=lambda step: (values[step], -step))
     wanted = {best, 4, 8, 11, 12}
-    assert {files.step_of(f) for f in checkpoints(config.folder)} == wanted
+    assert {run_files.step_of(f) for f in checkpoints(config.folder)} == wanted
     assert best not in {4, 8, 11, 12}, "else the best one's staying shows nothing"
     assert (foreign.with_name("step_00000003.old-1") / "mine.txt").exists()
 
 
 def kept_steps(config: Config) -> list[int]:
-    return [files.step_of(folder) for folder in checkpoints(config.folder)]
+    return [run_files.step_of(folder) for folder in checkpoints(config.folder)]
 
 
 def test_nothing_is_rotated_away_while_steps_are_skipped(tmp_path):
@@ -382,7 +384,7 @@ def test_rotation_leaves_what_is_not_its_own(copied):
     resuming.remove(folder_of(copied, 4))
     resuming.remove(folder_of(copied, 6))
     assert names(copied) == ["step_00000004", "step_00000008", "step_00000010"]
-    assert files.find_damage(folder_of(copied, 4)) == ""
+    assert manifests.find_damage(folder_of(copied, 4)) == ""
 
 
 # ---- the files ---------------------------------------------------------------------------------
@@ -455,7 +457,7 @@ def test_an_export_of_a_value_that_is_not_finite_is_refused_by_name(tmp_path, ow
 
 def poison(patch: Any, place: str, at: int) -> None:
     """Make a value NaN at the end of a step of the runs that follow."""
-    build, update, steps = optim.build_optimizer, optim.EMA.update, iter(range(1, 99))
+    build, update, steps = optim.build_optimizer, ema.EMA.update, iter(range(1, 99))
     tensors: dict[str, Any] = {}
 
     def build_optimizer(config: Any, recipe: Any, model: Any) -> Any:
@@ -472,7 +474,7 @@ def poison(patch: Any, place: str, at: int) -> None:
             tensors[place].detach().view(-1)[0] = float("nan")
 
     patch.setattr(optim, "build_optimizer", build_optimizer)
-    patch.setattr(optim.EMA, "update", update_and_poison)
+    patch.setattr(ema.EMA, "update", update_and_poison)
 
 
 @pytest.mark.parametrize("place", runs.quick(1, ["weight", "frozen", "buffer", "slot", "average"]))
@@ -590,7 +592,7 @@ def test_a_failing_save_is_reported_and_the_run_goes_on(tmp_path, background, tr
     assert_same_weights(config, trained)
     assert names(config) == [f"step_{k:08d}" for k in (2, 6, 8, 10)], "all but the failed one"
     for folder in checkpoints(config.folder):
-        assert files.find_damage(folder) == ""
+        assert manifests.find_damage(folder) == ""
 
 
 def train_logging_to(path: Path, config: Config) -> int:
@@ -613,16 +615,16 @@ def test_a_full_disk_does_not_end_the_run_and_loses_nothing(tmp_path, tmp_path_f
         assert wait_until(lambda: log.read_text().count("could not be saved") >= 3, 600)
         kept = checkpoints(config.folder)
         assert kept
-        assert [files.find_damage(folder) for folder in kept] == [""] * len(kept)
+        assert [manifests.find_damage(folder) for folder in kept] == [""] * len(kept)
         (tmp_path / "filler").unlink()
-        newest = files.step_of(kept[-1])
+        newest = run_files.step_of(kept[-1])
         assert wait_until(lambda: kept_steps(config)[-1] > newest + 5, 600)
         os.kill(world.workers[1].pid, signal.SIGTERM)
         assert world.results(30) == [75, 75]
         left = status(config)
         assert left["outcome"] == "preempted"
         assert [r["step"] for r in records(config)] == list(range(1, left["step"] + 1))
-        assert files.step_of(checkpoints(config.folder)[-1]) == left["step"]
+        assert run_files.step_of(checkpoints(config.folder)[-1]) == left["step"]
         assert weights(config.folder / "best"), "the best weights are whole too"
 
 
@@ -654,7 +656,7 @@ def test_best_weights_in_the_background_are_those_of_their_evaluation(tmp_path):
     )  # fmt: skip
     killed = change(plain, run_name="killed", checkpoints__background=True)
     run_world(1, train, plain)
-    best_step = files.read_manifest(folder_of(plain, 9))["state"]["best_step"]
+    best_step = manifests.read_manifest(folder_of(plain, 9))["state"]["best_step"]
     assert 2 < best_step < 9, "training went on after the best"
     with pytest.raises(RuntimeError):
         run_world(1, train_with_late_best, killed, best_step // 2)

@@ -19,7 +19,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from my_project import contract, run_folder
+from my_project import contract, provenance, run_folder
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
 from my_project.settings import parse
@@ -335,7 +335,7 @@ def test_the_code_that_hosts_compare_is_that_of_every_module_and_the_recipe(tmp_
     for texts in (("", ""), ("x = 1", ""), ("", "x = 1")):
         for path, text in zip((module, recipe), texts, strict=True):
             path.write_text(text)
-        digests.add(run_folder.code_digest(make_config(tmp_path)))
+        digests.add(provenance.code_digest(make_config(tmp_path)))
     assert len(digests) == 3
 
 

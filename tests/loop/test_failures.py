@@ -7,13 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from my_project import failures
+from my_project import failures, run_files
 from my_project.config import ConfigError
-from my_project.launching import attempts
 from my_project.launching.launch import as_failed
-from my_project.run_folder import Run
+from my_project.run_folder import Run, failures_recorded
 from my_project.state import NotFiniteError
-from my_project.stopping import failures_recorded
 from runs import make_config
 
 
@@ -88,7 +86,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     monkeypatch.setattr(failures.LAUNCHER, "stop_signal", "SIGTERM")
     with pytest.raises((Exception, KeyboardInterrupt)), failures_recorded(run):
         KINDS[kind]()
-    (found,) = attempts.read_errors(run.folder, run.token)
+    (found,) = run_files.read_errors(run.folder, run.token)
     facts = {"rank": 0, "step": 7, "launch": run.token, "progress_time": 123.5, "cause": cause}
     assert facts | {"signal": "SIGTERM"} == {name: found[name] for name in (*facts, "signal")}
     if cause in ("setting", "not finite", "loader worker"):
@@ -104,7 +102,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     noted = run.status()
     assert (noted["outcome"], noted["step"]) == ("failed", 7)
     assert noted["failure"] == failures.as_status(found)["failure"]
-    assert attempts.checked(noted["failure"]), "it can be read as an error file is"
+    assert run_files.checked(noted["failure"]), "it can be read as an error file is"
 
 
 def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
@@ -117,7 +115,7 @@ def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
     told = json.loads((tmp_path / "logs/signal_rank_00003.json").read_text())
     assert (told["rank"], told["signal"]) == (3, "SIGUSR1")
     failures.report_once(KeyError("labels"))
-    found = attempts.checked(json.loads((tmp_path / "logs/rank_00003.json").read_text()))
+    found = run_files.checked(json.loads((tmp_path / "logs/rank_00003.json").read_text()))
     assert (found["rank"], found["cause"], found["signal"]) == (3, "exception", "SIGUSR1")
     failures.LAUNCHER.stop_signal = ""
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from my_project import accelerator as accelerators
-from my_project import contract, sharding
+from my_project import contract, parallel
 from my_project import train as training
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config
-from my_project.files import read_manifest
+from my_project.manifest import read_manifest
 from my_project.run_folder import Run
 from ragged import Ragged
 from runs import assert_same_weights, change, make_config, records, train, weights
@@ -109,7 +109,7 @@ def test_a_model_with_sync_batch_norm_is_exported_as_the_plain_one(tmp_path, mon
     plain = contract.build_model(config, {"features": 6})
     state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     monkeypatch.setattr(contract, "build_model", lambda *_: plain)
-    converted, _ = sharding.build_model(Accelerator(cpu=True), config, {})
+    converted, _ = parallel.build_model(Accelerator(cpu=True), config, {})
     assert any(isinstance(module, torch.nn.SyncBatchNorm) for module in converted.modules())
     run = Run(config, 0)
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def test_weights_are_channels_last_where_the_config_says_so(tmp_path, monkeypatc
     monkeypatch.setattr(contract, "build_model", lambda *_: torch.nn.Conv2d(3, 4, 3))
     for wanted in (False, True):
         config = make_config(tmp_path, channels_last=wanted)
-        model: Any = sharding.build_model(Accelerator(cpu=True), config, {})[0]
+        model: Any = parallel.build_model(Accelerator(cpu=True), config, {})[0]
         assert model.weight.is_contiguous(memory_format=torch.channels_last) == wanted
 
 

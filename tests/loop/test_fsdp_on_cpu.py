@@ -20,9 +20,11 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from my_project import accelerator as accelerators
-from my_project import commands, contract, evaluate, optim, sharding
+from my_project import commands, contract, evaluate, optim, parallel
 from my_project.config import Config
-from my_project.files import checkpoints, read_manifest, wait_until
+from my_project.files import wait_until
+from my_project.manifest import read_manifest
+from my_project.run_files import checkpoints
 from ragged import Deep
 from runs import assert_same_weights, change, make_config, records, status, train
 from test_launch import launch
@@ -344,10 +346,10 @@ def start_one(accelerator: Any, config: Config) -> dict[str, Any]:
     accelerators.set_numerics(config)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     with Bytes() as counted:
-        model, of_rank_0 = sharding.build_model(accelerator, config, INFO)
+        model, of_rank_0 = parallel.build_model(accelerator, config, INFO)
         optimizer = optim.build_optimizer(config.optim, config.recipe, model)
         fused = optimizer.defaults["fused"]
-        call, _ = sharding.prepare(accelerator, config, model, optimizer, of_rank_0)
+        call, _ = parallel.prepare(accelerator, config, model, optimizer, of_rank_0)
         peak = counted.peak
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

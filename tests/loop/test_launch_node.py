@@ -19,10 +19,10 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import ComputeEnvironment, DistributedType
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
-from my_project import failures
+from my_project import failures, run_files
 from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
-from my_project.launching import attempts, launch, nodes, workers
+from my_project.launching import launch, nodes, workers
 from my_project.launching.attempts import Starts
 from runs import quick
 from test_accelerate_configs import CONFIGS
@@ -387,9 +387,9 @@ def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(t
         again = f"all processes start again, restart {restart}"
         assert re.search(rf"rank {victim} was ended by SIGKILL[^\n]*: {again}", shown["killed"])
     assert shown["killed"].count("2 processes on CPU") == 3
-    first, _, second, _, third, last = attempts.lines(tmp_path / "killed")
+    first, _, second, _, third, last = run_files.lines(tmp_path / "killed")
     assert [one["attempt"] for one in (first, second, third)] == [0, 1, 2]
-    causes = [one["cause"] for one in attempts.each_start(tmp_path / "killed")]
+    causes = [one["cause"] for one in run_files.each_start(tmp_path / "killed")]
     assert causes == ["SIGKILL", "SIGKILL", ""]
     assert (last["outcome"], last["step"]) == ("finished", 40)
     found = read_json(tmp_path / "killed/status.json")["goodput"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from my_project.config import Config, ConfigError, OptimConfig
-from my_project.files import read_manifest
 from my_project.loading.seeding import permutation
+from my_project.manifest import read_manifest
 from my_project.optim import build_optimizer, learning_rate, set_learning_rate, step_if_finite
 from ragged import Ragged
 from runs import change, make_config, quick, records, status, train, weights

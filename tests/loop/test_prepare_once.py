@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from my_project import contract
-from my_project.contract import first_alone, in_turn, until_all_are_done
 from my_project.files import wait_until
+from my_project.loading import prepare as preparing
+from my_project.loading.prepare import first_alone, in_turn, until_all_are_done
 from runs import quick
 from world import World, run_world
 
@@ -33,7 +34,7 @@ def come(folder: Path, nodes: int) -> int:
 def prepare(folder: Path, nodes: int) -> list[str]:
     """Return which locks this process was the first to hold."""
     first_of = []
-    alone = contract.first_alone
+    alone = preparing.first_alone
 
     @contextmanager
     def noted(path):
@@ -41,7 +42,7 @@ def prepare(folder: Path, nodes: int) -> list[str]:
             first_of.extend([path.name] * is_first)
             yield is_first
 
-    contract.first_alone = noted
+    preparing.first_alone = noted
     rank = come(folder, nodes)
     with in_turn(folder):
         (folder / f"inside_{rank}").touch()

@@ -128,7 +128,8 @@ import os, signal, sys
 from types import SimpleNamespace
 cuda = SimpleNamespace(is_initialized=lambda: False)
 sys.modules["torch"] = SimpleNamespace(cuda=cuda, set_num_threads=lambda number: print(number))
-from my_project import process, workers
+from my_project import process
+from my_project.launching import workers
 ours = workers.Workers()
 one = [{"OMP_NUM_THREADS": "3", "PATH": os.environ["PATH"]}]
 never = lambda *_: False
@@ -158,7 +159,8 @@ def test_a_signal_while_a_process_is_started_reaches_it_and_nohup_holds_for_it(b
 
 ENDING_THREADS = """
 from concurrent.futures import ThreadPoolExecutor
-from my_project import process, workers
+from my_project import process
+from my_project.launching import workers
 def chosen():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(str, range(8)))

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from my_project import run_folder, step_sums
+from my_project import provenance, step_sums
 from my_project.config import Config
-from my_project.files import read_manifest
 from my_project.loading.layout import batch_layout
+from my_project.manifest import read_manifest
 from my_project.records import performance, recorder
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
@@ -311,7 +311,7 @@ def test_the_commit_is_that_of_the_recipes_repository_and_unknown_where_git_cann
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     def known(source: str) -> tuple:
-        about = run_folder.provenance(source)
+        about = provenance.provenance(source)
         return about["git_commit"], about["git_dirty"]
 
     assert known(mine) == (None, None)
@@ -331,6 +331,6 @@ def test_the_commit_is_that_of_the_recipes_repository_and_unknown_where_git_cann
     installed.parent.mkdir()
     installed.write_text("")
     assert known(str(installed)) == (None, None)
-    packages = run_folder.installed(mine)
+    packages = provenance.installed(mine)
     assert {"torch", "numpy", "packaging"} <= packages.keys()
     assert "os" not in packages

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from my_project import exits, run_folder
+from my_project import exits, provenance
 from my_project.config import Config, ConfigError, to_dict
 from my_project.failures import exit_with_error
 from my_project.safety.redaction import is_secret, mask, mask_command
@@ -146,7 +146,7 @@ def test_what_a_run_writes_down_holds_no_secret(tmp_path, monkeypatch, capsys, c
     for text in [*(path.read_text(errors="replace") for path in files), shown.out, shown.err]:
         assert SECRET not in text
         assert "me:pw" not in text
-    about = run_folder.provenance()
+    about = provenance.provenance()
     assert about["command"] == ["python", "--hub_token", "***", "http://***@host"]
     assert about["environment"]["NCCL_DEBUG"] == "WARN"
     assert not {"MASTER_PASSWORD", "NCCL_SOME_TOKEN"} & about["environment"].keys()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from my_project import accelerator as accelerators
-from my_project import commands, files
+from my_project import commands
+from my_project import manifest as manifests
 from my_project.checkpoint import exporting, saving
 from my_project.config import Config, ConfigError
 from my_project.evaluate import broadcast_buffers
@@ -45,7 +46,7 @@ def test_shards_and_whole_checkpoints_are_read_by_any_number_of_processes_and_me
     run_world(2, train_sharded, two)
     assert_same_weights(two, one, 1e-9)
     whole_folder, folder = (folder_of(config, 3) for config in (one, two))
-    assert files.find_damage(folder) == ""
+    assert manifests.find_damage(folder) == ""
     kinds = ("ema", "model", "optimizer")
     shards = {f"{kind}.rank_{rank:05d}.safetensors" for kind in kinds for rank in (0, 1)}
     assert {p.name for p in folder.iterdir()} == shards | {"manifest.json"}
@@ -79,15 +80,15 @@ def test_a_shard_that_is_missing_is_noticed(tmp_path):
     folder = folder_of(config, 3)
     shard = folder / "optimizer.rank_00001.safetensors"
     shard.unlink()
-    assert "No such file or directory" in files.find_damage(folder)
+    assert "No such file or directory" in manifests.find_damage(folder)
     # also where a manifest was made for what is left
-    manifest = files.read_manifest(folder)
+    manifest = manifests.read_manifest(folder)
     del manifest["files"][shard.name]
-    (folder / "manifest.json").write_text(files.manifest_text(manifest))
+    (folder / "manifest.json").write_text(manifests.manifest_text(manifest))
     with pytest.raises(ConfigError, match="holds only a part of optimizer"):
         train(change(config, steps=4))
     del manifest["files"]["model.rank_00001.safetensors"]
-    (folder / "manifest.json").write_text(files.manifest_text(manifest))
+    (folder / "manifest.json").write_text(manifests.manifest_text(manifest))
     arguments = Namespace(folder=str(folder), file=str(tmp_path / "merged"), ema=False)
     with pytest.raises(ConfigError, match="holds only a part of model"):
         commands.write_one_file(arguments)
@@ -96,15 +97,15 @@ def test_a_shard_that_is_missing_is_noticed(tmp_path):
 
 def pieces_hashed(config: Config) -> list[tuple[str, int]]:
     """Train with pieces of 256 bytes; return those of step 2 that this rank has checked."""
-    files.PIECE_BYTES = 256
-    real, hashed = files._hash_piece, []
+    manifests.PIECE_BYTES = 256
+    real, hashed = manifests._hash_piece, []
 
     def hash_piece(path: Path, number: int) -> str:
         if path.parent == folder_of(config, 2):
             hashed.append((path.name, number))
         return real(path, number)
 
-    files._hash_piece = hash_piece
+    manifests._hash_piece = hash_piece
     train_sharded(config)
     return hashed
 
@@ -113,7 +114,7 @@ def pieces_hashed(config: Config) -> list[tuple[str, int]]:
 def test_each_rank_hashes_a_share_of_the_pieces_and_all_go_back(tmp_path):
     whole = odd(tmp_path / "whole", checkpoints__every_steps=1)
     run_world(2, pieces_hashed, whole)
-    listed = files.read_manifest(folder_of(whole, 2))["files"].items()
+    listed = manifests.read_manifest(folder_of(whole, 2))["files"].items()
     pieces = [(name, i) for name, file in listed for i in range(-(-file["size"] // 256))]
     for processes in (2, 1, 3):
         config = change(whole, runs_folder=str(tmp_path / f"on_{processes}"))

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from my_project.launching import attempts, launch
-from my_project.launching.attempts import Starts, goodput, lines
+from my_project.launching.attempts import Starts
+from my_project.run_files import lines
+from my_project.tools.goodput import goodput, in_words
 from test_launch import CONFIG
 
 BEGAN = 1_790_000_000.0
@@ -65,7 +67,7 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     assert seconds == pytest.approx(wanted, abs=0.02)
     assert found["launcher"]["seconds"] == 100
     assert found["launcher"]["kept"] == pytest.approx(0.345)
-    assert attempts.in_words({"goodput": found}) == "27% of 2 min 10 s since the first launch"
+    assert in_words({"goodput": found}) == "27% of 2 min 10 s since the first launch"
     assert found["unknown_starts"] == 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import file_faults
 import pytest
 from documents import PROJECT
-from my_project import files
+from my_project import files, run_files
 from my_project.config import ConfigError
 from my_project.launching.attempts import Starts, status_locked
 from my_project.run_folder import Run
@@ -56,7 +56,7 @@ def test_without_locks_the_older_of_two_launches_ends_and_overwrites_nothing(run
     newer = runs.start(name, *words, faults=faults, log=f"{name}_newer")
     assert (runs.end(older), runs.end(newer)) == (1, 0)
     assert "another launch has begun" in (runs.folder / f"{name}_older.log").read_text()
-    left = files.read_status(runs.path(name))
+    left = run_files.read_status(runs.path(name))
     assert (left["outcome"], left["step"]) == ("finished", 20)
     steps = [record["step"] for record in file_faults.intervals(runs.path(name))]
     assert steps == list(range(1, 21)), "the older one adds no records"
@@ -68,7 +68,7 @@ def test_without_locks_the_older_of_two_launches_ends_and_overwrites_nothing(run
 def test_of_two_launches_at_once_the_refused_one_says_nothing_of_the_other(runs):
     both = [runs.start("at_once", "--recipe.seconds=0.1", log=f"at_once_{n}") for n in range(2)]
     assert sorted(map(runs.end, both)) == [0, 1]
-    assert files.read_status(runs.path("at_once"))["outcome"] == "finished"
+    assert run_files.read_status(runs.path("at_once"))["outcome"] == "finished"
 
 
 def test_a_launch_that_another_has_followed_saves_nothing_and_keeps_the_status(tmp_path):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from my_project.config import Config, ConfigError
-from my_project.files import read_manifest
 from my_project.loading.seeding import SampleSeeds, derive_seed, seed_rng
 from my_project.loading.streams import LaneReader
+from my_project.manifest import read_manifest
 from runs import assert_same_weights, change, make_config, quick, records, train
 from streamed import Streamed
 from test_checkpoint import folder_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 from my_project import commands
 from my_project.config import Config, ConfigError
-from my_project.files import read_manifest
+from my_project.manifest import read_manifest
 from ragged import Deep
 from runs import change, make_config, train, values, weights
 from safetensors.torch import load_file

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from my_project.run_folder import Run
-from my_project.stopping import Watchdog
+from my_project.watchdog import Watchdog
 from runs import make_config
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import test_launch
-from my_project import failures, stopping
+from my_project import failures, run_folder
 from my_project.config import Config, ConfigError
 from my_project.files import read_json, writing
 from my_project.run_folder import Run
@@ -107,7 +107,7 @@ def fail(run: Run, monkeypatch, rank: int, error: BaseException) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(socket, "gethostname", lambda: run.hosts[rank])
     run.rank, run.step = rank, 3
-    with pytest.raises(type(error)), stopping.failures_recorded(run):
+    with pytest.raises(type(error)), run_folder.failures_recorded(run):
         raise error
 
 

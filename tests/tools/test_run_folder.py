@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from documents import PROJECT
-from my_project.files import RUN_FORMAT
+from my_project.run_files import RUN_FORMAT
 from my_project.tools import reader
 from my_project.tools.doctor import diagnose
 from ragged import Ragged

@@ -190,8 +190,8 @@ def test_ddp_reduces_once_a_step_in_buckets_of_25_mb_or_in_16_bit(tmp_path):
 
 def collectives_of_a_real_step(folder: str) -> tuple[int, dict[str, int]]:
     """Take a step with fully_shard on real processes; return the gathers and peak of memory."""
+    from my_project.contract import RecipeModule
     from my_project.optim import gradients, normalize_and_clip_
-    from my_project.sharding import RecipeModule
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed.device_mesh import init_device_mesh

@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import yaml
 from my_project import exits, failures, files
+from my_project import manifest as manifests
 from my_project import train as train_module
 from my_project.config import Config
 from my_project.launching import attempts
@@ -103,7 +104,7 @@ def rewrite(path: Path, function: Callable[[Any], Any]) -> None:
     if path.name == "manifest.json":
         content = json.loads(text)["manifest"]
         named = {"state": changed(content["state"]), "files": content["files"]}
-        path.write_text(files.manifest_text(changed(content) | named))
+        path.write_text(manifests.manifest_text(changed(content) | named))
     elif path.suffix == ".json":
         path.write_text(json.dumps(changed(json.loads(text))))
     elif path.suffix == ".jsonl":

@@ -6,12 +6,11 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, get_type_hints
 
-import accelerate
 import torch
 import torch.distributed
 from accelerate import Accelerator, ParallelismConfig
@@ -25,7 +24,6 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    broadcast_object_list,
     parse_flag_from_env,
 )
 from torch.distributed import (  # the documentation's names, which torch does not list
@@ -39,12 +37,11 @@ from .config import Config, ConfigError, fits, wrong_value
 from .files import check_temporary_folder
 from .loading.layout import batch_layout
 from .loading.loader import number_of_workers
-from .loading.seeding import derive_seed
 from .optim import optimizer_class
 from .process import no_garbage_collection, world
-from .run_folder import Run, not_shared
+from .run_folder import Run
 from .settings import did_you_mean
-from .stopping import name_nccl_traces
+from .watchdog import name_nccl_traces
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
 TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
@@ -312,89 +309,6 @@ def check_world(accelerator: Accelerator) -> None:
             f" {accelerator.num_processes}: an Accelerator or PartialState was created before this"
             " one; remove it from the modules that the recipe imports."
         )
-
-
-# ---- Python objects from all ranks to rank 0, and from rank 0 to all -----------------------------
-def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 only, and return its result on every rank.
-
-    Raises:
-        ConfigError: on every rank, what the function raised on rank 0, of the same type.
-    """
-    outcome: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome = [function(), None]
-        except ConfigError as error:
-            outcome = [None, error]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-def gather_on_main(accelerator: Accelerator, value: Any) -> list[Any]:
-    """Return the values of all ranks on rank 0, by rank; [] on the others.
-
-    In place of accelerate's gather_object where only rank 0 needs them: that one sends every value
-    to every rank, so all ranks together would receive and unpickle N^2 of them.
-    """
-    if accelerator.num_processes == 1:
-        return [value]
-    values = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    torch.distributed.gather_object(value, values)
-    return values or []
-
-
-def agree(accelerator: Accelerator, facts: dict[str, Any]) -> list[str]:
-    """Return the host of each rank, if the facts are equal on all of them.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    everywhere = gather_on_main(accelerator, (socket.gethostname(), facts))
-    return on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
-
-
-def _hosts_if_equal(everywhere: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    hosts = [host for host, _ in everywhere]
-    for name in sorted({name for _, facts in everywhere for name in facts}):
-        values = [facts.get(name) for _, facts in everywhere]
-        if different := [rank for rank, value in enumerate(values) if value != values[0]]:
-            raise ConfigError(
-                f"{name} on rank(s) {different} ({hosts[different[0]]}) differs from that on"
-                f" rank 0 ({hosts[0]}): give all nodes the same files and arguments."
-            )
-    return hosts
-
-
-def open_run(
-    accelerator: Accelerator, run: Run, must_agree: dict[str, Any], lengths: dict[str, int]
-) -> None:
-    """Open the run folder on all ranks together.
-
-    Args:
-        accelerator: this process's Accelerator.
-        run: the run folder.
-        must_agree: values that must be equal on all ranks, by name.
-        lengths: the length of each dataset; must be equal on all ranks.
-
-    Raises:
-        ConfigError: settings, versions or the lengths of datasets differ between ranks, or a node
-            does not see the run folder that rank 0 wrote to.
-    """
-    facts: dict[str, Any] = {name: derive_seed(value) for name, value in must_agree.items()}
-    facts |= {f"the length of {name}": length for name, length in lengths.items()}
-    facts["the version of torch or accelerate"] = str(torch.__version__), accelerate.__version__
-    run.numerics = numerics(accelerator, run)
-    run.hosts = agree(accelerator, facts | run.numerics)
-    run.lengths = lengths
-    token = on_main_then_broadcast(accelerator, run.begin)
-    seen = gather_on_main(accelerator, run.sees(token))
-    others = {host for host, sees in zip(run.hosts, seen, strict=False) if not sees}
-    if hosts := on_main_then_broadcast(accelerator, lambda: ", ".join(sorted(others))):
-        raise ConfigError(not_shared(run.folder, hosts, run.hosts[0]))
 
 
 def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:

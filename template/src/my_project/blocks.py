@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from .config import Config, ConfigError
 from .recipe import Recipe, optional
 
 
@@ -142,3 +143,17 @@ def compilations() -> int:
     from torch._dynamo.utils import counters
 
     return counters["frames"]["total"]
+
+
+def checkpoint_activations(config: Config, model: nn.Module, plugin: Any = None) -> None:
+    """Recompute the activations of the blocks, if the config or accelerate's of FSDP says so."""
+    by_plugin = getattr(plugin, "activation_checkpointing", False)
+    if not (config.distributed.activation_checkpointing or by_plugin):
+        return
+    if not (found := blocks(config.recipe, model)):
+        raise ConfigError(
+            f"distributed.activation_checkpointing: {type(model).__name__} has no blocks; return"
+            " them from the recipe's model_blocks."
+        )
+    for block in found:
+        recompute_activations(block)

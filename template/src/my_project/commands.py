@@ -15,10 +15,10 @@ from typing import Any
 
 from .config import Config, ConfigError
 from .exits import run, run_on_all_ranks
-from .files import say
 from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .safety.search_path import run_folder
+from .words import say
 
 NUM_SAMPLES = 16
 
@@ -66,10 +66,11 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
     import torch
     from accelerate.utils import DistributedType, DynamoBackend
 
-    from . import contract, evaluate, sharding, weights
+    from . import contract, evaluate, parallel, sharding, weights
     from .accelerator import check_launch, start_accelerator
     from .checkpoint import resuming
-    from .files import finite, format_metric
+    from .files import finite
+    from .words import format_metric
 
     folder = weights.weights_folder(Path(arguments.folder))
     config = weights.config_beside(folder, arguments.trust, Path(arguments.folder))
@@ -85,7 +86,7 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
         has_own_load = is_export and optional(config.recipe, "load")
         is_sharding = accelerator.distributed_type == DistributedType.FSDP
         if is_sharding and not has_own_load:
-            plain, _ = sharding.build_model(accelerator, config, data_info, folder)
+            plain, _ = parallel.build_model(accelerator, config, data_info, folder)
             no_state = torch.optim.SGD(plain.parameters())
             model = sharding.shard(accelerator, config, plain, no_state, None)
             weights.load_weights(folder, plain)
@@ -95,7 +96,7 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
             else:
                 plain = contract.build_model(config, data_info)
                 weights.load_weights(folder, plain)
-            wrapper = sharding.RecipeModule(plain)
+            wrapper = contract.RecipeModule(plain)
             if is_sharding:
                 wrapper = wrapper.to(accelerator.device)  # which accelerate leaves to FSDP
             model = accelerator.prepare_model(wrapper, evaluation_mode=True)
@@ -164,9 +165,10 @@ def print_prediction(arguments: argparse.Namespace) -> None:
 def validation_sets(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """Prepare the recipe's data; return data_info and the validation sets."""
     from . import contract
+    from .loading import prepare
 
     contract.check_recipe(config)
-    data_info = contract.prepare_data(config)
+    data_info = prepare.prepare_data(config)
     _, datasets = contract.build_datasets(config.recipe, data_info)
     if not datasets:
         raise ConfigError("the recipe's build_datasets returns no validation set.")
@@ -237,7 +239,8 @@ def write_one_file(arguments: argparse.Namespace) -> int:
     """
     from .checkpoint.resuming import refuse_damaged
     from .checkpoint.shards import TensorReader, in_file_order, save_tensors
-    from .files import find_damage, flush_to_disk
+    from .files import flush_to_disk
+    from .manifest import find_damage
     from .weights import is_export, refuse_trained_view
 
     folder, path = Path(arguments.folder), Path(arguments.file)

@@ -4,31 +4,27 @@ A slightly wrong recipe must neither silently fail to train nor end the run afte
 raises a ConfigError: one sentence that names the method, its file and its line.
 """
 
-import fcntl
-import json
+import dataclasses
 import logging
 import math
-import os
 import re
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+import torch.distributed
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
-from .files import open_own, shortened, writing
 from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
-from .process import STDERR, stderr_on_terminal, world
+from .process import world
 from .recipe import Recipe, optional, problems, source_location
+from .words import shortened
 
 logger = logging.getLogger(__name__)
 KNOWN_NAMES: dict[str, set[str]] = {  # words of metrics, by their best_mode
@@ -46,35 +42,6 @@ def check_recipe(config: Config) -> None:
     to_yaml(config)
 
 
-# ---- data, prepared by one process while the others wait -----------------------------------------
-def prepare_data(config: Config) -> dict[str, Any]:
-    """Call the recipe's prepare_data in one process first; the others find the work done.
-
-    There is no timeout, since tokenizing can take hours. The random state does not follow from the
-    config's seed, since a cache must not depend on the run that fills it.
-
-    Returns:
-        data_info.
-
-    Raises:
-        ConfigError: data_info is not plain JSON.
-    """
-    recipe, folder = config.recipe, Path(config.runs_folder)
-    with until_all_are_done(folder, config.run_name), in_turn(folder):
-        seed_rng(derive_seed("prepare_data"))
-        data_info = recipe.prepare_data()
-    if not isinstance(data_info, dict):
-        problem = f"returned {described(data_info)}; it must return a dict, which may be empty."
-        _refuse(recipe, "prepare_data", problem)
-    for name, value in data_info.items():
-        try:
-            json.dumps({name: value})
-        except (TypeError, ValueError) as error:
-            problem = f"returned {described(value)} as {name!r}, which is not plain JSON ({error})"
-            _refuse(recipe, "prepare_data", f"{problem}: convert it, such as int(x), x.tolist().")
-    return dict(json.loads(json.dumps(data_info)))
-
-
 def described(value: Any) -> str:
     """Return what a method has returned, in words."""
     if isinstance(value, type):
@@ -82,64 +49,6 @@ def described(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(described, value[:4]))})"
     return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-@contextmanager
-def until_all_are_done(folder: Path, run_name: str) -> Iterator[None]:
-    """Run the block, then wait until every other process has finished it.
-
-    Otherwise the ranks that finish first would wait in the process group, which has a timeout.
-    """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open_own(folder / f".{run_name}.preparing", "ab+")
-    with file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.lockf(file, fcntl.LOCK_SH)
-        yield
-        with suppress(OSError):
-            fcntl.lockf(file, fcntl.LOCK_UN)  # upgrading two shared locks would deadlock
-            fcntl.lockf(file, fcntl.LOCK_EX)
-
-
-@contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
-    """Wait for this process's turn.
-
-    One process of the run goes first; then one of each node, since caches may be local to a node;
-    then all others at once. The first of a node has its terminal, for a progress bar. Where the
-    first one fails or dies, the next one does the work. The
-    locks are files in the runs folder, which the nodes share, so no process group is needed. The
-    operating system releases a lock when its process ends, for whatever reason.
-    """
-    with first_alone(folder / f".prepare_data.{socket.gethostname()}.lock") as is_first:
-        alone = first_alone(folder / ".prepare_data.lock") if is_first else nullcontext()
-        with alone, stderr_on_terminal() if is_first and STDERR else nullcontext():
-            yield
-
-
-@contextmanager
-def first_alone(path: Path) -> Iterator[bool]:
-    """Let one process go first, alone, then all others at once; yield whether this one is first."""
-    unfinished = path.with_suffix(".unfinished")  # it is there until the first one has finished
-    lock = FileLock(path, mode=0o666, poll_interval=0.2)
-    held: AbstractContextManager
-    try:
-        held, waited = lock.acquire(blocking=False), False
-    except Timeout:
-        held, waited = lock.acquire(), True
-    except OSError as error:  # a file system without locks
-        logger.warning("no file locks (%s): each process prepares the data itself", error)
-        held, waited = nullcontext(), False
-    with held:
-        is_first = not waited or os.path.lexists(unfinished)
-        if is_first:
-            with writing(path.parent):
-                open_own(unfinished, "ab").close()
-            yield True
-            unfinished.unlink(missing_ok=True)
-    if not is_first:
-        yield False
 
 
 # ---- datasets ------------------------------------------------------------------------------------
@@ -351,3 +260,49 @@ def _refuse(recipe: Recipe, method: str, problem: str) -> NoReturn:
     """Raise a ConfigError that names a method of a recipe, its file and its line."""
     place = source_location(getattr(recipe, method))
     raise ConfigError(f"{type(recipe).__name__}.{method} ({place}) {problem}")
+
+
+def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> Config:
+    """Check the recipe's metrics, and that an evaluation will compute best_metric.
+
+    Returns:
+        The config, with the best_mode that follows from the metric where it has none.
+    """
+    evaluation, wanted = config.evaluation, config.evaluation.best_metric
+    metrics = build_metrics(config.recipe) if validation_sets else {}
+    named = {(data, metric): f"{data}/{metric}" for data in validation_sets for metric in metrics}
+    found = [pair for pair, name in named.items() if f"{wanted}/".startswith(f"{name}/")]
+    if wanted and not found:
+        raise no_such_metric(wanted, named.values())
+    if not wanted or evaluation.best_mode:
+        return config
+    data, metric = max(found, key=lambda pair: len(named[pair]))
+    mode = best_mode(metrics[metric], wanted.removeprefix(f"{data}/"), metric)
+    return dataclasses.replace(config, evaluation=dataclasses.replace(evaluation, best_mode=mode))
+
+
+def no_such_metric(wanted: str, names: Iterable[str]) -> ConfigError:
+    """Return the error for a best_metric that an evaluation does not compute."""
+    return ConfigError(
+        f"evaluation.best_metric is {wanted}, but the evaluation computes"
+        f" {', '.join(names) or 'no metrics'}; choose one of these, or null."
+    )
+
+
+class RecipeModule(nn.Module):
+    """Let a recipe call any method of its model inside the one forward that the wrappers see.
+
+    DDP, FSDP, autocast and torch.compile act on `forward` only.
+    """
+
+    def __init__(
+        self, model: nn.Module, autocast: tuple[str, torch.dtype | None] | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast = autocast  # the kind of device and the type; None: accelerate does it
+
+    def forward(self, function: Callable, *arguments: Any) -> Any:
+        """Call function(model, *arguments)."""
+        with torch.autocast(*self.autocast) if self.autocast else nullcontext():
+            return function(self.model, *arguments)

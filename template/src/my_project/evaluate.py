@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from . import contract
-from .accelerator import gather_on_main, on_main_then_broadcast
 from .blocks import not_compiled
 from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import seed_forward
+from .ranks import gather_on_main, on_main_then_broadcast
 from .recipe import optional
-from .stopping import Watchdog
+from .watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 DEFAULT_SIZE = 64  # samples of a micro-batch, where the config has no number

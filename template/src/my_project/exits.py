@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, library_of, report_once, short_path
-from .files import printable, say
+from .failures import exit_with_error, library_of, report_once
 from .process import (
     LOGS,
     PREEMPTED,
@@ -31,6 +30,7 @@ from .process import (
     write_logs,
 )
 from .safety.redaction import MaskedFormatter, mask
+from .words import printable, say, short_path
 
 
 def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Exception) -> NoReturn:

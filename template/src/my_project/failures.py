@@ -19,9 +19,10 @@ from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .files import ConfigError, say, write_atomically
+from .files import ConfigError, write_atomically
 from .process import LAUNCHER, LOGS, START, world
 from .safety.redaction import mask
+from .words import say
 
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which the launcher looks for error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
@@ -136,11 +137,6 @@ def frames_in(stack: traceback.StackSummary) -> list[dict[str, Any]]:
 def own_frame(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the innermost frame that is not in a library."""
     return next((one for one in reversed(frames) if not one["library"]), None)
-
-
-def short_path(file: str) -> str:
-    """Return a path relative to the current folder, if it is below it."""
-    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
 def reason_of(error: BaseException) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 
 from .files import open_own
 
-PACKAGE = __package__ or ""  # a copy of the loop has another name
 LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 PREEMPTED = 75  # the exit code of a run that was stopped and saved: the same command continues it
 

@@ -3,38 +3,38 @@
 docs/run-folder.md describes each of its files and their fields.
 """
 
-import ast
 import fcntl
-import hashlib
 import inspect
 import json
 import logging
 import os
-import platform
+import signal
 import socket
-import subprocess
-import sys
+import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from . import files
+import torch
+
+from . import failures, files, run_files
+from . import manifest as manifests
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
 from .exits import WARNED
 from .failures import as_status, first_failure, report, write_error
 from .process import START, attempts
-from .safety.redaction import MASK, RECORDED_VARIABLES, is_secret, mask, mask_command
+from .provenance import provenance, source_hash
+from .safety.redaction import MASK, is_secret, mask
 
 logger = logging.getLogger(__name__)
 FINISHED_BEFORE = (
     "already finished, so nothing is trained; --resume never trains it again and keeps this run"
     " aside, --run_name trains another run"
 )
-RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "numpy", "scikit-learn")
 
 
 class Run:
@@ -75,7 +75,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Return the content of status.json."""
-        return files.read_status(self.folder)
+        return run_files.read_status(self.folder)
 
     def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
         """Record the outcome; written by rank 0, or by a failing rank.
@@ -169,10 +169,10 @@ class Run:
             folders = [p for p in (self.folder, self.folder / "checkpoints") if os.path.lexists(p)]
             # once in each file system: a link may lead to another one
             for folder in {folder.stat().st_dev: folder for folder in folders}.values():
-                files.try_saving(folder)
+                manifests.try_saving(folder)
             if starts_over:
                 self._start_over()
-            for name in files.NEEDED:
+            for name in run_files.NEEDED:
                 if os.path.lexists(self.folder / name):
                     files.open_own(self.folder / name).close()  # an OSError if it is not a file
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
@@ -181,7 +181,7 @@ class Run:
             about = self.folder / "run.json"
             before = files.read_json(about)
             self.id = str(before.get("run") or self.id)
-            record = {"format": files.RUN_FORMAT, "run": self.id, "launch": self.token}
+            record = {"format": run_files.RUN_FORMAT, "run": self.id, "launch": self.token}
             record["begun_by"] = before.get("begun_by", attempts())
             record |= {"hosts": self.hosts, "numerics": self.numerics}
             source = inspect.getsourcefile(type(self.config.recipe))
@@ -219,13 +219,13 @@ class Run:
     def _lock(self) -> IO[bytes]:
         """Lock the folder for this launch; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = files.lock_of(self.folder)
+        path = run_files.lock_of(self.folder)
         lock, problem = files.open_own(path, "ab+"), ""
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if hasattr(fcntl, "F_OFD_GETLK"):
                 self.lock_seen = files.open_own(path)
-                is_seen = files.has_lock(self.lock_seen, fcntl.F_OFD_GETLK)
+                is_seen = run_files.has_lock(self.lock_seen, fcntl.F_OFD_GETLK)
                 problem = "" if is_seen else "they have no effect"
         except BlockingIOError:
             with lock:
@@ -257,7 +257,7 @@ class Run:
             TransientError: another launch may have made the folder that is there now.
         """
         try:
-            path = files.lock_of(self.folder)
+            path = run_files.lock_of(self.folder)
             is_ours = not self.lock or os.path.samefile(path, self.lock.fileno())
         except OSError:
             is_ours = False
@@ -306,7 +306,7 @@ def starts_over_now(config: Config) -> bool:
 def refuse_other_settings(config: Config) -> None:
     """Refuse a run folder with other settings of the training curve than the config's."""
     path = config.folder / "config.yaml"
-    is_begun = files.checkpoints(config.folder) or (config.folder / "export").exists()
+    is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
     if config.resume == "never" or not (is_begun and os.path.lexists(path)):
         return
     before, now = (
@@ -327,27 +327,13 @@ def refuse_other_settings(config: Config) -> None:
 
 def refuse_other_format(folder: Path) -> None:
     """Refuse a run whose newest checkpoint was saved by another version of this project."""
-    for newest in files.checkpoints(folder)[-1:]:
+    for newest in run_files.checkpoints(folder)[-1:]:
         try:
-            files.read_manifest(newest)
+            manifests.read_manifest(newest)
         except files.FormatError:
             raise
         except (ValueError, OSError):  # resuming.choose passes over what is damaged
             continue
-
-
-def source_hash(file: str | Path | None) -> str | None:
-    """Return the SHA-256 of a source file; None for None."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
-
-
-def code_digest(config: Config) -> str:
-    """Return a hash of the project's modules and the recipe's."""
-    # no broken links, by which an editor locks a file
-    modules = sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
-    recipe = inspect.getsourcefile(type(config.recipe))
-    hashes = [source_hash(path) for path in (*modules, recipe)]
-    return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
 
 
 def _masked(name: str, settings: dict[str, Any]) -> str:
@@ -368,79 +354,40 @@ def not_shared(folder: Path, hosts: str, writer: str) -> str:
     )
 
 
-def installed(source: str | None = None) -> dict[str, str]:
-    """Return the versions of the packages that a run depends on: the loop's, and the recipe's.
-
-    A package whose module has another name is listed by that: cv2, PIL.
-    """
-    found = {}
-    for name in (*RECORDED_PACKAGES, *imports_of(source)):
-        if name not in sys.stdlib_module_names:
-            known = getattr(sys.modules.get(name), "__version__", None)
-            with suppress(PackageNotFoundError):
-                known = version(name)
-            found |= {name: str(known)} if known else {}
-    return found
-
-
-def imports_of(source: str | None) -> list[str]:
-    """Return the top-level modules that a source file imports, also inside functions."""
-    names: set[str] = set()
-    with suppress(OSError, ValueError):  # ValueError: also of its syntax, or a zero byte
-        for node in ast.walk(ast.parse(Path(source or "").read_bytes())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.partition(".")[0])
-    return sorted(names)
-
-
-def provenance(source: str | None = None) -> dict[str, Any]:
-    """Return what is needed to reproduce the run, without secrets.
-
-    Args:
-        source: the recipe's file, whose repository is that of the project.
-    """
-    folder = Path(source or __file__).resolve().parent
-    is_tracked = _git(folder, "check-ignore", "-q", ".") is None  # not an environment in another's
-    commit = _git(folder, "rev-parse", "HEAD") if is_tracked else None
-    changes = _git(folder, "status", "--porcelain") if is_tracked else None
-    return {
-        "command": mask_command(sys.orig_argv),
-        "launcher": _launcher(),
-        "folder": os.getcwd(),
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "packages": installed(source),
-        "git_commit": commit,
-        "git_dirty": None if changes is None else bool(changes),
-        "environment": {
-            name: mask(value)
-            for name, value in sorted(os.environ.items())
-            if RECORDED_VARIABLES.fullmatch(name) and not is_secret(name)
-        },
-    }
-
-
-def _launcher() -> list[str]:
-    """Return the command that started this process through accelerate launch; [] if none did."""
-    import psutil
-
-    with suppress(psutil.Error):
-        for parent in psutil.Process().parents()[:3]:
-            words = parent.cmdline()
-            if "train" in words or any(word.startswith("--config_file") for word in words):
-                return mask_command(words)
-    return []
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    # in a hook, git's variables name another repository
-    variables = {k: value for k, value in os.environ.items() if not k.startswith("GIT_")}
-    command = ["git", "-C", str(folder), *arguments]
+@contextmanager
+def failures_recorded(run: Run) -> Iterator[None]:
+    """Record the exception that ends the run, with rank, host and step, and raise it again."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10, env=variables
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+        try:
+            yield
+        except BaseException:
+            ignore_ended_workers()
+            raise
+    except BaseException as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
+                " same."
+            )
+        failure = failures.record_of(error)
+        if run.first_step_time and failure["cause"] == "exception":
+            failure["exit_code"] = 1  # what has worked for some steps may work again
+        run.record_error(failure)
+        setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
+        run.fail(failure)
+        raise
+
+
+def ignore_ended_workers() -> None:
+    """Take torch's SIGCHLD handler out, which raises for each loader worker that has died.
+
+    The signal often comes after the queue has failed: the handler would raise in the middle of the
+    report, and the record of why the run failed would be lost.
+    """
+    while True:
+        try:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return
+        except RuntimeError:  # by that handler: the signal came just now
+            continue

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, ConfigError, each_setting, fits, fixed_settings, wrong_value
-from .failures import exit_with_error, frames_of, own_frame, short_path
-from .files import flat, read_yaml, shortened
+from .failures import exit_with_error, frames_of, own_frame
+from .files import read_yaml
 from .process import LAUNCHER, never_fail_to_print
 from .recipe import problems
+from .run_files import flat
 from .safety.redaction import secrets_problem
+from .words import short_path, shortened
 
 NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
 DURATIONS = ("steps", "epochs")

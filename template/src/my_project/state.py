@@ -7,13 +7,12 @@ decides when an evaluation is due, which weights are the best, and when the run 
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, NamedTuple
 
-from . import contract
 from .config import Config, ConfigError
+from .contract import no_such_metric
 from .run_folder import Run
 
 logger = logging.getLogger(__name__)
@@ -206,33 +205,6 @@ class TrainState:
 def best_of(config: Config) -> str:
     """Return the mode and the name of the metric by which the config chooses the best weights."""
     return f"{config.evaluation.best_mode} {config.evaluation.best_metric}"
-
-
-def check_best_metric(config: Config, validation_sets: dict[str, Any]) -> Config:
-    """Check the recipe's metrics, and that an evaluation will compute best_metric.
-
-    Returns:
-        The config, with the best_mode that follows from the metric where it has none.
-    """
-    evaluation, wanted = config.evaluation, config.evaluation.best_metric
-    metrics = contract.build_metrics(config.recipe) if validation_sets else {}
-    named = {(data, metric): f"{data}/{metric}" for data in validation_sets for metric in metrics}
-    found = [pair for pair, name in named.items() if f"{wanted}/".startswith(f"{name}/")]
-    if wanted and not found:
-        raise no_such_metric(wanted, named.values())
-    if not wanted or evaluation.best_mode:
-        return config
-    data, metric = max(found, key=lambda pair: len(named[pair]))
-    mode = contract.best_mode(metrics[metric], wanted.removeprefix(f"{data}/"), metric)
-    return dataclasses.replace(config, evaluation=dataclasses.replace(evaluation, best_mode=mode))
-
-
-def no_such_metric(wanted: str, names: Iterable[str]) -> ConfigError:
-    """Return the error for a best_metric that an evaluation does not compute."""
-    return ConfigError(
-        f"evaluation.best_metric is {wanted}, but the evaluation computes"
-        f" {', '.join(names) or 'no metrics'}; choose one of these, or null."
-    )
 
 
 def is_due(every_steps: int | None, step: int) -> bool:

@@ -10,8 +10,8 @@ import torch.distributed
 from accelerate import Accelerator
 from torch import Tensor
 
-from .accelerator import agree
 from .config import ConfigError
+from .ranks import agree
 from .state import StepReport
 
 GRAD_NORM, OWN_LOSS, LOSS, ITEMS, STOP_VOTES, SAVE_VOTES = range(6)  # in the order of StepReport

@@ -10,26 +10,31 @@ from .settings import parse_command_line
 # Before torch is imported, so that --help and a wrong config answer at once.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
-from . import contract, exits, optim, sharding, stopping
-from .accelerator import check_launch, open_run, start_accelerator
+from . import contract, exits, optim, parallel, run_folder, stopping
+from .accelerator import check_launch, start_accelerator
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .checks.agreement import Agreement
 from .checks.findings import Findings
 from .checks.ranks import EqualRanks
 from .checks.recipe import check_settings, check_sums
+from .contract import check_best_metric
+from .ema import EMA
 from .evaluate import evaluate, sanity_check
+from .loading import prepare
 from .loading.layout import batch_layout, is_stream, lengths, total_steps
 from .loading.loader import IndexedBatches
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
 from .process import PREEMPTED, garbage_collected_at_records, world
+from .ranks import open_run
 from .records import samples, screen
 from .records.recorder import MetricsWriter
 from .run_folder import Run
-from .state import StepReport, TrainState, check_best_metric, is_due
+from .state import StepReport, TrainState, is_due
 from .statistics import exact_statistics
 from .step_sums import DelayedReader
+from .watchdog import Watchdog
 
 
 @exits.one_at_a_time()
@@ -50,8 +55,8 @@ def main(config: Config) -> int:
     check_launch(config)
     contract.check_recipe(config)
     run = Run(config, rank)
-    data_info = contract.prepare_data(config)
-    with stopping.Watchdog(run):
+    data_info = prepare.prepare_data(config)
+    with Watchdog(run):
         train_set, validation_sets = contract.build_datasets(recipe, data_info, config)
     config = run.config = check_best_metric(config, validation_sets)
     run.total_steps = total_steps(config, train_set, layout)
@@ -62,8 +67,8 @@ def main(config: Config) -> int:
 
     with (
         stopping.StopRequest(config) as stop,
-        stopping.failures_recorded(run),
-        stopping.Watchdog(run) as watchdog,
+        run_folder.failures_recorded(run),
+        Watchdog(run) as watchdog,
         start_accelerator(config) as accelerator,
     ):
         # ---- model, optimizer and state, new or resumed ------------------------------------------
@@ -72,11 +77,11 @@ def main(config: Config) -> int:
         resume_from = resuming.choose(accelerator, run)
         findings = Findings(accelerator, run)
         agreement = Agreement(findings, data_info, train_set, validation_sets)
-        raw_model, weights = sharding.build_model(accelerator, config, data_info, resume_from)
+        raw_model, weights = parallel.build_model(accelerator, config, data_info, resume_from)
         agreement.compare(raw_model, is_resumed=bool(resume_from))
         optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
-        model, eval_model = sharding.prepare(accelerator, config, raw_model, optimizer, weights)
-        ema = optim.EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
+        model, eval_model = parallel.prepare(accelerator, config, raw_model, optimizer, weights)
+        ema = EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
         scaler = accelerator.scaler  # None unless fp16
         state = TrainState()
         checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
@@ -93,7 +98,7 @@ def main(config: Config) -> int:
         batches_of = StreamBatches if is_stream(train_set) else IndexedBatches
         batches = batches_of(config, train_set, layout, steps, accelerator, state.lane_states)
         trainable = [p for p in raw_model.parameters() if p.requires_grad]
-        refuse_unused = sharding.refusal_of_unused(model)
+        refuse_unused = parallel.refusal_of_unused(model)
         stop_agreed = False
         save_agreed = False  # by time, see checkpoints.is_due_by_time
         model.train()
@@ -158,7 +163,7 @@ def main(config: Config) -> int:
                     batch = next(micro_batches)
                     seed_forward(config.seed, step, j * world_size + rank, device)
                     is_last = j == layout.accumulation - 1
-                    with sharding.gradient_sync(model, is_last=is_last):
+                    with parallel.gradient_sync(model, is_last=is_last):
                         # recipe.loss(raw_model, batch, step), in the forward that DDP, FSDP,
                         # autocast and torch.compile have wrapped
                         returned = forward(recipe.loss, batch, step)

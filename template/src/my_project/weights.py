@@ -15,8 +15,10 @@ from . import contract
 from .checkpoint.shards import TensorReader, model_tensors, plain_name
 from .config import Config, ConfigError, TelemetryConfig
 from .failures import frames_of, own_frame
-from .files import checkpoints, read_json, read_manifest, read_own, step_of
+from .files import read_json, read_own
+from .manifest import read_manifest
 from .recipe import optional
+from .run_files import checkpoints, step_of
 from .safety.search_path import run_folder
 from .safety.trust import read_config
 

@@ -18,9 +18,9 @@ from my_project.blocks import recompute_activations
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config
-from my_project.files import checkpoints
 from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
+from my_project.run_files import checkpoints
 from my_project.run_folder import Run
 from my_project.weights import load, load_weights
 

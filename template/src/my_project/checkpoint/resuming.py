@@ -7,9 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..accelerator import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
-from ..files import BUSY, discard, find_damage, read_manifest, step_of, unused_name
+from ..files import discard, unused_name
+from ..manifest import BUSY, find_damage, read_manifest
+from ..ranks import gather_on_main, on_main_then_broadcast
+from ..run_files import step_of
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)

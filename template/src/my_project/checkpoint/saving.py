@@ -32,18 +32,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from .. import files
+from .. import files, run_files
+from .. import manifest as manifests
 from ..config import ConfigError
+from ..ema import EMA
 from ..failures import CONSEQUENCES, cause_of
-from ..files import (
-    TransientError,
-    discard,
-    flush_to_disk,
-    read_manifest,
-    step_of,
-    write_atomically,
-)
-from ..optim import EMA, has_two_views
+from ..files import TransientError, discard, flush_to_disk, write_atomically
+from ..manifest import read_manifest
+from ..optim import has_two_views
+from ..run_files import step_of
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
 from .resuming import move_newer_aside, remove
@@ -172,9 +169,9 @@ class Checkpoints:
             if self.rank != 0:
                 return
             self.run.check_lock()
-            content = {"format": files.FORMAT, "step": step, "files": listed}
+            content = {"format": manifests.FORMAT, "step": step, "files": listed}
             content |= {"resumed_from": self.run.resumed_from, "state": json.loads(text)}
-            files.complete(temporary, folder, content)
+            manifests.complete(temporary, folder, content)
             self._rotate(content["state"])
 
         self._start("checkpoint", folder.name, write, temporary)
@@ -200,7 +197,7 @@ class Checkpoints:
                 return
             content["state"] |= evaluation
             self.run.check_lock()
-            write_atomically(folder / "manifest.json", files.manifest_text(content))
+            write_atomically(folder / "manifest.json", manifests.manifest_text(content))
             flush_to_disk(folder)
             self._rotate(saved)
 
@@ -245,7 +242,7 @@ class Checkpoints:
         if self.rank == 0:
             self.run.check_lock()
             try:
-                files.fill_temporary(folder, fill)
+                manifests.fill_temporary(folder, fill)
             except (OSError, SafetensorError) as error:
                 failure = error  # of this rank: the others write their shards
 
@@ -261,7 +258,7 @@ class Checkpoints:
                 read = self._reader(saved)
                 write(temporary, lambda name: read(saved_names[name] or ""))
             self.run.check_lock()
-            files.put_in_place(folder)
+            manifests.put_in_place(folder)
 
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
 
@@ -493,7 +490,7 @@ class Checkpoints:
             return
         settings = self.config.checkpoints
         every = settings.keep_every_steps
-        found = files.checkpoints(self.run.folder)
+        found = run_files.checkpoints(self.run.folder)
         keep = set(found[-settings.keep :])
         keep |= {folder for folder in found if every and step_of(folder) % every == 0}
         keep |= {folder for folder in found if step_of(folder) == state["best_step"]}

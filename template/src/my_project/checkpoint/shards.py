@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..config import ConfigError
-from ..files import CHUNK_BYTES, Fingerprint, open_own, read_manifest
+from ..files import open_own
+from ..manifest import CHUNK_BYTES, Fingerprint, read_manifest
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 
 from .. import files
-from ..accelerator import on_main_then_broadcast
-from ..failures import short_path
 from ..loading.layout import is_stream
 from ..loading.loader import open_file_in
+from ..ranks import on_main_then_broadcast
+from ..words import short_path
 from .data import Facts, Reading, hash_of, others
 from .findings import Findings
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from accelerate import Accelerator
 
-from ..accelerator import gather_on_main, on_main_then_broadcast
 from ..config import ConfigError
 from ..process import DRY_RUN, LOGS
+from ..ranks import gather_on_main, on_main_then_broadcast
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)

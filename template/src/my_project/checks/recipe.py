@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from .. import contract
-from ..accelerator import on_main_then_broadcast
 from ..config import ConfigError
 from ..evaluate import evaluation_mode, restored_state
 from ..loading.layout import is_stream
 from ..loading.loader import Fetch, make_loader
 from ..loading.seeding import permutation, seed_forward, seed_rng
 from ..process import DRY_RUN
+from ..ranks import on_main_then_broadcast
 from ..recipe import PARAMETERS, Recipe, optional, source_location
 from .findings import Findings
 

@@ -1,4 +1,4 @@
-"""The starts of a run: which failures are followed by another one, starts.jsonl, and goodput.
+"""The attempts of a launch: which failures are followed by another one, and starts.jsonl.
 
 Processes are started again in place after a death by signal, lost contact with another process, or
 an error of a device. Not after any other error, which would repeat, nor after a stop signal. The
@@ -8,47 +8,35 @@ has ended (docs/run-folder.md). Imports no torch; the loop does not import it.
 
 import fcntl
 import json
-import math
 import os
-import sys
 import time
 import uuid
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
-from types import NoneType
 from typing import Any
 
 from ..failures import first_failure
-from ..files import (
-    checkpoints,
-    each_record,
-    format_seconds,
-    has_lock,
-    is_like,
-    is_number,
-    kind_of,
-    lock_of,
-    open_own,
-    read_json,
-    read_own,
-    read_status,
-    step_of,
-)
+from ..files import open_own, read_json
 from ..process import PREEMPTED
+from ..run_files import (
+    ENDED,
+    each_start,
+    is_locked,
+    last_record,
+    lines,
+    lock_of,
+    newest_checkpoint,
+    read_errors,
+    read_status,
+)
 
-NUMBER = (int, float)
 CAUSES = ("lost contact", "lost node", "device error")
-GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
-START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
 REPORT_SECONDS = 5.0  # for the reports of the others when a process was ended by a signal
 EXIT_SECONDS = 1.0  # when one has exited, which has reported why
 SAVE_SECONDS = 10.0  # for a checkpoint that is being written
-ENDED = ("finished", "preempted")  # with nothing to do again
 STUCK_LAUNCHES = 3  # without a newer checkpoint, after which a scheduler starts no other
 
 
@@ -205,56 +193,6 @@ def append(folder: Path, lines: list[dict[str, Any]]) -> bool:
     return False
 
 
-# ---- what a launch leaves in the run folder ------------------------------------------------------
-LINE = {  # the types of fields of a line in starts.jsonl
-    **dict.fromkeys(("event", "id"), str),
-    "time": NUMBER,
-    **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
-    **dict.fromkeys(("outcome", "cause"), (str, NoneType)),
-}
-OPTIONAL = {"step": None, "progress_time": None, "at": None, "frames": []}
-FAILURE = {  # the types of fields of an error file
-    **dict.fromkeys(("rank", "exit_code"), int),
-    **dict.fromkeys(("host", "reason", "cause", "launch"), str),
-    "time": NUMBER,
-    **dict.fromkeys(("step", "progress_time"), (*NUMBER, NoneType)),
-    "at": (dict, NoneType),
-    "frames": list,
-}
-FRAME = {"file": str, "line": int, "function": str, "code": str}
-
-
-def checked(failure: Any) -> dict[str, Any]:
-    """Return what an error file or status.json holds of a failure; {} where it is damaged."""
-    if not isinstance(failure, dict) or not is_like(found := OPTIONAL | failure, FAILURE):
-        return {}
-    frames = [*found["frames"], *filter(None, [found["at"]])]
-    return found if all(is_like(one, FRAME) for one in frames) else {}
-
-
-def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
-    """Read the error files of a launch (its token) from a run folder."""
-    paths = (folder / "errors").glob("*_rank_*_step_*.json")
-    return [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
-
-
-def is_locked(folder: Path) -> bool | None:
-    """Return whether a launch holds the lock on a run folder; None where that cannot be found out.
-
-    The kernel is asked (F_GETLK), so no lock is taken. Not for the process that holds the lock:
-    closing the file would release it.
-    """
-    if sys.platform != "linux":
-        return None
-    try:
-        with open_own(lock_of(folder)) as file:
-            return has_lock(file, fcntl.F_GETLK)
-    except FileNotFoundError:
-        return False
-    except OSError:  # no permission, or a file system without locks
-        return None
-
-
 @contextmanager
 def status_locked(folder: Path) -> Iterator[None]:
     """Lock a run folder for the block, which writes status.json, if its storage has locks.
@@ -270,34 +208,6 @@ def status_locked(folder: Path) -> Iterator[None]:
         except OSError:
             pass
         yield
-
-
-def newest_checkpoint(folder: Path) -> int | None:
-    """Return the step of the newest complete checkpoint."""
-    return next(map(step_of, checkpoints(folder)[-1:]), None)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of starts.jsonl, without damaged ones; [] where no launcher wrote any."""
-    found = []
-    with suppress(OSError):
-        for text in read_own(folder / "starts.jsonl").splitlines():
-            with suppress(ValueError, LookupError, TypeError):
-                line = json.loads(text)
-                if is_like(dict.fromkeys(LINE) | line, LINE):
-                    found.append(line)
-    return found
-
-
-def last_record(folder: Path) -> dict[str, Any]:
-    """Return the last record of metrics.jsonl; {} without one."""
-    return next(iter(deque(records(folder), maxlen=1)), {})
-
-
-def records(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl that are not damaged."""
-    with suppress(OSError):  # there are none yet, or the storage is gone
-        yield from filter(None, each_record(folder / "metrics.jsonl"))
 
 
 def progress(
@@ -330,104 +240,6 @@ def unended(folder: Path) -> list[dict[str, Any]]:
             line = {"event": "end", "id": start["id"], "time": max(start["time"], *times)}
             return [line | known | {"outcome": "killed", "cause": ""}]
     return []
-
-
-def each_start(folder: Path) -> list[dict[str, Any]]:
-    """Return the starts in starts.jsonl by time, each with the fields of both of its lines.
-
-    "began" and "checkpoint_before" are of the first; "time" is when it ended, None for one that
-    is under way or whose launcher was killed.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for line in lines(folder):
-        if line["event"] == "start":
-            before = {"began": line["time"], "checkpoint_before": line.get("checkpoint")}
-            found[line["id"]] = line | before | {"time": None, "first_step_time": None}
-        elif line["id"] in found:
-            found[line["id"]] |= line
-    return sorted(found.values(), key=lambda start: start["began"])
-
-
-# ---- goodput -------------------------------------------------------------------------------------
-PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
-PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
-
-
-def goodput(folder: Path) -> dict[str, Any]:
-    """Return what the time of a run was spent on, as fractions by name; {} without starts.jsonl.
-
-    Returns:
-        "launcher" and "calendar", over the time in which a launcher ran and over that since the
-        first one began: "seconds", and the share of each of PARTS; in the calendar also "down".
-        "unknown_starts": those by accelerate launch or torchrun, of which no line says anything.
-    """
-    if not (starts := each_start(folder)):
-        return {}
-    kept_step = math.inf  # from which later starts have continued
-    for start in reversed(starts):
-        is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
-        start["kept_step"] = min(kept_step, (start.get("checkpoint") or 0) if is_lost else math.inf)
-        start["is_lost"] = is_lost or (start.get("step") or 0) > start["kept_step"]
-        if start.get("from_step") is not None:
-            kept_step = min(kept_step, start["from_step"])
-        start |= {"last": start["began"], "kept_until": 0.0, "data_until": 0.0}
-    began = [start["began"] for start in starts]
-    sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    unknown_starts = 0
-    for record in records(folder):
-        when, kind = number(record, "time"), kind_of(record)
-        start = starts[max(0, bisect_right(began, when) - 1)]
-        if not start["began"] <= when <= (start["time"] or math.inf):
-            unknown_starts += kind == "start"
-            continue
-        start["last"] = when
-        if kind == "start" or record["step"] > start["kept_step"]:
-            continue
-        first = start["first_step_time"] = start["first_step_time"] or when
-        start["kept_until"] = max(first, when)
-        if when > first and kind == "interval":
-            since = max(first, start["data_until"])
-            sums["data"] += number(record, "data_share") * (when - since)
-            start["data_until"] = when
-        elif when > first and kind in PAUSES:
-            sums[PAUSES[kind]] += number(record, "seconds")
-    for start in starts:
-        ended = start["time"] = start["time"] or start["last"]
-        first = start["first_step_time"] or ended
-        kept_until = max(first, start["kept_until"])
-        sums["startup"] += first - start["began"]
-        sums["kept"] += kept_until - first
-        sums["lost" if start["is_lost"] else "ending"] += ended - kept_until
-    pauses = sums["data"] + sums["saving"] + sums["evaluation"]
-    sums["kept"] = max(0.0, sums["kept"] - pauses)
-    launcher = sum(sums.values())
-    calendar = max(launcher, max(start["time"] for start in starts) - began[0])
-    return {
-        "launcher": shares(sums, launcher),
-        "calendar": shares(sums | {"down": calendar - launcher}, calendar),
-        "unknown_starts": unknown_starts,
-    }
-
-
-def number(record: dict[str, Any], name: str) -> float:
-    """Return a number of a record; 0 where it is damaged."""
-    return record[name] if is_number(record.get(name)) else 0.0
-
-
-def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
-    """Return the share of each part in the whole, whose seconds are the first item."""
-    found = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
-    return {"seconds": round(whole, 1)} | found
-
-
-def in_words(status: dict[str, Any]) -> str:
-    """Return the goodput in a status.json as a line; "" where it is good or says nothing yet."""
-    calendar = status.get("goodput", {}).get("calendar")
-    if not isinstance(calendar, dict) or not {"kept", "seconds"} <= calendar.keys():
-        return ""
-    text = f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
-    is_start = calendar["kept"] == 0 and calendar["seconds"] < START_SECONDS
-    return text if calendar["kept"] < GOOD and not is_start else ""
 
 
 # ---- for schedulers ------------------------------------------------------------------------------

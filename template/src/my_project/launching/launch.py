@@ -50,9 +50,7 @@ from ..files import (
     check_temporary_folder,
     open_own,
     read_json,
-    read_status,
     read_yaml,
-    say,
     wait_until,
     write_atomically,
     writing,
@@ -61,7 +59,6 @@ from ..process import (
     HELD_SECONDS,
     LAUNCHER,
     LOGS,
-    PACKAGE,
     PREEMPTED,
     START,
     never_fail_to_print,
@@ -69,12 +66,15 @@ from ..process import (
     say_that_it_imports,
     stacks_file,
 )
+from ..run_files import ENDED, last_record, read_errors, read_status
 from ..run_folder import starts_over_now
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean
 from ..settings import parse as parse_settings
+from ..tools.goodput import goodput
+from ..words import PACKAGE, say
 from . import attempts
-from .attempts import ENDED, Starts, failed, goodput, last_record, read_errors, status_locked
+from .attempts import Starts, failed, status_locked
 from .summary import Ending, how_it_ended, unexplained
 from .workers import Workers, in_a_child, opened_files_noted, start_method
 

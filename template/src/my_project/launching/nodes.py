@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 
 from ..config import ConfigError
-from ..files import TransientError, printable, say
+from ..files import TransientError
+from ..words import printable, say
 
 CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that come late

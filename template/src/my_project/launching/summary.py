@@ -1,6 +1,5 @@
 """How a launch ended, and the block that says so, last on the screen. Imports no torch."""
 
-import shlex
 import signal
 import sys
 from contextlib import suppress
@@ -8,20 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..failures import CONSEQUENCES, first_failure, short_path
-from ..files import (
-    checkpoints,
-    format_metric,
-    format_seconds,
-    read_manifest,
-    read_yaml,
-    say,
-    step_of,
-)
-from ..process import PACKAGE, PREEMPTED
-from .attempts import in_words
-
-WIDTH = 80  # of the rule above a block
+from ..failures import CONSEQUENCES, first_failure
+from ..files import read_yaml
+from ..manifest import read_manifest
+from ..process import PREEMPTED
+from ..run_files import checkpoints, step_of
+from ..tools.goodput import in_words
+from ..words import command_line, format_metric, format_seconds, place_of, print_block, rows, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,31 +183,7 @@ def links(status: dict[str, Any]) -> list[tuple[str, str]]:
     return [("tracker", link) for link in status.get("trackers", {}).values()]
 
 
-# ---- layout --------------------------------------------------------------------------------------
-def rows(pairs: list[tuple[str, str]]) -> list[str]:
-    """Return names and values in two columns, without those that are empty."""
-    return [f"  {name:8} {value}" for name, value in pairs if value]
-
-
-def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
-    """Print a title under a rule, and lines."""
-    say(f"--- {title} ".ljust(WIDTH, "-"), *lines, to=to)
-
-
 def has_tool(name: str) -> bool:
     """Return whether this project still has a tool: tools/ may be deleted."""
     tools = Path(__file__).parents[1] / "tools"
     return (tools / name).is_dir() or (tools / f"{name}.py").is_file()
-
-
-def command_line(name: str, folder: Path) -> str:
-    """Return what one types for a command on a run."""
-    return f"python -m {PACKAGE} {name} {shlex.quote(str(folder))}"
-
-
-def place_of(at: dict[str, Any] | None) -> str:
-    """Return a frame in words: "a.py, line 3, in loss: x = 1"; "" for None."""
-    if not at:
-        return ""
-    place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
-    return f"{place}: {at['code']}" if at["code"] else place

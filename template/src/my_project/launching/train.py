@@ -24,13 +24,14 @@ from pathlib import Path
 
 from .. import commands
 from ..config import Config, ConfigError
-from ..files import each_record, format_seconds, read_json, read_yaml, writing
+from ..files import read_json, read_yaml, writing
 from ..loading.layout import batch_layout
-from ..process import DRY_RUN, PACKAGE, say_that_it_imports
+from ..process import DRY_RUN, say_that_it_imports
+from ..run_files import each_record
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean, parse
+from ..words import PACKAGE, format_seconds, print_block, rows
 from . import launch
-from .summary import print_block, rows
 from .workers import in_a_child, opened_files_noted
 
 COMMAND = f"python -m {PACKAGE} train"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import BatchesConfig, Config, ConfigError
-from ..files import processes
+from ..words import processes
 
 
 @dataclass(frozen=True, kw_only=True)

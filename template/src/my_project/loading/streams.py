@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from ..accelerator import gather_on_main
 from ..config import Config, ConfigError
+from ..ranks import gather_on_main
 from ..recipe import optional, source_location
 from .layout import BatchLayout
 from .loader import check_sendable, make_loader, on_device

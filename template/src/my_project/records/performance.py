@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import blocks
 from ..config import Config
+from ..contract import RecipeModule
 from ..loading.layout import BatchLayout
 from ..recipe import optional
-from ..sharding import RecipeModule
 from ..step_sums import HostCopy
 
 # ---- speed ---------------------------------------------------------------------------------------

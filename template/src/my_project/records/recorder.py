@@ -18,8 +18,9 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..blocks import compilations, is_compiled
-from ..files import each_record, finite, kind_of, open_own, unused_name, write_atomically, writing
+from ..files import finite, open_own, unused_name, write_atomically, writing
 from ..loading.layout import BatchLayout
+from ..run_files import each_record, kind_of
 from ..run_folder import Run
 from ..state import NotFiniteError, StepReport, TrainState
 from . import performance

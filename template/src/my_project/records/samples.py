@@ -22,12 +22,13 @@ from torch.utils.data import Subset
 
 from ..config import Config
 from ..evaluate import evaluation_mode
-from ..failures import frames_of, own_frame, short_path
-from ..files import discard, shortened
+from ..failures import frames_of, own_frame
+from ..files import discard
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
 from ..recipe import optional
 from ..run_folder import Run
+from ..words import short_path, shortened
 
 logger = logging.getLogger(__name__)
 KEPT = 3  # newest folders, so that a long run does not fill the disk

@@ -19,18 +19,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..files import (
-    format_metric,
-    format_seconds,
-    kind_of,
-    printable,
-    processes,
-    say,
-    shortened,
-)
 from ..loading.layout import BatchLayout
 from ..process import LOGS, can_redraw
+from ..run_files import kind_of
 from ..run_folder import FINISHED_BEFORE, Run
+from ..words import format_metric, format_seconds, printable, processes, say, shortened
 
 logger = logging.getLogger(__name__)
 SECONDS_PER_DRAWING = 0.25

@@ -25,7 +25,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from ..config import to_dict, to_yaml
 from ..contract import TRAIN_TAGS
-from ..files import flat, is_number
+from ..files import is_number
+from ..run_files import flat
 from ..run_folder import Run
 
 logger = logging.getLogger(__name__)

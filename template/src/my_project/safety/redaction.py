@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from ..files import printable
+from ..words import printable
 
 MASK = "***"
 SECRET_END = re.compile(

@@ -35,10 +35,10 @@ from ..failures import (
     first_failure,
     late,
 )
-from ..files import format_seconds, open_own, printable, read_json, say, shortened, step_of
-from ..launching.attempts import checked, is_locked
-from ..launching.summary import place_of
+from ..files import open_own, read_json
 from ..process import PREEMPTED
+from ..run_files import checked, is_locked, step_of
+from ..words import format_seconds, place_of, printable, say, shortened
 from . import flight_recorder
 from .reader import Run, parser_of, read_folder, read_run, run_tool, time_of
 

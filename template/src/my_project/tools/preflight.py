@@ -38,12 +38,14 @@ from torch.cuda import nccl
 from torch.utils.benchmark import Timer
 
 from .. import exits
-from ..accelerator import check_launch, gather_on_main, on_main_then_broadcast, start_accelerator
+from ..accelerator import check_launch, start_accelerator
 from ..config import to_yaml
 from ..files import wait_until, write_atomically
 from ..loading import layout
 from ..process import process_name, world
-from ..run_folder import code_digest, installed, not_shared
+from ..provenance import code_digest, installed
+from ..ranks import gather_on_main, on_main_then_broadcast
+from ..run_folder import not_shared
 from .reader import format_number, print_table
 
 MB = 1_000_000

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import exit_with_error
-from ..files import RUN_FORMAT, ConfigError, each_record, flat, read_json, read_status, read_yaml
-from ..launching.attempts import checked, is_locked
-from ..process import PACKAGE
+from ..files import ConfigError, read_json, read_yaml
+from ..run_files import RUN_FORMAT, checked, each_record, flat, is_locked, read_status
+from ..words import PACKAGE
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
 NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}  # they name or place a run

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import ConfigError, format_seconds, open_own, parse_record, printable, say
+from ..files import ConfigError, open_own
+from ..run_files import parse_record
+from ..words import format_seconds, printable, say
 from .reader import NOT_COMPARED, Run, format_number, is_run, parser_of, read_run, run_tool
 
 COLUMNS = ("run", "state", "step", "best", "goodput", "age", "differs from the first")

@@ -41,11 +41,12 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import contract, optim, sharding
+from .. import blocks, contract, ema, optim, parallel, sharding
 from ..accelerator import check_launch, ddp_options, shard_on_cpu, uses_mesh, wants_sharding
 from ..config import Config, ConfigError
 from ..launching import launch
 from ..launching.train import find_where
+from ..loading import prepare
 from ..loading.layout import batch_layout, is_stream
 from ..process import no_garbage_collection
 from ..settings import parse
@@ -149,7 +150,7 @@ class Simulator:
     def data(self) -> tuple[dict[str, Any], Any]:
         """Return what the recipe knows of its data, and the training set."""
         contract.check_recipe(self.config)
-        data_info = contract.prepare_data(self.config)
+        data_info = prepare.prepare_data(self.config)
         return data_info, contract.build_datasets(self.config.recipe, data_info)[0]
 
     def step(
@@ -262,19 +263,19 @@ class _Step:
         self.parameters = sum(p.numel() for p in weights)
         self.model_bytes = sum(tensor.nbytes for tensor in (*weights, *self.raw_model.buffers()))
         accelerator = _accelerator(precision, self.world_size, is_sharded=self.is_sharded)
-        sharding.checkpoint_activations(config, self.raw_model, accelerator.state.fsdp_plugin)
+        blocks.checkpoint_activations(config, self.raw_model, accelerator.state.fsdp_plugin)
         self.optimizer = optim.build_optimizer(config.optim, config.recipe, self.raw_model)
         self.buckets: list[torch.Tensor] = []
         if self.is_sharded:
             of_run = accelerator, config
             self.model: Any = sharding.shard(*of_run, self.raw_model, self.optimizer, None)
         else:
-            self.model = sharding.RecipeModule(self.raw_model)
+            self.model = contract.RecipeModule(self.raw_model)
             if self.world_size > 1:
                 self._make_buckets(ddp_options(config))
         self.ema: Any = None
         if config.optim.ema_decay:
-            self.ema = optim.EMA(self.raw_model, config.optim.ema_decay)
+            self.ema = ema.EMA(self.raw_model, config.optim.ema_decay)
             for index, average in enumerate(self.ema.averages):  # so that the trackers know them
                 self.model.register_buffer(f"average_{index}", average)
 
@@ -294,7 +295,7 @@ class _Step:
     def micro_batch(self, batch: Any, *, is_last: bool) -> None:
         """Run forward and backward of a micro-batch, and with the last send the gradients."""
         is_cast = bool(self.dtype) and not self.is_sharded
-        with sharding.gradient_sync(self.model, is_last=is_last):
+        with parallel.gradient_sync(self.model, is_last=is_last):
             with torch.autocast("cpu", self.dtype, enabled=is_cast):
                 loss_sum, *_ = self.model(self.recipe.loss, batch, 0)
             if is_last and self.world_size > 1:  # of the loss, the items, and two votes

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...files import kind_of
+from ...run_files import kind_of
 from ..reader import Run, read_run
 
 PHASES = ("data", "evaluation", "saving")

@@ -13,7 +13,8 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
-from ...files import ConfigError, open_own, say, write_atomically
+from ...files import ConfigError, open_own, write_atomically
+from ...words import say
 from ..reader import parser_of, run_tool
 from .page import GENERATOR, page
 

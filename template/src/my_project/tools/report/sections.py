@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...files import format_seconds, read_own
-from ...launching.attempts import PARTS, goodput
-from ...process import PACKAGE
+from ...files import read_own
+from ...words import PACKAGE, format_seconds
+from ..goodput import PARTS, goodput
 from ..reader import NOT_COMPARED, format_number, time_of
 from ..spikes import spikes
 from .charts import Axis, Line, chart, key, step_axis

@@ -1,0 +1,154 @@
+"""Build the model, wrap it for DDP, autocast and torch.compile, and synchronize gradients."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from . import contract
+from .blocks import blocks, checkpoint_activations, compile_in_place
+from .config import Config
+from .contract import RecipeModule
+from .loading.layout import batch_layout
+from .optim import has_sparse_gradients
+from .process import world
+from .sharding import build_on_meta, shard
+
+
+def build_model(
+    accelerator: Accelerator,
+    config: Config,
+    data_info: dict[str, Any],
+    resume_from: Path | None = None,
+) -> tuple[nn.Module, dict[str, Tensor] | None]:
+    """Build the model on the device or, where FSDP will shard it, without its weights.
+
+    It precedes the optimizer, which looks where the parameters are.
+
+    Args:
+        accelerator: of this process.
+        config: of the run.
+        data_info: from the recipe's prepare_data.
+        resume_from: the checkpoint that the weights come from; None for new ones.
+
+    Returns:
+        The model, and what `prepare` needs to fill the shards.
+    """
+    build = partial(contract.build_model, config, data_info)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        model, weights = build_on_meta(accelerator, build)
+    else:
+        # several CPU processes have cpu:0, and a move there copies what is on the CPU, each buffer
+        # by itself: those that share memory would part
+        on_cpu = accelerator.device.type == "cpu"
+        model, weights = build().to("cpu" if on_cpu else accelerator.device), None
+        # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        if config.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if config.distributed.sync_batchnorm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    checkpoint_activations(config, model, getattr(accelerator.state, "fsdp_plugin", None))
+    return model, None if resume_from else weights
+
+
+def prepare(
+    accelerator: Accelerator,
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    weights: dict[str, Tensor] | None = None,
+) -> tuple[Any, Any]:
+    """Prepare model and optimizer for DDP, FSDP2, autocast and torch.compile.
+
+    Args:
+        accelerator: of this process.
+        config: of the run.
+        model: with its weights or, for FSDP, on the meta device.
+        optimizer: of the model's parameters.
+        weights: on rank 0 the weights of a model on the meta device, on the others {}; None leaves
+            its shards for a checkpoint to fill.
+
+    Returns:
+        What training calls, and what evaluation calls: without DDP, since batches there are
+        ragged, but with autocast and FSDP.
+    """
+    if getattr(accelerator.state, "fsdp_plugin", None):
+        prepared = shard(accelerator, config, model, optimizer, weights)
+    else:
+        keep_gradients_in_buckets(config, model, optimizer)
+        wrapper = RecipeModule(model)
+        compile_in_place(accelerator, wrapper, blocks(config.recipe, model))
+        placement = [False] if accelerator.device.type == "cpu" else None  # see build_model
+        prepared = accelerator.prepare(wrapper, device_placement=placement)
+        accelerator._models[-1] = prepared  # the DDP, for accelerator.release_groups
+    if type(prepared) is RecipeModule:  # accelerate 1.10 fails on a model that build_model compiles
+        return prepared, prepared
+    return prepared, accelerator.unwrap_model(prepared)
+
+
+def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
+    """Return the context of a micro-batch: what its backward pass sends of the gradients.
+
+    DDP all-reduces them with the last micro-batch of a step. FSDP2 reduce-scatters those of each,
+    so that no rank ever holds the whole gradient; HSDP all-reduces the shards with the last.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+    elif isinstance(model, DistributedDataParallel) and not is_last:
+        return model.no_sync()
+    return nullcontext()
+
+
+def strict_ddp(model: Any) -> DistributedDataParallel | None:
+    """Return the DDP that waits for the gradient of every parameter, if there is one."""
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return model if is_ddp and not model.find_unused_parameters else None
+
+
+def refusal_of_unused(model: Any) -> Callable[[], None] | None:
+    """Return what raises torch's error where a parameter got no gradient in a step.
+
+    DDP averages a bucket of parameters when all of them have a gradient: one without leaves the
+    others of its bucket unaveraged, which DDP itself would notice in the next step only, and after
+    the last one never. So what it calls then, which has no public name, is called in each step.
+    None if DDP waits for no gradient.
+    """
+    ddp = strict_ddp(model)
+    return ddp._check_reducer_finalized if ddp else None
+
+
+def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Any) -> None:
+    """Let optimizer.zero_grad leave zeros in DDP's buckets, where a step has several micro-batches.
+
+    With None instead, gradients would accumulate outside the buckets: 4 more bytes per parameter.
+    Called before DDP makes its buckets: it replaces the gradients that are there with views of
+    them. Not where parameters may be unused: with a gradient of zeros, the optimizer would still
+    decay the weight and move its momentum. Sparse gradients are in no bucket.
+    """
+    layout, options = batch_layout(config.batches, world()[0]), config.distributed.ddp
+    may_be_none = options.get("find_unused_parameters") or has_sparse_gradients(model)
+    are_views = options.get("gradient_as_bucket_view", True) and not may_be_none
+    if layout.world_size == 1 or layout.accumulation == 1 or not are_views:
+        return
+    parameters = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+    def set_zeros(set_to_none: bool = True) -> None:
+        for parameter in parameters:  # zeros that take no memory
+            parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+
+    def after_first_step(set_to_none: bool = True) -> None:
+        set_zeros()  # before its second step DDP makes its buckets again
+        optimizer.zero_grad = partial(type(optimizer).zero_grad, optimizer, set_to_none=False)
+
+    set_zeros()
+    optimizer.zero_grad = after_first_step

@@ -1,0 +1,217 @@
+"""Read the files of a run folder, which may be damaged or untrusted.
+
+docs/run-folder.md describes them and their fields.
+"""
+
+import fcntl
+import json
+import os
+import re
+import struct
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from .files import MOST_LINE_BYTES, is_like, is_number, open_own, read_json, read_own
+
+RUN_FORMAT = 2  # of a run folder, as run.json states it; docs/run-folder.md says what it means
+STATUS = {  # the types of fields of status.json; of the others any is shown as text
+    **dict.fromkeys(("outcome", "reason", "note"), str),
+    **dict.fromkeys(("step", "steps", "patience"), int),
+    **dict.fromkeys(("seconds", "first_step_time", "from_step"), (int, float, NoneType)),
+    **dict.fromkeys(("result", "trackers", "failure", "goodput"), dict),
+}
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Read status.json, without fields of other types; return {} for a missing or damaged file."""
+    with suppress(OSError):
+        os.listdir(folder)  # makes a network file system refresh its cache
+    status = read_json(folder / "status.json")
+    status = {k: value for k, value in status.items() if isinstance(value, STATUS.get(k, object))}
+    if "result" in status:
+        results = status["result"].items()
+        status["result"] = {k: value for k, value in results if value is None or is_number(value)}
+    for name, shares in [*status.get("goodput", {}).items()]:
+        if isinstance(shares, dict) and not all(map(is_number, shares.values())):
+            del status["goodput"][name]
+    return status
+
+
+def lock_of(folder: Path) -> Path:
+    """Return the file that a launch locks: in the run folder, which may have several paths."""
+    return folder / ".lock"
+
+
+def has_lock(file: Any, command: int) -> bool:
+    """Ask the kernel whether a file is locked; Linux.
+
+    Args:
+        file: open.
+        command: F_GETLK, for the locks of other processes, or F_OFD_GETLK, for this one's too.
+
+    Raises:
+        OSError: it cannot tell, as on a file system without locks.
+    """
+    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return struct.unpack("hhqqi0q", fcntl.fcntl(file, command, flock))[0] != fcntl.F_UNLCK
+
+
+# Appended to or updated in a run, which would go on without them if they could not be opened.
+NEEDED = ("metrics.jsonl", "starts.jsonl", "status.json")
+
+
+def each_record(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
+
+    A last line cut off by a kill is no damage.
+    """
+    with open_own(path) as file:
+        while line := file.readline(MOST_LINE_BYTES):
+            record = parse_record(line)
+            if record or line.endswith(b"\n") or not line.startswith(b"{"):
+                yield record
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Return the record in a line; {} if it holds none."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return {}
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if is_record and is_number(record.get("time", 0)) else {}
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by dotted name, those of the recipe as they are typed: recipe.width."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"  # an untrusted key may be a number
+        name = "recipe" if name == "recipe.init_args" else name
+        if name == "recipe.class_path":
+            found["recipe"] = value
+        elif isinstance(value, dict) and value:
+            found |= flat(value, f"{name}.")
+        elif value != {} or name != "recipe":  # a recipe without arguments
+            found[name] = value
+    return found
+
+
+def kind_of(record: dict[str, Any]) -> str:
+    """Return the kind of a record (docs/run-folder.md)."""
+    return str(record.get("kind"))
+
+
+STEP_FOLDER = re.compile(r"step_(\d{8,})")
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in a checkpoint's name; -1 for another name."""
+    match = STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else -1
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, oldest first, including damaged ones."""
+    found = [p.parent for p in run_folder.glob("checkpoints/step_*/manifest.json")]
+    return sorted((p for p in found if step_of(p) >= 0), key=step_of)
+
+
+NUMBER = (int, float)
+ENDED = ("finished", "preempted")  # with nothing to do again
+LINE = {  # the types of fields of a line in starts.jsonl
+    **dict.fromkeys(("event", "id"), str),
+    "time": NUMBER,
+    **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
+    **dict.fromkeys(("outcome", "cause"), (str, NoneType)),
+}
+OPTIONAL = {"step": None, "progress_time": None, "at": None, "frames": []}
+FAILURE = {  # the types of fields of an error file
+    **dict.fromkeys(("rank", "exit_code"), int),
+    **dict.fromkeys(("host", "reason", "cause", "launch"), str),
+    "time": NUMBER,
+    **dict.fromkeys(("step", "progress_time"), (*NUMBER, NoneType)),
+    "at": (dict, NoneType),
+    "frames": list,
+}
+FRAME = {"file": str, "line": int, "function": str, "code": str}
+
+
+def checked(failure: Any) -> dict[str, Any]:
+    """Return what an error file or status.json holds of a failure; {} where it is damaged."""
+    if not isinstance(failure, dict) or not is_like(found := OPTIONAL | failure, FAILURE):
+        return {}
+    frames = [*found["frames"], *filter(None, [found["at"]])]
+    return found if all(is_like(one, FRAME) for one in frames) else {}
+
+
+def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
+    """Read the error files of a launch (its token) from a run folder."""
+    paths = (folder / "errors").glob("*_rank_*_step_*.json")
+    return [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a launch holds the lock on a run folder; None where that cannot be found out.
+
+    The kernel is asked (F_GETLK), so no lock is taken. Not for the process that holds the lock:
+    closing the file would release it.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        with open_own(lock_of(folder)) as file:
+            return has_lock(file, fcntl.F_GETLK)
+    except FileNotFoundError:
+        return False
+    except OSError:  # no permission, or a file system without locks
+        return None
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """Return the step of the newest complete checkpoint."""
+    return next(map(step_of, checkpoints(folder)[-1:]), None)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of starts.jsonl, without damaged ones; [] where no launcher wrote any."""
+    found = []
+    with suppress(OSError):
+        for text in read_own(folder / "starts.jsonl").splitlines():
+            with suppress(ValueError, LookupError, TypeError):
+                line = json.loads(text)
+                if is_like(dict.fromkeys(LINE) | line, LINE):
+                    found.append(line)
+    return found
+
+
+def last_record(folder: Path) -> dict[str, Any]:
+    """Return the last record of metrics.jsonl; {} without one."""
+    return next(iter(deque(records(folder), maxlen=1)), {})
+
+
+def records(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of metrics.jsonl that are not damaged."""
+    with suppress(OSError):  # there are none yet, or the storage is gone
+        yield from filter(None, each_record(folder / "metrics.jsonl"))
+
+
+def each_start(folder: Path) -> list[dict[str, Any]]:
+    """Return the starts in starts.jsonl by time, each with the fields of both of its lines.
+
+    "began" and "checkpoint_before" are of the first; "time" is when it ended, None for one that
+    is under way or whose launcher was killed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines(folder):
+        if line["event"] == "start":
+            before = {"began": line["time"], "checkpoint_before": line.get("checkpoint")}
+            found[line["id"]] = line | before | {"time": None, "first_step_time": None}
+        elif line["id"] in found:
+            found[line["id"]] |= line
+    return sorted(found.values(), key=lambda start: start["began"])

@@ -1,0 +1,92 @@
+"""What the time of a run was spent on."""
+
+import math
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+from ..files import is_number
+from ..run_files import ENDED, each_start, kind_of, records
+from ..words import format_seconds
+
+GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
+START_SECONDS = 60.0  # a run that has kept no step in this time has no goodput to show yet
+PAUSES = {"checkpoint": "saving", "evaluation": "evaluation"}  # by the kind of their records
+PARTS = ("kept", "startup", "lost", "saving", "evaluation", "data", "ending")
+
+
+def goodput(folder: Path) -> dict[str, Any]:
+    """Return what the time of a run was spent on, as fractions by name; {} without starts.jsonl.
+
+    Returns:
+        "launcher" and "calendar", over the time in which a launcher ran and over that since the
+        first one began: "seconds", and the share of each of PARTS; in the calendar also "down".
+        "unknown_starts": those by accelerate launch or torchrun, of which no line says anything.
+    """
+    if not (starts := each_start(folder)):
+        return {}
+    kept_step = math.inf  # from which later starts have continued
+    for start in reversed(starts):
+        is_lost = start.get("outcome", "finished") not in ENDED  # finished: it may be under way
+        start["kept_step"] = min(kept_step, (start.get("checkpoint") or 0) if is_lost else math.inf)
+        start["is_lost"] = is_lost or (start.get("step") or 0) > start["kept_step"]
+        if start.get("from_step") is not None:
+            kept_step = min(kept_step, start["from_step"])
+        start |= {"last": start["began"], "kept_until": 0.0, "data_until": 0.0}
+    began = [start["began"] for start in starts]
+    sums: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    unknown_starts = 0
+    for record in records(folder):
+        when, kind = number(record, "time"), kind_of(record)
+        start = starts[max(0, bisect_right(began, when) - 1)]
+        if not start["began"] <= when <= (start["time"] or math.inf):
+            unknown_starts += kind == "start"
+            continue
+        start["last"] = when
+        if kind == "start" or record["step"] > start["kept_step"]:
+            continue
+        first = start["first_step_time"] = start["first_step_time"] or when
+        start["kept_until"] = max(first, when)
+        if when > first and kind == "interval":
+            since = max(first, start["data_until"])
+            sums["data"] += number(record, "data_share") * (when - since)
+            start["data_until"] = when
+        elif when > first and kind in PAUSES:
+            sums[PAUSES[kind]] += number(record, "seconds")
+    for start in starts:
+        ended = start["time"] = start["time"] or start["last"]
+        first = start["first_step_time"] or ended
+        kept_until = max(first, start["kept_until"])
+        sums["startup"] += first - start["began"]
+        sums["kept"] += kept_until - first
+        sums["lost" if start["is_lost"] else "ending"] += ended - kept_until
+    pauses = sums["data"] + sums["saving"] + sums["evaluation"]
+    sums["kept"] = max(0.0, sums["kept"] - pauses)
+    launcher = sum(sums.values())
+    calendar = max(launcher, max(start["time"] for start in starts) - began[0])
+    return {
+        "launcher": shares(sums, launcher),
+        "calendar": shares(sums | {"down": calendar - launcher}, calendar),
+        "unknown_starts": unknown_starts,
+    }
+
+
+def number(record: dict[str, Any], name: str) -> float:
+    """Return a number of a record; 0 where it is damaged."""
+    return record[name] if is_number(record.get(name)) else 0.0
+
+
+def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
+    """Return the share of each part in the whole, whose seconds are the first item."""
+    found = {name: round(part / (whole or 1), 4) for name, part in seconds.items()}
+    return {"seconds": round(whole, 1)} | found
+
+
+def in_words(status: dict[str, Any]) -> str:
+    """Return the goodput in a status.json as a line; "" where it is good or says nothing yet."""
+    calendar = status.get("goodput", {}).get("calendar")
+    if not isinstance(calendar, dict) or not {"kept", "seconds"} <= calendar.keys():
+        return ""
+    text = f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
+    is_start = calendar["kept"] == 0 and calendar["seconds"] < START_SECONDS
+    return text if calendar["kept"] < GOOD and not is_start else ""

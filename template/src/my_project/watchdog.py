@@ -1,0 +1,201 @@
+"""End a run that makes no progress: stacks, NCCL traces, exit."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from contextlib import closing, suppress
+from typing import Any
+
+import torch
+
+from . import failures
+from .config import Config
+from .files import open_own
+from .process import HELD_SECONDS, LIBC, LOGS, end_children, process_name, stacks_file
+from .run_folder import Run
+
+# Until the watchdogs of other ranks, which look once a second, have reported too: when this process
+# exits, its launcher ends them.
+ABORT_WAIT_SECONDS = 5.0
+# A process whose innermost frame is in one of these files waits for other ranks.
+WAITING_FILES = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/torch/autograd/graph.py",
+    "/torch/cuda/streams.py",
+    "/step_sums.py",
+)
+
+
+class LastResort:
+    """End this process where C code holds Python's lock, so that the watchdog cannot run.
+
+    A timer of the kernel sends SIGVTALRM twice, unless it is set again before. The first one only
+    takes its own handler out (System V semantics), the second finds none, and ends the process. Of
+    signals to a process that is stopped (Ctrl-Z, a scheduler) the kernel keeps one, so such a time
+    ends nothing, however long. The stacks are written shortly before, to a file in the log folder,
+    else to stderr; also after such a time, and then removed from the file. Without glibc
+    faulthandler ends the process, and does count such a time.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.timer = ctypes.c_void_p()
+        self.has_timer = hasattr(LIBC, "sysv_signal")
+        if self.has_timer:  # struct sigevent: SIGEV_SIGNAL is 0, CLOCK_MONOTONIC 1
+            event = struct.pack("Pii48x", 0, signal.SIGVTALRM, 0)
+            LIBC.timer_create(1, event, ctypes.byref(self.timer))
+        self.dumps_at = float("inf")
+        self.stacks: Any = 2
+        with suppress(KeyError, OSError):  # not under the launcher; a full disk
+            self.stacks = stacks_file(os.environ[LOGS], rank).open("ab")
+
+    def set(self, seconds: float) -> None:
+        """End this process in so many seconds, not counting those in which it is stopped."""
+        if time.monotonic() > self.dumps_at and self.stacks != 2:
+            self.stacks.truncate(0)
+        self.dumps_at = time.monotonic() + 0.9 * seconds
+        faulthandler.dump_traceback_later(0.9 * seconds, exit=not self.has_timer, file=self.stacks)
+        if self.has_timer:
+            LIBC.sysv_signal(signal.SIGVTALRM, LIBC.abs)  # a function that does nothing
+            half = int(seconds / 2), int(seconds / 2 % 1 * 1e9)  # and nanoseconds
+            LIBC.timer_settime(self.timer, 0, struct.pack("4l", *half, *half), None)
+
+    def close(self) -> None:
+        """Leave this process alone."""
+        faulthandler.cancel_dump_traceback_later()
+        if self.has_timer:
+            LIBC.timer_delete(self.timer)
+        if self.stacks != 2:
+            self.stacks.close()
+            os.unlink(self.stacks.name)
+
+
+class Watchdog:
+    """End this process, and report where it stalled, when it has made no progress for too long.
+
+    The long limit holds for startup, each micro-batch of an evaluation, saves and the end of a run;
+    the short one for steps, once one has been completed since. Time in which the process was
+    stopped (Ctrl-Z) or waited for a command to pdb does not count. The limit does not depend on the
+    backend, so a loader or storage that hangs is noticed too.
+    """
+
+    def __init__(self, run: Run) -> None:
+        options = run.config.distributed
+        self.run = run
+        self.short = options.timeout_seconds
+        self.long = max(self.short, options.startup_timeout_seconds)
+        self.limit = self.long
+        self._has_progress = True
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def step_done(self) -> None:
+        """Note that a step has been completed."""
+        self._note_progress()
+        self.limit = self.short
+
+    def allow_long_limit(self) -> None:
+        """Allow the long limit until a step has been completed."""
+        self._note_progress()
+        self.limit = self.long
+
+    def _note_progress(self) -> None:
+        self._has_progress = True
+        self.run.progress_time = time.time()
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with closing(LastResort(self.run.rank)) as last_resort:
+            self._watch(last_resort)
+
+    def _watch(self, last_resort: LastResort) -> None:
+        waited, interval = 0.0, min(1.0, self.short / 4)
+        while not self._ended.wait(interval):
+            waited = 0.0 if self._has_progress or is_in_debugger() else waited + interval
+            self._has_progress = False
+            last_resort.set(self.limit + HELD_SECONDS)
+            if waited >= self.limit:
+                self._abort(waited)
+
+    def _abort(self, waited: float) -> None:
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        frames = failures.frames_in(traceback.extract_stack(main))
+        at = failures.own_frame(frames) or frames[-1]
+        waits = any(part in frames[-1]["file"] for part in WAITING_FILES)
+        waits &= len(self.run.hosts) > 1
+        place = f"{at['function']} ({at['file']}, line {at['line']})"
+        state = "waits for other ranks" if waits else "stalled"
+        failure = failures.record(
+            reason=f"no progress for {waited:.0f} s; {state} at {place}",
+            cause="waiting" if waits else "stalled",
+            frames=frames,
+            details=stacks(),
+        )
+        print(
+            f"{process_name()}: {failure['reason']}\n{failure['details']}",
+            file=sys.__stderr__,
+            flush=True,
+        )
+        self.run.record_error(failure)
+        save_nccl_trace(self.run)
+        self.run.fail(failure)
+        if len(self.run.hosts) > 1:
+            time.sleep(ABORT_WAIT_SECONDS)
+        end_children()
+        os._exit(1)
+
+
+def is_in_debugger() -> bool:
+    """Return whether the main thread waits for a command to pdb, or to a debugger made from it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame:
+        if frame.f_code.co_name == "interaction" and frame.f_globals.get("__name__") == "pdb":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def stacks() -> str:
+    """Return the Python stack of every other thread as text, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames
+        if ident != threading.get_ident()
+    )
+
+
+def name_nccl_traces(config: Config) -> None:
+    """Name the files into which NCCL writes its last collectives when one fails."""
+    trace = config.folder.absolute() / "errors" / "nccl_trace_rank_"
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trace))
+
+
+def save_nccl_trace(run: Run) -> None:
+    """Write what the flight recorder holds, as JSON; nothing where there is no NCCL."""
+    distributed = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(distributed, "_dump_nccl_trace_json", None)
+    if dump is None or not torch.cuda.is_available():
+        return
+    try:
+        trace = dump(includeCollectives=True, onlyActive=False)
+        path = run.folder / "errors" / f"nccl_trace_rank_{run.rank:05d}.json"
+        with open_own(path, "wb") as file:
+            file.write(trace if isinstance(trace, bytes) else str(trace).encode())
+    except (OSError, RuntimeError, TypeError) as error:
+        print(f"{process_name()}: no NCCL trace: {error}", file=sys.__stderr__, flush=True)

@@ -1,0 +1,76 @@
+"""Durations, numbers, plurals and frames as text; what is printed."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGE = __package__ or ""  # a copy of the loop has another name
+
+
+def short_path(file: str) -> str:
+    """Return a path relative to the current folder, if it is below it."""
+    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Replace characters that are not printable, such as those that control a terminal."""
+    return "".join(c if c.isprintable() or c in keep else "?" for c in text)
+
+
+def say(*lines: object, to: Any = None) -> None:
+    """Print untrusted lines without characters that control the terminal."""
+    text = printable("\n".join(map(str, lines)), keep="\n\t")
+    print(text, file=to or sys.stdout, flush=True)
+
+
+def processes(count: int) -> str:
+    """Return a number of processes in words: "1 process", "2 processes"."""
+    return f"{count} process{'es' * (count != 1)}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration: 41 s, 3 min 5 s, 2 h 10 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def format_metric(value: float | None) -> str:
+    """Format a metric: four decimals, or none where it is large."""
+    if value is None:
+        return "not a number"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def shortened(text: str, length: int) -> str:
+    """Return at most so many characters of a text; what is cut off is marked by "..."."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+WIDTH = 80  # of the rule above a block
+
+
+def rows(pairs: list[tuple[str, str]]) -> list[str]:
+    """Return names and values in two columns, without those that are empty."""
+    return [f"  {name:8} {value}" for name, value in pairs if value]
+
+
+def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
+    """Print a title under a rule, and lines."""
+    say(f"--- {title} ".ljust(WIDTH, "-"), *lines, to=to)
+
+
+def command_line(name: str, folder: Path) -> str:
+    """Return what one types for a command on a run."""
+    return f"python -m {PACKAGE} {name} {shlex.quote(str(folder))}"
+
+
+def place_of(at: dict[str, Any] | None) -> str:
+    """Return a frame in words: "a.py, line 3, in loss: x = 1"; "" for None."""
+    if not at:
+        return ""
+    place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
+    return f"{place}: {at['code']}" if at["code"] else place
