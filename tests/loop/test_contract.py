@@ -329,8 +329,8 @@ def test_scalars_whose_names_differ_are_refused(tmp_path, misnames, sentence):
 def test_the_code_that_hosts_compare_is_that_of_every_module_and_the_recipe(tmp_path, monkeypatch):
     module, recipe = tmp_path / "project/loading/seeding.py", tmp_path / "own.py"
     module.parent.mkdir(parents=True)
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "project/run_folder.py"))
-    monkeypatch.setattr(run_folder.inspect, "getsourcefile", lambda _: str(recipe))
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "project/provenance.py"))
+    monkeypatch.setattr(provenance.inspect, "getsourcefile", lambda _: str(recipe))
     digests = set()
     for texts in (("", ""), ("x = 1", ""), ("", "x = 1")):
         for path, text in zip((module, recipe), texts, strict=True):

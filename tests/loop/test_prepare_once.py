@@ -24,7 +24,7 @@ def wait_for(folder: Path, pattern: str, count: int) -> None:
 def come(folder: Path, nodes: int) -> int:
     """Come to the preparation as one of four ranks, after rank 0; return the rank."""
     rank = int(os.environ["RANK"])
-    contract.socket.gethostname = lambda: f"host{rank * nodes // 4}"  # type: ignore[attr-defined]
+    preparing.socket.gethostname = lambda: f"host{rank * nodes // 4}"  # type: ignore[attr-defined]
     if rank:
         wait_for(folder, "inside_0", 1)
         (folder / f"outside_{rank}").touch()
@@ -96,7 +96,7 @@ def test_where_the_file_system_has_no_locks_each_process_prepares(tmp_path, monk
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(contract.FileLock, "acquire", refuse)
+    monkeypatch.setattr(preparing.FileLock, "acquire", refuse)
     with in_turn(tmp_path), in_turn(tmp_path):
         pass
     assert "each process prepares the data itself" in caplog.text

@@ -19,8 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from . import failures, files, run_files
 from . import manifest as manifests
 from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
@@ -364,7 +362,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
             ignore_ended_workers()
             raise
     except BaseException as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if failures.cause_of(error) == "out of memory":
             error.add_note(
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
                 " same."

@@ -71,11 +71,10 @@ from ..run_folder import starts_over_now
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean
 from ..settings import parse as parse_settings
-from ..tools.goodput import goodput
 from ..words import PACKAGE, say
 from . import attempts
 from .attempts import Starts, failed, status_locked
-from .summary import Ending, how_it_ended, unexplained
+from .summary import Ending, how_it_ended, tool, unexplained
 from .workers import Workers, in_a_child, opened_files_noted, start_method
 
 TRAIN = f"{PACKAGE}.train"
@@ -591,7 +590,8 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
             status = as_failed(folder, status, found)
         elif status.get("outcome") == "running" and not workers.stop_signal:  # also by os._exit(0)
             status |= {"outcome": "failed", "reason": unexplained(codes)}
-        status["goodput"] = goodput(folder)
+        if goodput := tool("goodput"):
+            status["goodput"] = goodput.goodput(folder)
         with suppress(OSError), status_locked(folder):  # a full disk, or another launch
             if starts.is_new:
                 write_atomically(folder / "status.json", json.dumps(status) + "\n")

@@ -1,5 +1,6 @@
 """How a launch ended, and the block that says so, last on the screen. Imports no torch."""
 
+import importlib
 import signal
 import sys
 from contextlib import suppress
@@ -12,8 +13,16 @@ from ..files import read_yaml
 from ..manifest import read_manifest
 from ..process import PREEMPTED
 from ..run_files import checkpoints, step_of
-from ..tools.goodput import in_words
-from ..words import command_line, format_metric, format_seconds, place_of, print_block, rows, say
+from ..words import (
+    PACKAGE,
+    command_line,
+    format_metric,
+    format_seconds,
+    place_of,
+    print_block,
+    rows,
+    say,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +102,7 @@ class Ending:
             title = f"stopped: saved at step {step} of {steps}"
             pairs[0] = ("reason", self.status.get("reason", ""))
             pairs += [("note", self.status.get("note", "")), self._warnings, *links(self.status)]
-            pairs.append(("goodput", in_words(self.status)))
+            pairs.append(("goodput", goodput_in_words(self.status)))
         print_block(title, [*rows(pairs), *self._next("the same command")])
 
     def _next(self, what: str) -> list[str]:
@@ -121,7 +130,7 @@ class Ending:
             ("error", reason),
             ("ranks", ranks),
             self._warnings,
-            ("goodput", in_words(self.status)),
+            ("goodput", goodput_in_words(self.status)),
             ("logs", str(self.folder / "logs")),
             ("doctor", doctor),
         ]
@@ -155,7 +164,7 @@ def print_finished(folder: Path, status: dict[str, Any], *more: tuple[str, str])
         ("note", status.get("note", "")),
         *more,
         ("time", f"{format_seconds(status.get('seconds', 0))} in the last start"),
-        ("goodput", in_words(status)),
+        ("goodput", goodput_in_words(status)),
         ("best", best_of(folder)),
         ("result", ", ".join(results)),
         ("weights", str(folder / "export")),
@@ -181,6 +190,17 @@ def best_of(folder: Path) -> str:
 def links(status: dict[str, Any]) -> list[tuple[str, str]]:
     """Return where the trackers show the run, as rows."""
     return [("tracker", link) for link in status.get("trackers", {}).values()]
+
+
+def goodput_in_words(status: dict[str, Any]) -> str:
+    """Return the goodput in a status.json as a line; "" where it is good, or nothing is known."""
+    goodput = tool("goodput")
+    return str(goodput.in_words(status)) if goodput else ""
+
+
+def tool(name: str) -> Any:
+    """Return a module of tools/; None where it was deleted."""
+    return importlib.import_module(f"{PACKAGE}.tools.{name}") if has_tool(name) else None
 
 
 def has_tool(name: str) -> bool:
