@@ -19,7 +19,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from my_project import contract, provenance, run_folder
+from my_project import contract, provenance
 from my_project.config import Config, ConfigError, to_yaml
 from my_project.recipe import problems
 from my_project.settings import parse

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from my_project import contract
 from my_project.files import wait_until
 from my_project.loading import prepare as preparing
 from my_project.loading.prepare import first_alone, in_turn, until_all_are_done
