@@ -98,6 +98,7 @@ TEMPLATE_FILES = (
     "src/my_project/checks/findings.py",
     "src/my_project/checks/ranks.py",
     "src/my_project/checks/recipe.py",
+    "src/my_project/checks/start.py",
     "src/my_project/commands.py",
     "src/my_project/config.py",
     "src/my_project/contract.py",

@@ -43,8 +43,8 @@ def _evaluate(accelerator: Accelerator, config: Config) -> dict[str, float]:
     call = accelerator.prepare_model(contract.RecipeModule(model), evaluation_mode=True)
     _, data_sets = config.recipe.build_datasets(data_info)
     told: list[None] = []
-    watchdog: Any = SimpleNamespace(allow_long_limit=lambda: told.append(None))
-    results = evaluate(accelerator, config, call, data_sets, config.steps or 0, watchdog)
+    step = config.steps or 0
+    results = evaluate(accelerator, config, call, data_sets, step, lambda: told.append(None))
     assert bool(gather_on_main(accelerator, "lists")) == accelerator.is_main_process
     size = micro_batch_size(config) * accelerator.num_processes
     rounds = (math.ceil(len(data) / size) for data in data_sets.values())

@@ -30,8 +30,8 @@ def is_ended(folder: Path, act: Callable[[Any], object]) -> bool:
 
 
 def test_only_a_run_without_progress_is_ended(tmp_path):
-    assert not is_ended(tmp_path, lambda watchdog: watchdog.step_done())
-    assert not is_ended(tmp_path, lambda watchdog: watchdog.allow_long_limit())
+    assert not is_ended(tmp_path, lambda watchdog: watchdog.run.note_progress(is_step=True))
+    assert not is_ended(tmp_path, lambda watchdog: watchdog.run.note_progress())
     assert is_ended(tmp_path, lambda watchdog: None)
 
 

@@ -41,7 +41,6 @@ from .optim import optimizer_class
 from .process import no_garbage_collection, world
 from .run_folder import Run
 from .settings import did_you_mean
-from .watchdog import name_nccl_traces
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
 TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
@@ -186,7 +185,6 @@ def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Sto
 def start_accelerator(config: Config) -> Iterator[Accelerator]:
     """Create the Accelerator; destroy its process group afterwards, unless NCCL could hang."""
     init_method = keep_on_this_machine()
-    name_nccl_traces(config)
     AcceleratorState._reset_state(True)  # another run in this process, or a recipe, has made one
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
@@ -199,7 +197,7 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
         kwargs_handlers=[
             ddp_options(config),
             initial_loss_scale(config),
-            # stopping.Watchdog acts before, and reports where each rank stalled
+            # watchdog.py acts before, and reports where each rank stalled
             InitProcessGroupKwargs(
                 init_method=init_method, timeout=timedelta(seconds=60 + longest)
             ),

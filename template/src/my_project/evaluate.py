@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import seed_forward
 from .ranks import gather_on_main, on_main_then_broadcast
 from .recipe import optional
-from .watchdog import Watchdog
+from .run_folder import Run
 
 logger = logging.getLogger(__name__)
 DEFAULT_SIZE = 64  # samples of a micro-batch, where the config has no number
@@ -33,7 +33,7 @@ def evaluate(
     model: Any,
     datasets: dict[str, Any],
     step: int,
-    watchdog: Watchdog | None = None,
+    note_progress: Callable[[], None] | None = None,
     *,
     is_sanity_check: bool = False,
 ) -> dict[str, float]:
@@ -49,7 +49,7 @@ def evaluate(
         model: prepared; called with a function of the plain model (sharding.RecipeModule).
         datasets: map-style, by name.
         step: the number of steps that the weights have been trained for; told to `loss`.
-        watchdog: told of each micro-batch, since a large dataset may take longer than its limit.
+        note_progress: called before each micro-batch: a large dataset takes long.
         is_sanity_check: take one micro-batch of each, on each rank.
 
     Returns:
@@ -82,8 +82,8 @@ def evaluate(
                 for _ in range(2)
             )
             for m, batch in zip(numbers, on_device(loader, device), strict=True):
-                if watchdog:
-                    watchdog.allow_long_limit()
+                if note_progress:
+                    note_progress()
                 seed_forward(config.seed, f"evaluation/{name}", m, device)
                 model(update, batch, metrics if m < count else discarded)
             merge_metrics_on_main(accelerator, metrics)
@@ -106,13 +106,7 @@ def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None
         model.train()
 
 
-def sanity_check(
-    accelerator: Accelerator,
-    config: Config,
-    model: Any,
-    datasets: dict[str, Any],
-    watchdog: Watchdog,
-) -> None:
+def sanity_check(run: Run, accelerator: Accelerator, model: Any, datasets: dict[str, Any]) -> None:
     """Run one micro-batch of each dataset through the evaluation, before the first step.
 
     A mistake in a metric then ends the run before it has trained. The results are discarded;
@@ -121,7 +115,8 @@ def sanity_check(
     """
     with restored_state(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as that a micro-batch lacks a class
-        evaluate(accelerator, config, model, datasets, 0, watchdog, is_sanity_check=True)
+        told = run.note_progress
+        evaluate(accelerator, run.config, model, datasets, 0, told, is_sanity_check=True)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Build the model, wrap it for DDP, autocast and torch.compile, and synchronize gradients."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -109,22 +108,15 @@ def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
     return nullcontext()
 
 
-def strict_ddp(model: Any) -> DistributedDataParallel | None:
-    """Return the DDP that waits for the gradient of every parameter, if there is one."""
-    is_ddp = isinstance(model, DistributedDataParallel)
-    return model if is_ddp and not model.find_unused_parameters else None
-
-
-def refusal_of_unused(model: Any) -> Callable[[], None] | None:
-    """Return what raises torch's error where a parameter got no gradient in a step.
+def refuse_unused(model: Any) -> None:
+    """Raise torch's error where a parameter got no gradient in a step.
 
     DDP averages a bucket of parameters when all of them have a gradient: one without leaves the
     others of its bucket unaveraged, which DDP itself would notice in the next step only, and after
     the last one never. So what it calls then, which has no public name, is called in each step.
-    None if DDP waits for no gradient.
     """
-    ddp = strict_ddp(model)
-    return ddp._check_reducer_finalized if ddp else None
+    if isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+        model._check_reducer_finalized()
 
 
 def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Any) -> None:

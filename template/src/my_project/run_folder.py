@@ -48,7 +48,8 @@ class Run:
         self.rank = rank
         self.total_steps = 0  # until the data is known
         self.step = 0  # steps done, for failure reports
-        self.progress_time: float | None = None  # of the last progress that the watchdog was told
+        self.progress_time: float | None = None  # of the last progress
+        self.is_stepping = False  # that was a step, so that the next one is due soon
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the steps done before it
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
@@ -102,6 +103,10 @@ class Run:
             files.write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
         except OSError as error:  # a full disk must not end the run
             logger.error("%s/status.json cannot be written: %s", self.folder, error)
+
+    def note_progress(self, *, is_step: bool = False) -> None:
+        """Note that a step has ended, or that something begins that may take longer than a step."""
+        self.progress_time, self.is_stepping = time.time(), is_step
 
     def first_step_ended(self, step: int) -> None:
         """Note when the first step of this start ended, for its launcher."""

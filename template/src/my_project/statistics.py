@@ -25,11 +25,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from .loading.layout import BatchLayout
-from .step_sums import StepSums, dtype_of_sums
+from .step_sums import DelayedReader, StepSums, dtype_of_sums
 
 
 def exact_statistics(
-    accelerator: Accelerator, model: nn.Module, layout: BatchLayout
+    accelerator: Accelerator, model: nn.Module, layout: BatchLayout, reader: DelayedReader
 ) -> "RunningStatistics | None":
     """Return what keeps the running statistics of a prepared model exact; None if it has none."""
     layers = [
@@ -39,16 +39,22 @@ def exact_statistics(
         and not isinstance(layer, nn.SyncBatchNorm)
         and None not in (layer.running_mean, layer.num_batches_tracked, layer.momentum)
     ]
-    return RunningStatistics(accelerator, model, layers, layout) if layers else None
+    return RunningStatistics(accelerator, model, layers, layout, reader) if layers else None
 
 
 class RunningStatistics:
     """The running statistics of a model's layers in one step. L: layers, C: their statistics."""
 
     def __init__(
-        self, accelerator: Accelerator, model: Any, layers: list[Any], layout: BatchLayout
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        layers: list[Any],
+        layout: BatchLayout,
+        reader: DelayedReader,
     ) -> None:
         """Prepare; from here on, DDP no longer broadcasts the statistics of rank 0."""
+        self.reader = reader
         device = accelerator.device
         self.dtype = dtype_of_sums(device)
         self.model = model
@@ -62,10 +68,11 @@ class RunningStatistics:
         lengths = torch.tensor(self.sizes).view(-1, 2).sum(1)
         self.layer_of = torch.arange(len(layers)).repeat_interleave(lengths).to(device)  # (C,)
         self.part_sizes = [len(self.layer_of), len(layers), len(layers)]
-        # of the step's micro-batches so far: weighted statistics (C,), weights (L,) and calls (L,)
-        self.parts: Tensor | None = None
-        if layout.world_size > 1:
-            self.parts = torch.zeros(sum(self.part_sizes), dtype=self.dtype, device=device)
+        # several ranks: of the step's micro-batches so far, weighted statistics (C,), weights (L,)
+        # and calls (L,), behind the sums of the step, by whose all-reduce they are summed
+        self.has_parts = layout.world_size > 1
+        if self.has_parts:
+            reader.make_room(sum(self.part_sizes))
         self.momenta: list[float] = []
         if isinstance(model, DistributedDataParallel):
             # a frozen layer may be a copy that the recipe writes: DDP broadcasts it as before
@@ -83,10 +90,10 @@ class RunningStatistics:
         returned = self.model(*arguments)
         # read here, since a forward that the backward pass computes again would count twice
         statistics, calls = self._read()
-        if self.parts is None:
-            self.start = statistics, calls
+        if self.has_parts:
+            self._add(self.reader.current.rest, statistics, calls)
         else:
-            self._add(self.parts, statistics, calls)
+            self.start = statistics, calls
         self.number += self.layout.world_size
         return returned
 
@@ -94,13 +101,12 @@ class RunningStatistics:
         """Move the statistics by all micro-batches of a step, or leave them where it is skipped."""
         before, calls_before = self.before
         after, calls = self.start
-        if self.parts is not None:
-            parts, weights, added = sums.statistics.split(self.part_sizes)
+        if self.has_parts:
+            parts, weights, added = sums.rest.split(self.part_sizes)
             mean = parts / weights[self.layer_of]
             moved = torch.lerp(after, mean, 1 - self._decay(added)[self.layer_of])
             after = torch.where((weights > 0)[self.layer_of], moved, after)
             calls = calls + added.long()
-            self.parts.zero_()
         is_finite = torch.as_tensor(norm, device=calls.device).isfinite()
         moves = is_finite | (calls == calls_before)
         after = torch.where(moves[self.layer_of], after, before)

@@ -26,25 +26,23 @@ class StepSums:
     """The sums of one step over its micro-batches and, by one all-reduce, over all ranks.
 
     They are one tensor, in the order of StepReport's fields. The scalars of a recipe, which only
-    its first loss names, follow, then the parts of BatchNorm's statistics, which no host reads.
+    its first loss names, follow, then what no host reads (DelayedReader.make_room).
     """
 
-    def __init__(self, accelerator: Accelerator, parts: Tensor | None = None) -> None:
-        """Allocate the memory; no scalars yet. For parts, see statistics.py."""
+    def __init__(self, accelerator: Accelerator) -> None:
+        """Allocate the memory; no scalars yet."""
         device = accelerator.device
         self.world_size = accelerator.num_processes
         self.work: Any = None
         self.began = self.ready = 0.0  # timestamps: the step begins, this rank needs the others
-        self.parts = parts
-        size = 6 + (0 if parts is None else len(parts))
-        self.allocate(torch.zeros(size, dtype=dtype_of_sums(device), device=device))
+        self.allocate(torch.zeros(6, dtype=dtype_of_sums(device), device=device))
 
     def allocate(self, memory: Tensor, names: tuple[str, ...] = ()) -> None:
         """Use a tensor of zeros, for the scalars of these names too."""
         self.tensor = memory
         self.over_all_ranks = memory[LOSS:]
         self.numbers = memory[: 6 + len(names)]
-        self.statistics = memory[6 + len(names) :]
+        self.rest = memory[6 + len(names) :]
         # on a CPU the same memory as numbers: a kernel for a scalar takes longer than all sums
         self.sums: Any = self.numbers.numpy().data if memory.is_cpu else [*self.numbers.unbind()]
         self.indices = {name: index for index, name in enumerate(names, SAVE_VOTES + 1)}
@@ -84,8 +82,6 @@ class StepSums:
             self.add_to(STOP_VOTES, wants_stop)
             self.add_to(SAVE_VOTES, wants_save)
         self.add_to(OWN_LOSS, self.sums[LOSS])
-        if self.parts is not None:
-            self.statistics.copy_(self.parts)
         if self.world_size > 1:
             self.work = torch.distributed.all_reduce(self.over_all_ranks, async_op=True)
 
@@ -138,9 +134,9 @@ class HostCopy:
 class DelayedReader:
     """Read the sums of a step one step later, when the device has them anyway."""
 
-    def __init__(self, accelerator: Accelerator, parts: Tensor | None = None) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         # of this step, and of the one before, which has not been read
-        self.both = [StepSums(accelerator, parts), StepSums(accelerator, parts)]
+        self.both = [StepSums(accelerator), StepSums(accelerator)]
         self.accelerator = accelerator
         self.pending: tuple[int, HostCopy, Any, Any] | None = None
 
@@ -152,7 +148,19 @@ class DelayedReader:
         """
         agree(self.accelerator, {"what loss returns": names})
         for sums in self.both if names else ():
-            sums.allocate(sums.tensor.new_zeros(len(sums.tensor) + len(names)), names)
+            memory = sums.tensor.new_zeros(len(sums.tensor) + len(names))
+            memory[6 + len(names) :] = sums.rest  # of the forward that has just named them
+            sums.allocate(memory, names)
+
+    def make_room(self, size: int) -> None:
+        """Make room for numbers that all ranks sum and no host reads, as those of statistics.py."""
+        for sums in self.both:
+            sums.allocate(sums.tensor.new_zeros(len(sums.tensor) + size))
+
+    @property
+    def current(self) -> StepSums:
+        """The sums of this step."""
+        return self.both[0]
 
     def begin(self) -> StepSums:
         """Return the sums of a new step, which are zero."""

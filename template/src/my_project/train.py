@@ -1,4 +1,4 @@
-"""Train a recipe: the order of everything in a step, top to bottom.
+"""Train a recipe: a run from its start to its end, and the order of everything in a step.
 
 accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
     -m my_project.train --config configs/image_classification.yaml --optim.lr 3e-3
@@ -7,34 +7,78 @@ accelerate launch --config_file accelerate_configs/cpu_2_processes.yaml \
 from .config import Config
 from .settings import parse_command_line
 
-# Before torch is imported, so that --help and a wrong config answer at once.
+# Before torch is imported, so that --help and a wrong config answer immediately.
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
-from . import contract, exits, optim, parallel, run_folder, stopping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from . import contract, exits, optim, parallel
 from .accelerator import check_launch, start_accelerator
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
-from .checks.agreement import Agreement
-from .checks.findings import Findings
-from .checks.ranks import EqualRanks
-from .checks.recipe import check_settings, check_sums
+from .checks.start import Checks
 from .contract import check_best_metric
 from .ema import EMA
 from .evaluate import evaluate, sanity_check
-from .loading import prepare
-from .loading.layout import batch_layout, is_stream, lengths, total_steps
+from .loading.layout import BatchLayout, batch_layout, is_stream, lengths, total_steps
 from .loading.loader import IndexedBatches
+from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import open_run
 from .records import samples, screen
 from .records.recorder import MetricsWriter
-from .run_folder import Run
+from .run_folder import Run, failures_recorded
 from .state import StepReport, TrainState, is_due
-from .statistics import exact_statistics
+from .statistics import RunningStatistics, exact_statistics
 from .step_sums import DelayedReader
+from .stopping import StopRequest
 from .watchdog import Watchdog
+
+
+@dataclass
+class Votes:
+    """What the ranks have agreed on, by the votes in the all-reduce of each step."""
+
+    stop: bool = False
+    save: bool = False  # by time, see Checkpoints.is_due_by_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a run trains, and what its loop reads, calls and writes."""
+
+    run: Run
+    config: Config
+    accelerator: Accelerator
+    layout: BatchLayout  # how a global batch is divided
+    data_info: dict[str, Any]  # from the recipe's prepare_data
+    validation_sets: dict[str, Any]  # by name
+    batches: Any  # the micro-batches of this rank, and lane_states()
+    model: nn.Module  # the recipe's
+    wrapped_model: Any  # in DDP or FSDP2, autocast and torch.compile
+    eval_model: Any  # without DDP, since batches of an evaluation are ragged
+    forward: Callable[..., Any]  # what training calls: the wrapped model
+    parameters: list[nn.Parameter]  # that are trained
+    optimizer: torch.optim.Optimizer
+    scaler: Any  # the GradScaler of fp16, or None
+    ema: EMA | None
+    statistics: RunningStatistics | None  # of BatchNorm
+    state: TrainState
+    first_step: int  # of this start
+    sums: DelayedReader  # the step's all-reduce
+    checkpoints: Checkpoints
+    recorder: MetricsWriter
+    checks: Checks
+    stop: StopRequest
+    votes: Votes = field(default_factory=Votes)
 
 
 @exits.one_at_a_time()
@@ -48,16 +92,15 @@ def main(config: Config) -> int:
     Raises:
         ConfigError: an error that the user can fix.
     """
-    # ---- before any process group: what can be refused is refused here ---------------------------
-    recipe = config.recipe
+    # before any process group: what can be refused is refused here
     world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
     check_launch(config)
     contract.check_recipe(config)
     run = Run(config, rank)
-    data_info = prepare.prepare_data(config)
+    data_info = prepare_data(config)
     with Watchdog(run):
-        train_set, validation_sets = contract.build_datasets(recipe, data_info, config)
+        train_set, validation_sets = contract.build_datasets(config.recipe, data_info, config)
     config = run.config = check_best_metric(config, validation_sets)
     run.total_steps = total_steps(config, train_set, layout)
     if run.finished:
@@ -66,185 +109,260 @@ def main(config: Config) -> int:
         return 0
 
     with (
-        stopping.StopRequest(config) as stop,
-        run_folder.failures_recorded(run),
-        Watchdog(run) as watchdog,
+        StopRequest(config) as stop,
+        failures_recorded(run),
+        Watchdog(run),
         start_accelerator(config) as accelerator,
     ):
-        # ---- model, optimizer and state, new or resumed ------------------------------------------
-        must_agree = {"config": config, "data_info": data_info}
-        open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
-        resume_from = resuming.choose(accelerator, run)
-        findings = Findings(accelerator, run)
-        agreement = Agreement(findings, data_info, train_set, validation_sets)
-        raw_model, weights = parallel.build_model(accelerator, config, data_info, resume_from)
-        agreement.compare(raw_model, is_resumed=bool(resume_from))
-        optimizer = optim.build_optimizer(config.optim, recipe, raw_model)
-        model, eval_model = parallel.prepare(accelerator, config, raw_model, optimizer, weights)
-        ema = EMA(raw_model, config.optim.ema_decay) if config.optim.ema_decay else None
-        scaler = accelerator.scaler  # None unless fp16
-        state = TrainState()
-        checkpoints = Checkpoints(run, raw_model, optimizer, scaler, ema)
-        if resume_from:
-            state.restore(checkpoints.resume(resume_from), config)
-        run.step = state.step
-        screen.log_start(accelerator, run, layout, raw_model, resume_from)
-        if rank == 0:
-            run.write_status("running")
+        t = build(run, layout, accelerator, stop, data_info, train_set, validation_sets)
+        with t.checkpoints, t.recorder, garbage_collected_at_records():
+            end_reason = train(t)
+        return finish(t, end_reason)
 
-        # ---- what the loop reads, calls and writes -----------------------------------------------
-        device = accelerator.device
-        steps = range(state.step, run.total_steps)
-        batches_of = StreamBatches if is_stream(train_set) else IndexedBatches
-        batches = batches_of(config, train_set, layout, steps, accelerator, state.lane_states)
-        trainable = [p for p in raw_model.parameters() if p.requires_grad]
-        refuse_unused = parallel.refusal_of_unused(model)
-        stop_agreed = False
-        save_agreed = False  # by time, see checkpoints.is_due_by_time
-        model.train()
-        statistics = exact_statistics(accelerator, model, layout)  # None without BatchNorm
-        forward = statistics.forward if statistics else model
-        read_back = DelayedReader(accelerator, statistics and statistics.parts)
-        stop.loop_begins()
-        metrics = MetricsWriter(accelerator, run, layout, state, model)
-        evaluated = accelerator, config, eval_model, validation_sets
 
-        def observe(report: StepReport | None) -> None:
-            nonlocal stop_agreed, save_agreed
-            if report:  # none at the first step of a start, nor after a flush
-                stop_agreed |= report.stop_votes > 0
-                save_agreed |= report.save_votes > 0
-                state.observe(report)
-                metrics.observe(report)
-                state.check_skipped(report, config.optim.max_skipped_steps)
+def build(
+    run: Run,
+    layout: BatchLayout,
+    accelerator: Accelerator,
+    stop: StopRequest,
+    data_info: dict[str, Any],
+    train_set: Any,
+    validation_sets: dict[str, Any],
+) -> Training:
+    """Build model, optimizer and state, new or resumed. Called by every rank.
 
-        def save() -> None:
-            state.lane_states = batches.lane_states()
-            watchdog.allow_long_limit()
-            with metrics.paused("saving"):
-                ranks.at_save()
-                checkpoints.save(state)
-                if state.step == run.total_steps:  # on the disk before the last evaluation
-                    checkpoints.wait()
-                    accelerator.wait_for_everyone()
+    Args:
+        run: the run folder.
+        layout: how a global batch is divided.
+        accelerator: of this process.
+        stop: the request to stop this run.
+        data_info: from the recipe's prepare_data.
+        train_set: a dataset or a stream.
+        validation_sets: by name.
+    """
+    config = run.config
+    must_agree = {"config": config, "data_info": data_info}
+    open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
+    resume_from = resuming.choose(accelerator, run)
+    checks = Checks(accelerator, run, data_info, train_set, validation_sets)
+    model, weights = parallel.build_model(accelerator, config, data_info, resume_from)
+    checks.compare(model, is_resumed=bool(resume_from))
+    optimizer = optim.build_optimizer(config.optim, config.recipe, model)
+    wrapped, eval_model = parallel.prepare(accelerator, config, model, optimizer, weights)
+    ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
+    scaler = accelerator.scaler  # None unless fp16
+    checkpoints = Checkpoints(
+        run,
+        model,
+        optimizer,
+        scaler,
+        ema,
+    )
+    state = TrainState()
+    if resume_from:
+        state.restore(checkpoints.resume(resume_from), config)
+    run.step = state.step
+    screen.log_start(accelerator, run, layout, model, resume_from)
+    if run.rank == 0:
+        run.write_status("running")
 
-        def evaluate_and_record() -> None:
-            watchdog.allow_long_limit()
-            with metrics.paused("evaluation"), optim.evaluated_weights(optimizer, ema):
-                results = evaluate(*evaluated, state.step, watchdog)
-                shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
-                if state.record_evaluation(config, results):  # the best so far
-                    exporting.export(run, data_info, raw_model, checkpoints, "best")
-            metrics.write_evaluation(results, **shown)
-            checkpoints.add_evaluation(state)
+    steps = range(state.step, run.total_steps)
+    batches_of: Any = IndexedBatches
+    if is_stream(train_set):
+        batches_of = StreamBatches
+    batches = batches_of(config, train_set, layout, steps, accelerator, state.lane_states)
+    wrapped.train()
+    sums = DelayedReader(accelerator)
+    forward: Callable[..., Any] = wrapped
+    statistics = exact_statistics(accelerator, wrapped, layout, sums)
+    if statistics:
+        forward = statistics.forward
+    stop.loop_begins()
+    return Training(
+        run=run,
+        config=config,
+        accelerator=accelerator,
+        layout=layout,
+        data_info=data_info,
+        validation_sets=validation_sets,
+        batches=batches,
+        model=model,
+        wrapped_model=wrapped,
+        eval_model=eval_model,
+        forward=forward,
+        parameters=[p for p in model.parameters() if p.requires_grad],
+        optimizer=optimizer,
+        scaler=scaler,
+        ema=ema,
+        statistics=statistics,
+        state=state,
+        first_step=state.step,
+        sums=sums,
+        checkpoints=checkpoints,
+        recorder=MetricsWriter(accelerator, run, layout, state, wrapped),
+        checks=checks,
+        stop=stop,
+    )
 
-        # ---- the loop: step k is global batch k --------------------------------------------------
-        with checkpoints, metrics, garbage_collected_at_records():
-            if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
-                evaluate_and_record()
-            elif state.step == 0:
-                check_settings(findings)
-                watchdog.allow_long_limit()
-                with metrics.paused("evaluation"):
-                    if config.evaluation.sanity_check:
-                        sanity_check(*evaluated, watchdog)
-                    check_sums(findings, eval_model, train_set, validation_sets)
-            ranks = EqualRanks(findings, eval_model, accelerator)
-            end_reason = state.end_reason(run)  # empty until the run is at its end
-            micro_batches = metrics.timed(batches)
-            while not (end_reason or stop_agreed):
-                # ---- forward and backward, micro-batch by micro-batch ----------------------------
-                step = state.step
-                rate = optim.set_learning_rate(
-                    optimizer, step, run.total_steps, config.optim, state.lr_reductions
-                )
-                sums = read_back.begin()
-                for j in range(layout.accumulation):
-                    batch = next(micro_batches)
-                    seed_forward(config.seed, step, j * world_size + rank, device)
-                    is_last = j == layout.accumulation - 1
-                    with parallel.gradient_sync(model, is_last=is_last):
-                        # recipe.loss(raw_model, batch, step), in the forward that DDP, FSDP,
-                        # autocast and torch.compile have wrapped
-                        returned = forward(recipe.loss, batch, step)
-                        if step == steps.start and j == 0:  # the first of this start
-                            read_back.set_names(contract.check_loss(recipe, returned))
-                        if j == 0 and step < steps.start + 2:
-                            ranks.after_forward()
-                        loss_sum, num_items, *scalars = returned
-                        sums.add(loss_sum, num_items, *scalars)
-                        if is_last:  # the sums' all-reduce overlaps with the last backward
-                            sums.start_all_reduce(stop.requested, checkpoints.is_due_by_time)
-                        # not accelerator.backward, which divides by an accumulation of its own
-                        (scaler.scale(loss_sum) if scaler else loss_sum).backward()
-                sums.wait()
-                if scaler:
-                    scaler.unscale_(optimizer)
 
-                # ---- normalize, clip, step -------------------------------------------------------
-                if refuse_unused:
-                    refuse_unused()
-                # undo the average of DDP or FSDP; divide by the items of all micro-batches of all
-                # ranks: the gradient of the mean loss per item
-                normalizer = world_size / sums.num_items
-                norm = optim.normalize_and_clip_(  # a list kept here would keep the gradients
-                    optim.gradients(trainable), normalizer, config.optim.clip_norm
-                )
-                optim.step_if_finite(optimizer, norm)  # scaler.step would wait for the device
-                if statistics:
-                    statistics.finish(sums, norm)
-                if scaler:
-                    scaler.update()
-                optimizer.zero_grad()
-                if ema:  # also after a skipped step
-                    ema.update()
-                state.step = run.step = step + 1  # steps done; a skipped one counts
-                metrics.step_ended(step, rate)
-                observe(read_back.push(step, sums, norm))  # the step before: the device has done it
-                watchdog.step_done()
-                if step == steps.start:
-                    ranks.after_step()
-                if step < steps.start + 2:
-                    checkpoints.check_optimizer()
+def train(t: Training) -> str:
+    """Train until the run ends, or is asked to stop: step k is global batch k.
 
-                # ---- periodically: save, then evaluate, so that a failure there loses no step ----
-                evaluation_due = state.evaluation_is_due(run)
-                save_due = is_due(config.checkpoints.every_steps, state.step)
-                save_due |= state.step == run.total_steps
-                if save_due or evaluation_due or stop_agreed or save_agreed:
-                    observe(read_back.flush())  # the checkpoint counts this step too
-                    # by time, not while steps are skipped: the weights may be of no use
-                    save_due |= stop_agreed or (save_agreed and not state.consecutive_skipped_steps)
-                    if save_due:
-                        save()
-                        save_agreed = False  # a save of any kind restarts the clock
-                    if evaluation_due and not stop_agreed:  # else the next start evaluates
-                        evaluate_and_record()
-                    end_reason = state.end_reason(run)
-                    if end_reason and not save_due:  # early, where none was due
-                        save()
+    Returns:
+        Why the run has ended; "" where it was asked to stop.
+    """
+    run, state, votes = t.run, t.state, t.votes
+    if state.evaluation_is_due(run):  # saved, but stopped or killed before its results
+        evaluate_and_record(t)
+    elif state.step == 0:
+        look_before_first_step(t)
+    t.checks.watch(t.eval_model)
+    end_reason = state.end_reason(run)
+    micro_batches = t.recorder.timed(t.batches)
+    while not (end_reason or votes.stop):
+        train_step(t, micro_batches)
 
-        # ---- finish, or leave to be continued ----------------------------------------------------
-        watchdog.allow_long_limit()
-        if not end_reason:
-            accelerator.wait_for_everyone()  # once a rank exits, torchrun kills those still saving
-            checkpoints.check("checkpoint")
-            if rank == 0:
-                reason = stop.reason or "asked to stop on another process"
-                metrics.write({"kind": "stop", "reason": reason})
-                run.write_status("preempted", reason, note=checkpoints.note)
-            return PREEMPTED
-        state.check_trained()
-        with optim.evaluated_weights(optimizer, ema):
-            exporting.export(run, data_info, raw_model, checkpoints)
-        accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
-        checkpoints.check("checkpoint", "best", "export")
-        if rank == 0:
-            result = state.results | metrics.throughput.of_run()
-            patience = config.evaluation.patience if state.step < run.total_steps else 0
-            note = checkpoints.note
-            run.write_status("finished", end_reason, note=note, result=result, patience=patience)
-            screen.log_finished(run)
+        # save, then evaluate, so that a failure there loses no step
+        evaluation_due = state.evaluation_is_due(run)
+        save_due = is_due(t.config.checkpoints.every_steps, state.step)
+        save_due |= state.step == run.total_steps
+        if save_due or evaluation_due or votes.stop or votes.save:
+            observe(t, t.sums.flush())  # the checkpoint counts this step too
+            # by time, not while steps are skipped: the weights may be of no use
+            save_due |= votes.stop or (votes.save and not state.consecutive_skipped_steps)
+            if save_due:
+                save(t)
+            if evaluation_due and not votes.stop:  # otherwise the next start evaluates
+                evaluate_and_record(t)
+            end_reason = state.end_reason(run)
+            if end_reason and not save_due:  # early stopping, where no save was due
+                save(t)
+    return end_reason
+
+
+def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
+    """Take one optimizer step, over global batch `t.state.step`."""
+    config, layout, state = t.config, t.layout, t.state
+    step, recipe = state.step, config.recipe
+    rate = optim.set_learning_rate(
+        t.optimizer, step, t.run.total_steps, config.optim, state.lr_reductions
+    )
+    sums = t.sums.begin()
+    for j in range(layout.accumulation):
+        batch = next(micro_batches)
+        # dropout follows from (seed, step, micro-batch)
+        seed_forward(config.seed, step, j * layout.world_size + t.run.rank, t.accelerator.device)
+        is_last = j == layout.accumulation - 1
+        with parallel.gradient_sync(t.wrapped_model, is_last=is_last):
+            # recipe.loss(t.model, batch, step), in the forward that DDP, FSDP2, autocast and
+            # torch.compile have wrapped
+            returned = t.forward(recipe.loss, batch, step)
+            if step == t.first_step and j == 0:
+                t.sums.set_names(contract.check_loss(recipe, returned))
+            t.checks.after_forward(step)
+            loss_sum, num_items, *scalars = returned
+            sums.add(loss_sum, num_items, *scalars)
+            if is_last:  # the sums' all-reduce overlaps with the last backward
+                sums.start_all_reduce(t.stop.requested, t.checkpoints.is_due_by_time)
+            # not accelerator.backward, which divides by an accumulation of its own
+            (t.scaler.scale(loss_sum) if t.scaler else loss_sum).backward()
+    sums.wait()
+    if t.scaler:
+        t.scaler.unscale_(t.optimizer)
+    parallel.refuse_unused(t.wrapped_model)
+    # undo the average of DDP or FSDP2, and divide by the items of all micro-batches of all ranks:
+    # the gradient of the mean loss per item
+    normalizer = layout.world_size / sums.num_items
+    norm = optim.normalize_and_clip_(  # a list kept here would keep the gradients
+        optim.gradients(t.parameters), normalizer, config.optim.clip_norm
+    )
+    optim.step_if_finite(t.optimizer, norm)  # scaler.step would wait for the device
+    if t.statistics:
+        t.statistics.finish(sums, norm)
+    if t.scaler:
+        t.scaler.update()
+    t.optimizer.zero_grad()
+    if t.ema:  # also after a skipped step
+        t.ema.update()
+    state.step = t.run.step = step + 1  # steps done; a skipped one counts
+    t.recorder.step_ended(step, rate)
+    observe(t, t.sums.push(step, sums, norm))  # the step before: the device has done it
+    t.run.note_progress(is_step=True)
+    t.checks.after_step(step)
+    if step < t.first_step + 2:
+        t.checkpoints.check_optimizer()
+
+
+def observe(t: Training, report: StepReport | None) -> None:
+    """Count a finished step; None: the first step of a start has none before it."""
+    if report:
+        t.votes.stop |= report.stop_votes > 0
+        t.votes.save |= report.save_votes > 0
+        t.state.observe(report)
+        t.recorder.observe(report)
+        t.state.check_skipped(report, t.config.optim.max_skipped_steps)
+
+
+def save(t: Training) -> None:
+    """Save a checkpoint. Called by every rank."""
+    t.state.lane_states = t.batches.lane_states()
+    t.run.note_progress()
+    with t.recorder.paused("saving"):
+        t.checks.at_save()
+        t.checkpoints.save(t.state)
+        if t.state.step == t.run.total_steps:  # on the disk before the last evaluation
+            t.checkpoints.wait()
+            t.accelerator.wait_for_everyone()
+    t.votes.save = False  # a save of any kind restarts the clock
+
+
+def look_before_first_step(t: Training) -> None:
+    """Let a mistake in an evaluation or in the recipe end the run before it has trained."""
+    t.run.note_progress()
+    with t.recorder.paused("evaluation"):
+        if t.config.evaluation.sanity_check:
+            sanity_check(t.run, t.accelerator, t.eval_model, t.validation_sets)
+        t.checks.before_first_step(t.eval_model)
+
+
+def evaluate_and_record(t: Training) -> None:
+    """Evaluate, export the weights if they are the best so far, and record the results."""
+    run, accelerator, model, state = t.run, t.accelerator, t.eval_model, t.state
+    run.note_progress()
+    with t.recorder.paused("evaluation"), optim.evaluated_weights(t.optimizer, t.ema):
+        results = evaluate(
+            accelerator, t.config, model, t.validation_sets, state.step, run.note_progress
+        )
+        shown = samples.show(accelerator, run, model, t.data_info, t.validation_sets)
+        if state.record_evaluation(t.config, results):  # the best so far
+            exporting.export(run, t.data_info, t.model, t.checkpoints, "best")
+    t.recorder.write_evaluation(results, **shown)
+    t.checkpoints.add_evaluation(state)
+
+
+def finish(t: Training, end_reason: str) -> int:
+    """Export the weights, or leave the run to be continued; return the exit code."""
+    run, checkpoints, state = t.run, t.checkpoints, t.state
+    run.note_progress()
+    if not end_reason:
+        t.accelerator.wait_for_everyone()  # once a rank exits, torchrun kills those still saving
+        checkpoints.check("checkpoint")
+        if run.rank == 0:
+            reason = t.stop.reason or "asked to stop on another process"
+            t.recorder.write({"kind": "stop", "reason": reason})
+            run.write_status("preempted", reason, note=checkpoints.note)
+        return PREEMPTED
+    state.check_trained()
+    with optim.evaluated_weights(t.optimizer, t.ema):
+        exporting.export(run, t.data_info, t.model, checkpoints)
+    t.accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
+    checkpoints.check("checkpoint", "best", "export")
+    if run.rank == 0:
+        result = state.results | t.recorder.throughput.of_run()
+        patience = t.config.evaluation.patience if state.step < run.total_steps else 0
+        note = checkpoints.note
+        run.write_status("finished", end_reason, note=note, result=result, patience=patience)
+        screen.log_finished(run)
     return 0
 
 

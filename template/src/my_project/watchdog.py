@@ -86,28 +86,13 @@ class Watchdog:
     """
 
     def __init__(self, run: Run) -> None:
+        name_nccl_traces(run.config)
         options = run.config.distributed
         self.run = run
         self.short = options.timeout_seconds
         self.long = max(self.short, options.startup_timeout_seconds)
-        self.limit = self.long
-        self._has_progress = True
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-
-    def step_done(self) -> None:
-        """Note that a step has been completed."""
-        self._note_progress()
-        self.limit = self.short
-
-    def allow_long_limit(self) -> None:
-        """Allow the long limit until a step has been completed."""
-        self._note_progress()
-        self.limit = self.long
-
-    def _note_progress(self) -> None:
-        self._has_progress = True
-        self.run.progress_time = time.time()
 
     def __enter__(self) -> "Watchdog":
         self._thread.start()
@@ -122,12 +107,14 @@ class Watchdog:
             self._watch(last_resort)
 
     def _watch(self, last_resort: LastResort) -> None:
-        waited, interval = 0.0, min(1.0, self.short / 4)
+        waited, interval, before = 0.0, min(1.0, self.short / 4), self.run.progress_time
         while not self._ended.wait(interval):
-            waited = 0.0 if self._has_progress or is_in_debugger() else waited + interval
-            self._has_progress = False
-            last_resort.set(self.limit + HELD_SECONDS)
-            if waited >= self.limit:
+            progress_time = self.run.progress_time
+            has_progress, before = progress_time != before, progress_time
+            waited = 0.0 if has_progress or is_in_debugger() else waited + interval
+            limit = self.short if self.run.is_stepping else self.long
+            last_resort.set(limit + HELD_SECONDS)
+            if waited >= limit:
                 self._abort(waited)
 
     def _abort(self, waited: float) -> None:

@@ -1,0 +1,62 @@
+"""The checks of a start, in the order in which the loop calls them. Called by every rank."""
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from ..run_folder import Run
+from .agreement import Agreement
+from .findings import Findings
+from .ranks import EqualRanks
+from .recipe import check_settings, check_sums
+
+
+class Checks:
+    """Look for what would train on, wrong, without a word; nothing is compared in a step."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        run: Run,
+        data_info: dict[str, Any],
+        train_set: Any,
+        validation_sets: dict[str, Any],
+    ) -> None:
+        """Begin to read samples, while the model is built."""
+        self.accelerator = accelerator
+        self.run = run
+        self.train_set = train_set
+        self.validation_sets = validation_sets
+        self.findings = Findings(accelerator, run)
+        self.agreement = Agreement(self.findings, data_info, train_set, validation_sets)
+        self.forwards: set[int] = set()  # the first steps, of which one forward has been looked at
+
+    def compare(self, model: nn.Module, *, is_resumed: bool) -> None:
+        """Compare samples, code and model, between ranks and with the start before."""
+        self.agreement.compare(model, is_resumed=is_resumed)
+
+    def before_first_step(self, model: Any) -> None:
+        """Look for settings without effect, and for sums that do not add up."""
+        check_settings(self.findings)
+        check_sums(self.findings, model, self.train_set, self.validation_sets)
+
+    def watch(self, model: Any) -> None:
+        """Watch the weights from here on, which are in place."""
+        self.ranks = EqualRanks(self.findings, model, self.accelerator)
+        self.first_step = self.run.step
+
+    def after_forward(self, step: int) -> None:
+        """Look at the first forward of each of the first two steps."""
+        if step < self.first_step + 2 and step not in self.forwards:
+            self.forwards.add(step)
+            self.ranks.after_forward()
+
+    def after_step(self, step: int) -> None:
+        """Compare weights and buffers between the ranks after the first step."""
+        if step == self.first_step:
+            self.ranks.after_step()
+
+    def at_save(self) -> None:
+        """Compare weights and buffers between the ranks."""
+        self.ranks.at_save()
