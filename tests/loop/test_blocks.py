@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from my_project import blocks
 from my_project.config import Config, ConfigError
 from ragged import Norm, Ragged
@@ -122,7 +123,7 @@ def test_blocks_are_the_outer_layers_of_one_class_in_a_list_or_what_is_named(tmp
     assert found(plain) == []
     config = make_config(tmp_path, distributed__activation_checkpointing=True)
     with pytest.raises(ConfigError, match="activation_checkpointing: Sequential has no blocks"):
-        blocks.checkpoint_activations(config, plain)
+        blocks.checkpoint_activations_of_blocks(config, plain, Accelerator(cpu=True))
 
 
 def is_recomputed_at_all(config: Config) -> int:

@@ -1,7 +1,5 @@
 """The Accelerator: refuse a wrong launch, start it, agree between ranks, set numerics."""
 
-import atexit
-import gc
 import math
 import os
 import socket
@@ -13,15 +11,13 @@ from typing import Any, get_type_hints
 
 import torch
 import torch.distributed
-from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    DistributedType,
     DynamoBackend,
-    FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     parse_flag_from_env,
@@ -41,12 +37,25 @@ from .optim import optimizer_class
 from .process import no_garbage_collection, world
 from .run_folder import Run
 from .settings import did_you_mean
+from .sharding import (
+    SHARDING_VARIABLES,
+    check_sharding_config,
+    kind_of_sharding,
+    release_sharding_groups,
+    set_up_sharding_on_cpu,
+    sharding_hidden_from_constructor,
+    wants_sharding,
+)
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
 TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
-USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-PARALLEL = ("ACCELERATE_USE_FSDP", USES_MESH)
-UNSUPPORTED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+UNSUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
+UNSUPPORTED -= {*SHARDING_VARIABLES}  # which sharding.py knows
 
 
 def check_launch(config: Config) -> None:
@@ -76,38 +85,17 @@ def check_launch(config: Config) -> None:
             " nothing: unset RANK, or start the processes with `accelerate launch`."
         )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION")  # set by accelerate's launcher
-    asked = [name for name in (*UNSUPPORTED, *PARALLEL) if parse_flag_from_env(name)]
-    if asked and asked[0] in UNSUPPORTED:
+    for asked in filter(parse_flag_from_env, sorted(UNSUPPORTED)):
         raise ConfigError(
-            f"{asked[0]} is set, but DeepSpeed and Megatron-LM reduce gradients inside backward,"
-            " so the gradient of ragged batches would be wrong; use DDP or FSDP."
-        )
-    if asked and not precision and "WORLD_SIZE" not in os.environ:
-        raise ConfigError(
-            f"{asked[0]} is set in the environment, but no launcher started this process: unset"
-            " it, or start with an accelerate config that asks for it, such as fsdp2.yaml."
+            f"{asked} is set, but this loop does not support it (DeepSpeed and Megatron-LM reduce"
+            " gradients inside backward, so the gradient of ragged batches would be wrong): use"
+            " DDP or FSDP2."
         )
     if precision == "fp8" and config.precision is None:
         raise ConfigError("mixed_precision is fp8, but must be no, bf16 or fp16.")
     if precision and not asked_for_cpu():
         check_gpus(1, count_accelerators())
-    if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise ConfigError(
-            "the accelerate config (or the variable ACCELERATE_USE_FSDP) asks for FSDP 1, and this"
-            " loop shards by FSDP 2: set fsdp_version: 2 in its fsdp_config."
-        )
-    if uses_mesh():
-        # accelerate ignores misspelled keys, which leaves a size at 1
-        names = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
-        sizes = (os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1") for name in names)
-        replicas, shards, *others = map(int, sizes)
-        if replicas * shards != world_size or {*others} != {1}:
-            raise ConfigError(
-                f"parallelism_config has the sizes {replicas} (dp_replicate) and {shards}"
-                " (dp_shard), but parallelism_config_dp_replicate_size (nodes) x"
-                f" parallelism_config_dp_shard_size (GPUs per node) must be {world_size} processes,"
-                " and all other sizes 1: this loop knows only data parallelism."
-            )
+    check_sharding_config(world_size)
 
 
 def count_accelerators() -> int:
@@ -124,16 +112,6 @@ def check_gpus(needed: int, found: int) -> None:
             f" (CUDA_VISIBLE_DEVICES={visible}); fix the driver, set --num_processes, or use"
             " accelerate_configs/cpu.yaml or cpu_2_processes.yaml."
         )
-
-
-def uses_mesh() -> bool:
-    """Return whether the accelerate config gives the sizes of a device mesh."""
-    return parse_flag_from_env(USES_MESH)
-
-
-def wants_sharding() -> bool:
-    """Return whether the accelerate config asks for FSDP."""
-    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def asked_for_cpu() -> bool:
@@ -188,29 +166,22 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
     AcceleratorState._reset_state(True)  # another run in this process, or a recipe, has made one
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
-    shards_on_cpu = wants_sharding() and use_cpu()
-    # on a CPU, accelerate's constructor refuses sizes of a mesh
-    mesh_variable = os.environ.pop(USES_MESH, None) if shards_on_cpu else None
-    accelerator = Accelerator(
-        cpu=use_cpu(),
-        mixed_precision=config.precision,
-        kwargs_handlers=[
-            ddp_options(config),
-            initial_loss_scale(config),
-            # watchdog.py acts before, and reports where each rank stalled
-            InitProcessGroupKwargs(
-                init_method=init_method, timeout=timedelta(seconds=60 + longest)
-            ),
-        ],
-    )
-    if mesh_variable:
-        os.environ[USES_MESH] = mesh_variable
+    timeout = timedelta(seconds=60 + longest)  # watchdog.py acts before it
+    with sharding_hidden_from_constructor(on_cpu=use_cpu()):
+        accelerator = Accelerator(
+            cpu=use_cpu(),
+            mixed_precision=config.precision,
+            kwargs_handlers=[
+                ddp_options(config),
+                initial_loss_scale(config),
+                InitProcessGroupKwargs(init_method=init_method, timeout=timeout),
+            ],
+        )
     set_numerics(config)  # after its constructor, which allows TF32 where it is to compile
     finished = False
     try:
         check_world(accelerator)
-        if shards_on_cpu and accelerator.num_processes > 1:
-            shard_on_cpu(accelerator, is_hsdp=uses_mesh())
+        set_up_sharding_on_cpu(accelerator)
         yield accelerator
         finished = True
     finally:
@@ -227,32 +198,11 @@ def release_groups(accelerator: Accelerator) -> None:
     DDP's reducer holds its group in C++. If it were the last, it would wait for gloo's threads with
     the GIL, which one of them may need to release a tensor: with torch 2.10 up to half of the runs
     of some tests hung. A reference of Python waits without the GIL.
-
-    FSDP's modules, in cycles, and its mesh, in torch's caches (2.15), would hold theirs while the
-    interpreter ends. A thread of gloo that then asks for the GIL aborts the process, with
-    "terminate called without an active exception".
     """
     for model in accelerator._models:
         for name in ("logger", "reducer"):
             vars(model).pop(name, None)
-    if mesh := getattr(accelerator.state, "device_mesh", None):
-        vars(mesh).get("_pg_registry", {}).clear()
-        atexit.register(gc.collect)
-
-
-def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
-    """Set up sharding on CPU processes, where accelerate would use DDP without a word.
-
-    These are the values that its constructor sets for GPUs.
-    """
-    state: Any = accelerator.state
-    # each AcceleratorState() copies the first over the second
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    state.distributed_type = DistributedType.FSDP
-    state.fsdp_plugin = FullyShardedDataParallelPlugin()
-    sizes = {} if is_hsdp else {"dp_replicate_size": 1, "dp_shard_size": accelerator.num_processes}
-    state.parallelism_config = ParallelismConfig(**sizes)
-    state.device_mesh = state.parallelism_config.build_device_mesh("cpu")
+    release_sharding_groups(accelerator)
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
@@ -269,7 +219,8 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
         if not fits(value, kinds[name]):
             raise wrong_value(f"distributed.ddp.{name}", value, kinds[name])
     accumulation = batch_layout(config.batches, world()[0]).accumulation
-    is_ddp = "LOCAL_RANK" in os.environ and not wants_sharding()
+    is_ddp = "LOCAL_RANK" in os.environ
+    is_ddp = is_ddp and not wants_sharding()
     if config.distributed.ddp.get("static_graph") and accumulation > 1 and is_ddp:
         raise ConfigError(
             f"distributed.ddp.static_graph is true, but a step accumulates {accumulation}"
@@ -312,18 +263,16 @@ def check_world(accelerator: Accelerator) -> None:
 def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
     """Return the settings that affect the numbers of a run, but may change between launches."""
     config = run.config
-    sharding, hook = "none", config.distributed.ddp.get("comm_hook", "no")
-    if accelerator.distributed_type == DistributedType.FSDP:
-        mesh = accelerator.parallelism_config
-        sharding = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
-    # sharding.prepare, which compiles, takes the backend out of the plugin
+    is_ddp = accelerator.num_processes > 1
+    is_ddp = is_ddp and kind_of_sharding(accelerator) == "none"
+    # parallel.prepare, which compiles, takes the backend out of the plugin
     plugin: Any = accelerator.state.dynamo_plugin
     return {
         "precision": accelerator.mixed_precision,
         "tf32": config.tf32,
         "deterministic": config.deterministic,
-        "sharding": sharding,
-        "comm_hook": hook if sharding == "none" and accelerator.num_processes > 1 else "no",
+        "sharding": kind_of_sharding(accelerator),
+        "comm_hook": config.distributed.ddp.get("comm_hook", "no") if is_ddp else "no",
         "torch_compile": plugin.backend != DynamoBackend.NO,
         # the learning rate of a step follows from the number of all steps
         "scheduled_steps": run.total_steps if config.optim.schedule != "constant" else None,

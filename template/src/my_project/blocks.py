@@ -7,7 +7,7 @@ parameters and the keys of exports and checkpoints stay those of the plain model
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -73,6 +73,23 @@ def recompute_activations(block: nn.Module) -> None:
     block.forward = MethodType(_recomputed_forward, block)
 
 
+def checkpoint_activations_of_blocks(
+    config: Config, model: nn.Module, accelerator: Accelerator
+) -> None:
+    """Recompute the activations of the blocks, if the config or accelerate's of FSDP says so."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    by_plugin = getattr(plugin, "activation_checkpointing", False)
+    if not (config.distributed.activation_checkpointing or by_plugin):
+        return
+    if not (found := blocks(config.recipe, model)):
+        raise ConfigError(
+            f"distributed.activation_checkpointing: {type(model).__name__} has no blocks; return"
+            " them from the recipe's model_blocks."
+        )
+    for block in found:
+        recompute_activations(block)
+
+
 def _recomputed_forward(block: nn.Module, *arguments: Any, **named: Any) -> Any:
     forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():
@@ -102,7 +119,7 @@ def are_recomputed(model: nn.Module) -> bool:
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
-def compile_in_place(accelerator: Accelerator, wrapper: nn.Module, blocks: list[nn.Module]) -> None:
+def compile_blocks_in_place(accelerator: Accelerator, wrapper: Any, config: Config) -> None:
     """Compile as the keys of accelerate's dynamo_config say.
 
     In place of accelerate, which would put each block into another module, compile DDP's own code
@@ -111,9 +128,10 @@ def compile_in_place(accelerator: Accelerator, wrapper: nn.Module, blocks: list[
 
     Args:
         accelerator: this process's Accelerator, which compiles nothing afterwards.
-        wrapper: sharding.RecipeModule: compiled as a whole, the recipe's loss included.
-        blocks: compiled in its place, if there are any, with dynamo_use_regional_compilation and
-            under FSDP, which gathers the weights of a block between the compiled parts.
+        wrapper: contract.RecipeModule: compiled as a whole, the recipe's loss included.
+        config: of the run. The blocks of its recipe, if there are any, are compiled in place of the
+            whole with dynamo_use_regional_compilation and under FSDP, which gathers the weights of
+            a block between the compiled parts.
     """
     plugin = getattr(accelerator.state, "dynamo_plugin", None)
     if plugin is None or plugin.backend == DynamoBackend.NO:
@@ -122,20 +140,10 @@ def compile_in_place(accelerator: Accelerator, wrapper: nn.Module, blocks: list[
     options["dynamic"] = options.get("dynamic") or None  # None: what changes becomes dynamic
     plugin.backend = DynamoBackend.NO
     is_sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
-    is_by_block = blocks and (plugin.use_regional_compilation or is_sharded)
-    for module in blocks if is_by_block else [wrapper]:
+    parts = blocks(config.recipe, wrapper.model)
+    is_by_block = parts and (plugin.use_regional_compilation or is_sharded)
+    for module in parts if is_by_block else [wrapper]:
         module.compile(**options)
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether torch.compile compiles a model or a part of it."""
-    return any(module._compiled_call_impl is not None for module in model.modules())
-
-
-def not_compiled(model: nn.Module) -> AbstractContextManager:
-    """Run a compiled model without torch.compile, such as for the ragged batches of evaluation."""
-    # imports torch._dynamo
-    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 def compilations() -> int:
@@ -143,17 +151,3 @@ def compilations() -> int:
     from torch._dynamo.utils import counters
 
     return counters["frames"]["total"]
-
-
-def checkpoint_activations(config: Config, model: nn.Module, plugin: Any = None) -> None:
-    """Recompute the activations of the blocks, if the config or accelerate's of FSDP says so."""
-    by_plugin = getattr(plugin, "activation_checkpointing", False)
-    if not (config.distributed.activation_checkpointing or by_plugin):
-        return
-    if not (found := blocks(config.recipe, model)):
-        raise ConfigError(
-            f"distributed.activation_checkpointing: {type(model).__name__} has no blocks; return"
-            " them from the recipe's model_blocks."
-        )
-    for block in found:
-        recompute_activations(block)

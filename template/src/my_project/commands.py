@@ -88,7 +88,7 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
         if is_sharding and not has_own_load:
             plain, _ = parallel.build_model(accelerator, config, data_info, folder)
             no_state = torch.optim.SGD(plain.parameters())
-            model = sharding.shard(accelerator, config, plain, no_state, None)
+            model = sharding.wrap_for_sharding(accelerator, config, plain, no_state, None)
             weights.load_weights(folder, plain)
         else:
             if is_export:

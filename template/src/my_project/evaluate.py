@@ -12,16 +12,16 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from . import contract
-from .blocks import not_compiled
 from .config import Config
 from .loading.loader import Fetch, make_loader, on_device
 from .loading.seeding import seed_forward
+from .parallel import not_compiled
 from .ranks import gather_on_main, on_main_then_broadcast
 from .recipe import optional
 from .run_folder import Run
+from .sharding import reshard
 
 logger = logging.getLogger(__name__)
 DEFAULT_SIZE = 64  # samples of a micro-batch, where the config has no number
@@ -46,7 +46,7 @@ def evaluate(
     Args:
         accelerator: this process's Accelerator.
         config: the run's config.
-        model: prepared; called with a function of the plain model (sharding.RecipeModule).
+        model: prepared; called with a function of the plain model (contract.RecipeModule).
         datasets: map-style, by name.
         step: the number of steps that the weights have been trained for; told to `loss`.
         note_progress: called before each micro-batch: a large dataset takes long.
@@ -135,13 +135,6 @@ def restored_state(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for named, name, tensor, copy in kept:
                 named[name] = tensor.copy_(copy)
-
-
-def reshard(model: nn.Module) -> None:
-    """Let sharded modules gather their weights again: the copies may be stale after an EMA swap."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def micro_batch_size(config: Config) -> int:

@@ -1,25 +1,30 @@
 """Build the model, wrap it for DDP, autocast and torch.compile, and synchronize gradients."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from . import contract
-from .blocks import blocks, checkpoint_activations, compile_in_place
+from .blocks import checkpoint_activations_of_blocks, compile_blocks_in_place
 from .config import Config
 from .contract import RecipeModule
 from .loading.layout import batch_layout
 from .optim import has_sparse_gradients
 from .process import world
-from .sharding import build_on_meta, shard
+from .sharding import (
+    build_for_sharding,
+    is_sharding,
+    set_gradient_sharding,
+    wrap_for_sharding,
+)
 
 
 def build_model(
@@ -41,23 +46,31 @@ def build_model(
     Returns:
         The model, and what `prepare` needs to fill the shards.
     """
-    build = partial(contract.build_model, config, data_info)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        model, weights = build_on_meta(accelerator, build)
-    else:
-        # several CPU processes have cpu:0, and a move there copies what is on the CPU, each buffer
-        # by itself: those that share memory would part
-        on_cpu = accelerator.device.type == "cpu"
-        model, weights = build().to("cpu" if on_cpu else accelerator.device), None
-        # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-        if config.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    build: Any = build_on_device
+    if is_sharding(accelerator):
+        build = build_for_sharding
+    build_whole = partial(contract.build_model, config, data_info)
+    model, weights = build(accelerator, build_whole, config)
     if config.distributed.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    checkpoint_activations(config, model, getattr(accelerator.state, "fsdp_plugin", None))
+    checkpoint_activations_of_blocks(config, model, accelerator)
     return model, None if resume_from else weights
+
+
+def build_on_device(
+    accelerator: Accelerator, build_whole: Callable[[], nn.Module], config: Config
+) -> tuple[nn.Module, None]:
+    """Build the model, and move it to the device. Arguments as of sharding.build_for_sharding."""
+    # several CPU processes have cpu:0, and a move there copies what is on the CPU, each buffer by
+    # itself: those that share memory would part
+    on_cpu = accelerator.device.type == "cpu"
+    model = build_whole().to("cpu" if on_cpu else accelerator.device)
+    # as a move to a GPU leaves them: dense, as fused kernels need them, and without overlaps
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model, None
 
 
 def prepare(
@@ -81,29 +94,39 @@ def prepare(
         What training calls, and what evaluation calls: without DDP, since batches there are
         ragged, but with autocast and FSDP.
     """
-    if getattr(accelerator.state, "fsdp_plugin", None):
-        prepared = shard(accelerator, config, model, optimizer, weights)
-    else:
-        keep_gradients_in_buckets(config, model, optimizer)
-        wrapper = RecipeModule(model)
-        compile_in_place(accelerator, wrapper, blocks(config.recipe, model))
-        placement = [False] if accelerator.device.type == "cpu" else None  # see build_model
-        prepared = accelerator.prepare(wrapper, device_placement=placement)
-        accelerator._models[-1] = prepared  # the DDP, for accelerator.release_groups
+    wrap: Any = wrap_in_ddp
+    if is_sharding(accelerator):
+        wrap = wrap_for_sharding
+    prepared = wrap(accelerator, config, model, optimizer, weights)
     if type(prepared) is RecipeModule:  # accelerate 1.10 fails on a model that build_model compiles
         return prepared, prepared
     return prepared, accelerator.unwrap_model(prepared)
 
 
+def wrap_in_ddp(
+    accelerator: Accelerator,
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    _: None,
+) -> Any:
+    """Wrap the model in DDP, where there are several processes. Arguments as of prepare."""
+    keep_gradients_in_buckets(config, model, optimizer)
+    wrapper = RecipeModule(model)
+    compile_blocks_in_place(accelerator, wrapper, config)
+    placement = [False] if accelerator.device.type == "cpu" else None  # see build_on_device
+    prepared = accelerator.prepare(wrapper, device_placement=placement)
+    accelerator._models[-1] = prepared  # the DDP, for accelerator.release_groups
+    return prepared
+
+
 def gradient_sync(model: Any, *, is_last: bool) -> AbstractContextManager:
     """Return the context of a micro-batch: what its backward pass sends of the gradients.
 
-    DDP all-reduces them with the last micro-batch of a step. FSDP2 reduce-scatters those of each,
-    so that no rank ever holds the whole gradient; HSDP all-reduces the shards with the last.
+    DDP all-reduces them with the last micro-batch of a step.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
-    elif isinstance(model, DistributedDataParallel) and not is_last:
+    set_gradient_sharding(model, is_last=is_last)
+    if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     return nullcontext()
 
@@ -144,3 +167,14 @@ def keep_gradients_in_buckets(config: Config, model: nn.Module, optimizer: Any) 
 
     set_zeros()
     optimizer.zero_grad = after_first_step
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile compiles a model or a part of it."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def not_compiled(model: nn.Module) -> AbstractContextManager:
+    """Run a compiled model without torch.compile, such as for the ragged batches of evaluation."""
+    # imports torch._dynamo
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()

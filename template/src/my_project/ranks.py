@@ -9,7 +9,6 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from .accelerator import numerics
 from .config import ConfigError
 from .loading.seeding import derive_seed
 from .run_folder import Run, not_shared
@@ -87,7 +86,6 @@ def open_run(
     facts: dict[str, Any] = {name: derive_seed(value) for name, value in must_agree.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
     facts["the version of torch or accelerate"] = str(torch.__version__), accelerate.__version__
-    run.numerics = numerics(accelerator, run)
     run.hosts = agree(accelerator, facts | run.numerics)
     run.lengths = lengths
     token = on_main_then_broadcast(accelerator, run.begin)

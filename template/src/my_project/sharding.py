@@ -7,21 +7,27 @@ then scatters the weights, one at a time. In a run that resumes each rank reads 
 0's weights are dropped.
 """
 
+import atexit
+import gc
 import logging
+import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .blocks import blocks, compile_in_place
+from .blocks import blocks, compile_blocks_in_place
 from .config import Config, ConfigError
 from .contract import RecipeModule
 from .ranks import on_main_then_broadcast
@@ -29,7 +35,125 @@ from .ranks import on_main_then_broadcast
 logger = logging.getLogger(__name__)
 
 
-def shard(
+# ---- what the accelerate config says -------------------------------------------------------------
+USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+SHARDING_VARIABLES = ("ACCELERATE_USE_FSDP", USES_MESH)
+
+
+def uses_mesh() -> bool:
+    """Return whether the accelerate config gives the sizes of a device mesh."""
+    return parse_flag_from_env(USES_MESH)
+
+
+def wants_sharding() -> bool:
+    """Return whether the accelerate config asks for FSDP."""
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
+def check_sharding_config(world_size: int) -> None:
+    """Refuse a config that asks for FSDP 1, or for a mesh of another size than the launch.
+
+    Raises:
+        ConfigError: what is wrong.
+    """
+    asked = [name for name in SHARDING_VARIABLES if parse_flag_from_env(name)]
+    is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ
+    if asked and not is_launched:
+        raise ConfigError(
+            f"{asked[0]} is set in the environment, but no launcher started this process: unset"
+            " it, or start with an accelerate config that asks for it, such as fsdp2.yaml."
+        )
+    if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ConfigError(
+            "the accelerate config (or the variable ACCELERATE_USE_FSDP) asks for FSDP 1, and this"
+            " loop shards by FSDP 2: set fsdp_version: 2 in its fsdp_config."
+        )
+    if uses_mesh():
+        # accelerate ignores misspelled keys, which leaves a size at 1
+        names = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
+        sizes = (os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1") for name in names)
+        replicas, shards, *others = map(int, sizes)
+        if replicas * shards != world_size or {*others} != {1}:
+            raise ConfigError(
+                f"parallelism_config has the sizes {replicas} (dp_replicate) and {shards}"
+                " (dp_shard), but parallelism_config_dp_replicate_size (nodes) x"
+                f" parallelism_config_dp_shard_size (GPUs per node) must be {world_size} processes,"
+                " and all other sizes 1: this loop knows only data parallelism."
+            )
+
+
+def is_sharding(accelerator: Accelerator) -> bool:
+    """Return whether FSDP2 shards the model."""
+    return accelerator.distributed_type == DistributedType.FSDP
+
+
+def kind_of_sharding(accelerator: Accelerator) -> str:
+    """Return none, FSDP2 or HSDP."""
+    mesh = accelerator.parallelism_config
+    kind = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
+    return kind if is_sharding(accelerator) else "none"
+
+
+@contextmanager
+def sharding_hidden_from_constructor(*, on_cpu: bool) -> Iterator[None]:
+    """Hide the sizes of a mesh, which accelerate's constructor refuses on a CPU, for the block."""
+    value = os.environ.pop(USES_MESH, None) if on_cpu and wants_sharding() else None
+    try:
+        yield
+    finally:
+        if value:
+            os.environ[USES_MESH] = value
+
+
+def set_up_sharding_on_cpu(accelerator: Accelerator) -> None:
+    """Set up sharding on CPU processes, where accelerate would use DDP without a word."""
+    is_on_cpu = accelerator.device.type == "cpu" and wants_sharding()
+    if is_on_cpu and accelerator.num_processes > 1:
+        shard_on_cpu(accelerator, is_hsdp=uses_mesh())
+
+
+def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
+    """Set the values that accelerate's constructor sets for GPUs."""
+    state: Any = accelerator.state
+    # each AcceleratorState() copies the first over the second
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    sizes = {} if is_hsdp else {"dp_replicate_size": 1, "dp_shard_size": accelerator.num_processes}
+    state.parallelism_config = ParallelismConfig(**sizes)
+    state.device_mesh = state.parallelism_config.build_device_mesh("cpu")
+
+
+def release_sharding_groups(accelerator: Accelerator) -> None:
+    """Drop the references to process groups that would outlive destroy_process_group.
+
+    FSDP's modules, in cycles, and its mesh, in torch's caches (2.15), would hold theirs while the
+    interpreter ends. A thread of gloo that then asks for the GIL aborts the process, with
+    "terminate called without an active exception".
+    """
+    if mesh := getattr(accelerator.state, "device_mesh", None):
+        vars(mesh).get("_pg_registry", {}).clear()
+        atexit.register(gc.collect)
+
+
+def set_gradient_sharding(model: Any, *, is_last: bool) -> None:
+    """Let FSDP2 reduce-scatter the gradients of each micro-batch, HSDP all-reduce with the last.
+
+    So no rank ever holds the whole gradient.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(is_last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let sharded modules gather their weights again: the copies may be stale after an EMA swap."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# ---- the model -----------------------------------------------------------------------------------
+def wrap_for_sharding(
     accelerator: Accelerator,
     config: Config,
     model: nn.Module,
@@ -71,7 +195,7 @@ def shard(
     options = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
     wrapper = RecipeModule(model, autocast)
     block_list = blocks(config.recipe, model)
-    compile_in_place(accelerator, wrapper, block_list)
+    compile_blocks_in_place(accelerator, wrapper, config)
     reshard = plugin.reshard_after_forward
     # torch's BatchNorm takes weights and statistics of one type, and the statistics are float32
     whole = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -94,8 +218,8 @@ def shard(
 
 
 # ---- a start without the weights -----------------------------------------------------------------
-def build_on_meta(
-    accelerator: Accelerator, build_whole: Callable[[], nn.Module]
+def build_for_sharding(
+    accelerator: Accelerator, build_whole: Callable[[], nn.Module], _: Config
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Build a model whose parameters are on the meta device. Called by every rank.
 
@@ -180,8 +304,8 @@ def fill(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> 
 
     Args:
         model: sharded.
-        weights: as returned by `build_on_meta`; emptied, so that rank 0's host memory is freed on
-            the way.
+        weights: as returned by `build_for_sharding`; emptied, so that rank 0's host memory is freed
+            on the way.
         device: on which ranks communicate.
     """
     for name, parameter in model.named_parameters():

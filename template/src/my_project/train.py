@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from . import contract, exits, optim, parallel
-from .accelerator import check_launch, start_accelerator
+from .accelerator import check_launch, numerics, start_accelerator
 from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .checks.start import Checks
@@ -141,6 +141,7 @@ def build(
         validation_sets: by name.
     """
     config = run.config
+    run.numerics = numerics(accelerator, run)
     must_agree = {"config": config, "data_info": data_info}
     open_run(accelerator, run, must_agree, lengths(train_set, validation_sets))
     resume_from = resuming.choose(accelerator, run)

@@ -54,7 +54,7 @@ class EqualRanks:
 
         Args:
             findings: of this run.
-            model: prepared, without DDP (sharding.RecipeModule).
+            model: prepared, without DDP (contract.RecipeModule).
             accelerator: this process's Accelerator.
         """
         self.findings = findings

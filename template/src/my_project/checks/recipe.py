@@ -45,7 +45,7 @@ def check_sums(
 
     Args:
         findings: of this run.
-        model: prepared, without DDP (sharding.RecipeModule).
+        model: prepared, without DDP (contract.RecipeModule).
         train_set: whose first samples are read, in a loader worker if there are any.
         validation_sets: by name.
 

@@ -12,7 +12,7 @@ import torch.distributed
 from accelerate import Accelerator
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import blocks
+from .. import blocks, parallel
 from ..config import Config
 from ..contract import RecipeModule
 from ..loading.layout import BatchLayout
@@ -98,7 +98,7 @@ class Throughput:
             wrapped = next(m for m in model.modules() if isinstance(m, RecipeModule))
             self.flops_per_item = float(flops_per_item(wrapped.model))
         # compiled kernels are no operators that are counted, and recomputed ones would count twice
-        cannot_count = blocks.is_compiled(model) or blocks.are_recomputed(model)
+        cannot_count = parallel.is_compiled(model) or blocks.are_recomputed(model)
         self.is_counted = not self.peak_tflops or bool(self.flops_per_item) or cannot_count
         self.counter: Any = None
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..blocks import compilations, is_compiled
+from ..blocks import compilations
 from ..files import finite, open_own, unused_name, write_atomically, writing
 from ..loading.layout import BatchLayout
+from ..parallel import is_compiled
 from ..run_files import each_record, kind_of
 from ..run_folder import Run
 from ..state import NotFiniteError, StepReport, TrainState

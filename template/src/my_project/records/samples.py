@@ -62,7 +62,7 @@ def show(
     Args:
         accelerator: this process's Accelerator.
         run: the run folder, at its step.
-        model: prepared; called with a function of the plain model (sharding.RecipeModule).
+        model: prepared; called with a function of the plain model (contract.RecipeModule).
         data_info: of prepare_data.
         validation_sets: by name; the samples are of the first.
 

@@ -42,7 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import blocks, contract, ema, optim, parallel, sharding
-from ..accelerator import check_launch, ddp_options, shard_on_cpu, uses_mesh, wants_sharding
+from ..accelerator import check_launch, ddp_options
 from ..config import Config, ConfigError
 from ..launching import launch
 from ..launching.train import find_where
@@ -50,6 +50,7 @@ from ..loading import prepare
 from ..loading.layout import batch_layout, is_stream
 from ..process import no_garbage_collection
 from ..settings import parse
+from ..sharding import shard_on_cpu, uses_mesh, wants_sharding
 
 # What torch's trackers call the kinds of memory, and what is printed.
 KINDS = {
@@ -263,12 +264,14 @@ class _Step:
         self.parameters = sum(p.numel() for p in weights)
         self.model_bytes = sum(tensor.nbytes for tensor in (*weights, *self.raw_model.buffers()))
         accelerator = _accelerator(precision, self.world_size, is_sharded=self.is_sharded)
-        blocks.checkpoint_activations(config, self.raw_model, accelerator.state.fsdp_plugin)
+        blocks.checkpoint_activations_of_blocks(config, self.raw_model, accelerator)
         self.optimizer = optim.build_optimizer(config.optim, config.recipe, self.raw_model)
         self.buckets: list[torch.Tensor] = []
         if self.is_sharded:
             of_run = accelerator, config
-            self.model: Any = sharding.shard(*of_run, self.raw_model, self.optimizer, None)
+            self.model: Any = sharding.wrap_for_sharding(
+                *of_run, self.raw_model, self.optimizer, None
+            )
         else:
             self.model = contract.RecipeModule(self.raw_model)
             if self.world_size > 1:
