@@ -79,7 +79,7 @@ def first_read(config: Config, rank: int) -> dict[int, int]:
 
 
 def saved_states(config: Config, step: int) -> list[Any]:
-    return read_manifest(folder_of(config, step))["state"]["lane_states"]
+    return read_manifest(folder_of(config, step))["state"]["stream_states"]
 
 
 def goes_on(config: Config, first: Config, step: int) -> Config:

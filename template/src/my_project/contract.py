@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
-from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
+from .loading.streams import is_stream
 from .process import world
 from .recipe import Recipe, optional, problems, source_location
 from .words import shortened
@@ -80,14 +80,16 @@ def build_datasets(
             recipe, "build_datasets", f"{problem} of validation sets by name, which may be empty."
         )
     train, validation_sets = returned[0], dict(returned[1])
-    sets = {} if is_stream(train) else {"the training set": train}
-    for name, data in (sets | validation_sets).items():
+    sets = validation_sets
+    if not is_stream(train):
+        sets = {"the training set": train} | validation_sets
+    for name, data in sets.items():
         if isinstance(data, type) or not isinstance(name, str):
             _refuse(recipe, "build_datasets", f"returned as {name!r} {described(data)}.")
         # torch's IterableDataset has an index, but does not support it
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             problem = f"returned {type(data).__name__} as {name}, which has no index: data[i]"
-            _refuse(recipe, "build_datasets", f"{problem} (a stream has lanes, see recipe.py).")
+            _refuse(recipe, "build_datasets", f"{problem} (or has lanes, see recipe.py).")
         if not hasattr(data, "__len__"):
             problem = f"returned {described(data)} as {name}, which has no length"
             _refuse(recipe, "build_datasets", f"{problem}: give it a method __len__.")

@@ -69,7 +69,7 @@ class TrainState:
     """All that a checkpoint holds besides tensors: the fields of `state` in its manifest."""
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
-    lane_states: list[Any] = field(default_factory=list)  # of a stream whose lanes have state_dict
+    stream_states: list[Any] = field(default_factory=list)  # of lanes with a state_dict
     results: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_step: int = -1
     best: float | None = None  # best value of evaluation.best_metric

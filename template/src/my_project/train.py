@@ -12,6 +12,7 @@ CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ from .checks.start import Checks
 from .contract import check_best_metric
 from .ema import EMA
 from .evaluate import evaluate, sanity_check
-from .loading.layout import BatchLayout, batch_layout, is_stream, lengths, total_steps
+from .loading.layout import BatchLayout, batch_layout, lengths, total_steps
 from .loading.loader import IndexedBatches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
-from .loading.streams import StreamBatches
+from .loading.streams import StreamBatches, is_stream
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import open_run
 from .records import samples, screen
@@ -61,7 +62,7 @@ class Training:
     layout: BatchLayout  # how a global batch is divided
     data_info: dict[str, Any]  # from the recipe's prepare_data
     validation_sets: dict[str, Any]  # by name
-    batches: Any  # the micro-batches of this rank, and lane_states()
+    batches: Any  # the micro-batches of this rank
     model: nn.Module  # the recipe's
     wrapped_model: Any  # in DDP or FSDP2, autocast and torch.compile
     eval_model: Any  # without DDP, since batches of an evaluation are ragged
@@ -170,8 +171,8 @@ def build(
     steps = range(state.step, run.total_steps)
     batches_of: Any = IndexedBatches
     if is_stream(train_set):
-        batches_of = StreamBatches
-    batches = batches_of(config, train_set, layout, steps, accelerator, state.lane_states)
+        batches_of = partial(StreamBatches, states=state.stream_states)
+    batches = batches_of(config, train_set, layout, steps, accelerator)
     wrapped.train()
     sums = DelayedReader(accelerator)
     forward: Callable[..., Any] = wrapped
@@ -306,7 +307,8 @@ def observe(t: Training, report: StepReport | None) -> None:
 
 def save(t: Training) -> None:
     """Save a checkpoint. Called by every rank."""
-    t.state.lane_states = t.batches.lane_states()
+    if isinstance(t.batches, StreamBatches):
+        t.state.stream_states = t.batches.stream_states()
     t.run.note_progress()
     with t.recorder.paused("saving"):
         t.checks.at_save()

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from .. import files
-from ..loading.layout import is_stream
 from ..loading.loader import open_file_in
+from ..loading.streams import is_stream
 from ..ranks import on_main_then_broadcast
 from ..words import short_path
 from .data import Facts, Reading, hash_of, others
@@ -108,10 +108,9 @@ class Agreement:
 
         Not of a dataset with an open file, whose position another process would move.
         """
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        named = self.datasets.items()
-        read = {name: data for name, data in named if is_first or not is_stream(data)}
-        read = {name: data for name, data in read.items() if not open_file_in(data)}
+        read = {name: data for name, data in self.datasets.items() if not open_file_in(data)}
+        reads_streams = os.environ.get("LOCAL_RANK", "0") == "0"
+        read = {name: data for name, data in read.items() if reads_streams or not is_stream(data)}
         return Reading(self.run.config, read, is_backward=is_backward)
 
     def compare(self, model: nn.Module, *, is_resumed: bool) -> None:

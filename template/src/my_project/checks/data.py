@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ..config import Config
-from ..loading.layout import is_stream
 from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
+from ..loading.streams import is_stream
 
 SAMPLES = 4  # of each dataset, evenly spaced
 SECONDS = 5.0  # for all of them, and as long again after the model has been built
@@ -117,15 +117,14 @@ def _read(
     deadline = time.monotonic() + SECONDS
     found: dict[str, Facts] = {}
     for name, data in datasets.items():
-        length = data.lanes if is_stream(data) else len(data)
+        length = getattr(data, "lanes", None) or len(data)
         samples: dict[str, dict[str, Any]] = {}  # the parts of each: a hash, or three numbers
         indices = {length * k // SAMPLES for k in range(SAMPLES)}
         for index in sorted(indices, reverse=is_backward):
             if time.monotonic() < deadline:
                 samples[str(index)] = sample_facts(data, index, seed)
-        reads_again = (
-            twice and "0" in samples and not is_stream(data) and time.monotonic() < deadline
-        )
+        reads_again = twice and "0" in samples and time.monotonic() < deadline
+        reads_again = reads_again and not is_stream(data)
         draws = reads_again and not is_same(samples["0"], sample_facts(data, 0, seed))
         found[name] = Facts(length=length, samples=samples, draws=bool(draws))
     pipe.send(found)
@@ -136,7 +135,9 @@ def sample_facts(data: Any, index: int, seed: int) -> dict[str, Any]:
     try:
         tell_epoch(data, 0, seed)
         seed_rng(derive_seed("check", index))
-        sample = next(iter(data.lane(index, 0, seed))) if is_stream(data) else data[index]
+        if is_stream(data):
+            data = {index: next(iter(data.lane(index, 0, seed)))}  # of a stream
+        sample = data[index]
         return dict(islice(parts(sample), MOST_PARTS))
     except Exception as error:  # training meets it, too
         return {"?": type(error).__name__}

@@ -17,9 +17,9 @@ from torch.utils.data import default_collate
 from .. import contract
 from ..config import ConfigError
 from ..evaluate import evaluation_mode, restored_state
-from ..loading.layout import is_stream
 from ..loading.loader import Fetch, make_loader
 from ..loading.seeding import permutation, seed_forward, seed_rng
+from ..loading.streams import is_stream
 from ..process import DRY_RUN
 from ..ranks import on_main_then_broadcast
 from ..recipe import PARAMETERS, Recipe, optional, source_location
@@ -54,7 +54,9 @@ def check_sums(
     """
     config, accelerator = findings.run.config, findings.accelerator
     recipe, batches = config.recipe, config.batches
-    data = next(iter(validation_sets.values()), []) if is_stream(train_set) else train_set
+    data = train_set
+    if is_stream(train_set):
+        data = next(iter(validation_sets.values()), [])  # a lane of a stream may take long to open
     count = max(FEWEST, min(batches.micro_batch_size or MOST, MOST))
     count = min(count, batches.global_batch_size, len(data))
     if count < FEWEST or not findings.is_on("recipe"):

@@ -45,39 +45,28 @@ def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     )
 
 
-def is_stream(data: Any) -> bool:
-    """Return whether a dataset is a stream, which is read in lanes."""
-    return hasattr(data, "lanes") and callable(getattr(data, "lane", None))
-
-
 def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
     """Count the samples of each dataset, or the lanes of a stream."""
+    from .streams import is_stream
+
+    counts = {f"validation set {name}": len(data) for name, data in validation_sets.items()}
     if is_stream(train_set):
-        counts = {"the lanes of the stream": train_set.lanes}
-    else:
-        counts = {"the training set": len(train_set)}
-    return counts | {f"validation set {name}": len(data) for name, data in validation_sets.items()}
+        return {"the lanes of the stream": train_set.lanes} | counts
+    return {"the training set": len(train_set)} | counts
 
 
 def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
-    size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step
+    from .streams import is_stream, steps_of_stream
+
     if is_stream(train_set):
-        lanes = train_set.lanes
-        if lanes < 1 or size % lanes or lanes % micro_batches:
-            raise ConfigError(
-                f"the stream's {lanes} lanes must divide batches.global_batch_size {size}, and be a"
-                f" multiple of {micro_batches} micro-batches per step"
-                f" ({processes(layout.world_size)} x accumulation {layout.accumulation}); choose"
-                " another number of lanes, or another batches.micro_batch_size."
-            )
-    elif len(train_set) < size:
+        return steps_of_stream(config, train_set, layout)
+    size = layout.global_batch_size
+    if len(train_set) < size:
         raise ConfigError(
             f"the training set has {len(train_set)} samples, fewer than one global batch of {size};"
             " lower batches.global_batch_size."
         )
     if config.steps is not None:
         return config.steps
-    if is_stream(train_set):
-        raise ConfigError("a stream has no length, so epochs cannot be counted; set steps.")
     return max(1, round((config.epochs or 0) * (len(train_set) // size)))

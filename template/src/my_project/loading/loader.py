@@ -38,9 +38,16 @@ class IndexedBatches:
         layout: BatchLayout,
         steps: range,
         accelerator: Accelerator,
-        states: Sequence[Any] = (),
     ) -> None:
-        """Start at steps.start; the arguments are those of StreamBatches, states of no lanes."""
+        """Start at steps.start.
+
+        Args:
+            config: the run's config.
+            data: map-style.
+            layout: the global batch's division.
+            steps: the steps to train.
+            accelerator: gives this process's rank and device.
+        """
         rank, device = accelerator.process_index, accelerator.device
         keys = keys_of(len(data), layout, rank, config.seed, steps)
         collate, how = optional(config.recipe, "collate"), config.batches.seed_samples
@@ -50,10 +57,6 @@ class IndexedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches
-
-    def lane_states(self) -> list[Any]:
-        """Return no states, which only the lanes of a stream have: the step is enough."""
-        return []
 
 
 class Fetch:

@@ -18,9 +18,31 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from ..config import Config, ConfigError
 from ..ranks import gather_on_main
 from ..recipe import optional, source_location
+from ..words import processes
 from .layout import BatchLayout
 from .loader import check_sendable, make_loader, on_device
 from .seeding import SampleSeeds, derive_seed, seed_rng
+
+
+def is_stream(data: Any) -> bool:
+    """Return whether a dataset is a stream, which is read in lanes."""
+    return hasattr(data, "lanes") and callable(getattr(data, "lane", None))
+
+
+def steps_of_stream(config: Config, stream: Any, layout: BatchLayout) -> int:
+    """Return the number of steps, which the config must state; refuse lanes that do not divide."""
+    size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step
+    lanes = stream.lanes
+    if lanes < 1 or size % lanes or lanes % micro_batches:
+        raise ConfigError(
+            f"the stream's {lanes} lanes must divide batches.global_batch_size {size}, and be a"
+            f" multiple of {micro_batches} micro-batches per step"
+            f" ({processes(layout.world_size)} x accumulation {layout.accumulation}); choose"
+            " another number of lanes, or another batches.micro_batch_size."
+        )
+    if config.steps is None:
+        raise ConfigError("a stream has no length, so epochs cannot be counted; set steps.")
+    return config.steps
 
 
 @dataclass(kw_only=True)
@@ -113,7 +135,7 @@ class StreamBatches:
             layout: the global batch's division.
             steps: the steps to train.
             accelerator: gives this process's rank and device.
-            states: of the lanes at steps.start, as lane_states has returned them.
+            states: of the lanes at steps.start, as stream_states has returned them.
         """
         self.config = config
         self.data = data
@@ -132,7 +154,7 @@ class StreamBatches:
     def __iter__(self) -> Iterator[Any]:
         return self.batches
 
-    def lane_states(self) -> list[Any]:
+    def stream_states(self) -> list[Any]:
         """Return the states of all lanes after the last step, on rank 0. Called by every rank.
 
         [] if the lanes have none, and on other ranks than 0, which saves them.

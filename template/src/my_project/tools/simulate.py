@@ -47,7 +47,8 @@ from ..config import Config, ConfigError
 from ..launching import launch
 from ..launching.train import find_where
 from ..loading import prepare
-from ..loading.layout import batch_layout, is_stream
+from ..loading.layout import batch_layout
+from ..loading.streams import is_stream
 from ..process import no_garbage_collection
 from ..settings import parse
 from ..sharding import shard_on_cpu, uses_mesh, wants_sharding
@@ -227,10 +228,10 @@ def _batch(config: Config, train_set: Any, micro_batch: int, fake: FakeTensorMod
     They are fake before they are collated, so that no large batch is ever in memory.
     """
     with unset_fake_temporarily():
+        data, count = train_set, READ_SAMPLES
         if is_stream(train_set):
-            samples = list(islice(train_set.lane(0, 0, config.seed), READ_SAMPLES))
-        else:
-            samples = [train_set[index] for index in range(min(READ_SAMPLES, len(train_set)))]
+            data = list(islice(train_set.lane(0, 0, config.seed), count))  # of a stream
+        samples = [data[index] for index in range(min(count, len(data)))]
     samples = [samples[index % len(samples)] for index in range(micro_batch)]
     collate = getattr(config.recipe, "collate", None) or default_collate
     try:
