@@ -1,10 +1,32 @@
 """An exponential moving average of the weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .checkpoint.shards import TensorReader, plain_name
+from .config import Config, ConfigError
+from .optim import has_two_views
+
+
+def build_ema(config: Config, model: nn.Module, optimizer: Any) -> "EMA | None":
+    """Return the average that the config asks for, or None.
+
+    Raises:
+        ConfigError: the optimizer averages the weights itself.
+    """
+    if not config.optim.ema_decay:
+        return None
+    if has_two_views(optimizer):
+        raise ConfigError(
+            f"optim.ema_decay is {config.optim.ema_decay}, but {config.optim.class_path} averages"
+            " the weights itself, for its eval(): set optim.ema_decay to null."
+        )
+    return EMA(model, config.optim.ema_decay)
 
 
 class EMA:
@@ -21,6 +43,28 @@ class EMA:
         """Move the averages toward the weights by 1 - decay."""
         torch._foreach_lerp_(self.averages, self.weights, 1.0 - self.decay)  # type: ignore
 
+    def named(self) -> dict[str, Tensor]:
+        """Return the averages by the names that checkpoints use."""
+        return dict(zip(map(plain_name, self.names), self.averages, strict=True))
+
+    def reader(
+        self, folder: Path, read_weight: Callable[[str], Tensor], first_names: dict[str, str]
+    ) -> Callable[[str], Tensor]:
+        """Return what reads a tensor of a checkpoint: its average, or the weight without one.
+
+        Args:
+            folder: the checkpoint.
+            read_weight: reads a tensor of the model by its name.
+            first_names: the first name of each parameter; a tied one has several.
+        """
+        averages = TensorReader(folder, "ema")
+
+        def read(name: str) -> Tensor:
+            first = first_names.get(name, "")
+            return averages.read(first) if first in averages.shapes else read_weight(name)
+
+        return read
+
     @torch.no_grad()
     def _swap(self) -> None:
         for weight, average in zip(self.weights, self.averages, strict=True):
@@ -36,3 +80,17 @@ class EMA:
             yield
         finally:
             self._swap()
+
+
+LEFT = 0.05  # of the initial weights in an average
+
+
+def ema_problem(decay: float | None, steps: int) -> str:
+    """Return what is wrong with an average of weights over so many steps; "" if nothing is."""
+    left = (decay or 0.0) ** steps
+    if left <= LEFT:
+        return ""
+    return (
+        f"optim.ema_decay is {decay} and the run has {steps} steps, so {left:.0%} of what is"
+        f" exported would be the initial weights: lower it to {LEFT ** (1 / steps):.4g}, or less."
+    )

@@ -1,4 +1,4 @@
-"""The optimizer: parameter groups, learning rate, exact normalization and clipping, EMA."""
+"""The optimizer: parameter groups, learning rate, exact normalization and clipping."""
 
 import importlib
 import inspect
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .config import ConfigError, OptimConfig
-from .ema import EMA
 from .recipe import Recipe, optional, source_location
 
 
@@ -82,11 +81,6 @@ def build_optimizer(config: OptimConfig, recipe: Recipe, model: nn.Module) -> to
         ) from error
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     if has_two_views(optimizer):
-        if config.ema_decay:
-            raise ConfigError(
-                f"optim.ema_decay is {config.ema_decay}, but {config.class_path} averages the"
-                " weights itself, for its eval(): set optim.ema_decay to null."
-            )
         optimizer.train()  # type: ignore[attr-defined]
         for parameter in [p for p, slots in optimizer.state.items() if not slots]:
             del optimizer.state[parameter]  # which a look at it has made
@@ -220,22 +214,16 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor | float) -> No
 
 
 @contextmanager
-def evaluated_weights(optimizer: Any, ema: EMA | None) -> Iterator[None]:
-    """Put the weights that are evaluated and exported in place of the trained ones, for the block.
-
-    These are the EMA, or what the eval() of an optimizer with two views gives.
-    """
-    if ema:
-        with ema.swapped_in():
-            yield
-    elif has_two_views(optimizer):
-        weights = [p for group in optimizer.param_groups for p in group["params"]]
-        kept = [p.detach().clone() for p in weights]  # train() would round them
-        optimizer.eval()
-        yield  # what fails there ends the run
-        optimizer.train()
-        with torch.no_grad():
-            for weight, before in zip(weights, kept, strict=True):
-                weight.copy_(before)
-    else:
+def evaluated_view(optimizer: Any) -> Iterator[None]:
+    """Put what the eval() of an optimizer with two views gives in place of the trained weights."""
+    if not has_two_views(optimizer):
         yield
+        return
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [p.detach().clone() for p in weights]  # train() would round them
+    optimizer.eval()
+    yield  # what fails there ends the run
+    optimizer.train()
+    with torch.no_grad():
+        for weight, before in zip(weights, kept, strict=True):
+            weight.copy_(before)

@@ -11,6 +11,7 @@ from .settings import parse_command_line
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from .checkpoint import exporting, resuming
 from .checkpoint.saving import Checkpoints
 from .checks.start import Checks
 from .contract import check_best_metric
-from .ema import EMA
+from .ema import EMA, build_ema
 from .evaluate import evaluate, sanity_check
 from .loading.layout import BatchLayout, batch_layout, lengths, total_steps
 from .loading.loader import IndexedBatches
@@ -151,7 +152,7 @@ def build(
     checks.compare(model, is_resumed=bool(resume_from))
     optimizer = optim.build_optimizer(config.optim, config.recipe, model)
     wrapped, eval_model = parallel.prepare(accelerator, config, model, optimizer, weights)
-    ema = EMA(model, config.optim.ema_decay) if config.optim.ema_decay else None
+    ema = build_ema(config, model, optimizer)
     scaler = accelerator.scaler  # None unless fp16
     checkpoints = Checkpoints(
         run,
@@ -284,8 +285,8 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     if t.scaler:
         t.scaler.update()
     t.optimizer.zero_grad()
-    if t.ema:  # also after a skipped step
-        t.ema.update()
+    if t.ema:
+        t.ema.update()  # also after a skipped step
     state.step = t.run.step = step + 1  # steps done; a skipped one counts
     t.recorder.step_ended(step, rate)
     observe(t, t.sums.push(step, sums, norm))  # the step before: the device has done it
@@ -328,11 +329,21 @@ def look_before_first_step(t: Training) -> None:
         t.checks.before_first_step(t.eval_model)
 
 
+@contextmanager
+def evaluated_weights(t: Training) -> Iterator[None]:
+    """Put the weights that are evaluated and exported in place of the trained ones."""
+    with ExitStack() as stack:
+        stack.enter_context(optim.evaluated_view(t.optimizer))
+        if t.ema:
+            stack.enter_context(t.ema.swapped_in())
+        yield
+
+
 def evaluate_and_record(t: Training) -> None:
     """Evaluate, export the weights if they are the best so far, and record the results."""
     run, accelerator, model, state = t.run, t.accelerator, t.eval_model, t.state
     run.note_progress()
-    with t.recorder.paused("evaluation"), optim.evaluated_weights(t.optimizer, t.ema):
+    with t.recorder.paused("evaluation"), evaluated_weights(t):
         results = evaluate(
             accelerator, t.config, model, t.validation_sets, state.step, run.note_progress
         )
@@ -356,7 +367,7 @@ def finish(t: Training, end_reason: str) -> int:
             run.write_status("preempted", reason, note=checkpoints.note)
         return PREEMPTED
     state.check_trained()
-    with optim.evaluated_weights(t.optimizer, t.ema):
+    with evaluated_weights(t):
         exporting.export(run, t.data_info, t.model, checkpoints)
     t.accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
     checkpoints.check("checkpoint", "best", "export")

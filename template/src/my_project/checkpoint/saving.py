@@ -154,7 +154,7 @@ class Checkpoints:
             settings["has_two_views"] = True  # for what would evaluate or export these weights
         kinds = {"model": self._weights(), "optimizer": slots}
         if self.ema:
-            kinds["ema"] = self._averages(self.ema)
+            kinds["ema"] = self.ema.named()
         shards = self._copied(kinds)
         scale = self.scaler.state_dict() if self.scaler else None
         state = train_state.to_dict() | {"optimizer": settings, "scaler": scale}
@@ -263,16 +263,10 @@ class Checkpoints:
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
 
     def _reader(self, folder: Path) -> Read:
-        """Return what reads the weights of a checkpoint: of those that are averaged, the EMA."""
-        model = TensorReader(folder, "model")
-        if self.ema is None:
-            return model.read
-        averages = TensorReader(folder, "ema")
-
-        def read(name: str) -> Tensor:
-            first = self.first_names.get(name, "")
-            return averages.read(first) if first in averages.shapes else model.read(name)
-
+        """Return what reads the weights of a checkpoint that are evaluated."""
+        read: Read = TensorReader(folder, "model").read
+        if self.ema:
+            read = self.ema.reader(folder, read, self.first_names)
         return read
 
     def _start(self, kind: str, name: str, job: Callable[[], None], *temporary: Path) -> None:
@@ -355,7 +349,7 @@ class Checkpoints:
         return state
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore weights, optimizer, fp16 loss scale and EMA in place; return the other state."""
+        """Restore tensors and the fp16 loss scale in place; return the other state."""
         self.run.continued_from = str(folder)
         manifest = read_manifest(folder)
         state: dict[str, Any] = manifest["state"]
@@ -367,7 +361,7 @@ class Checkpoints:
         slots = TensorReader(folder, "optimizer", listed) if has_slots else None
         load_optimizer(self.optimizer, self.names, folder, saved, slots)
         if self.ema:
-            TensorReader(folder, "ema", listed).fill(self._averages(self.ema))
+            TensorReader(folder, "ema", listed).fill(self.ema.named())
         if self.scaler and scale:
             self.scaler.load_state_dict(scale)
         elif self.scaler or scale:
@@ -380,10 +374,6 @@ class Checkpoints:
         """Return the weights and buffers by name; a tied weight by its first name."""
         tensors = model_tensors(self.model)
         return {name: tensors[name] for name in tensors if self.aliases.get(name) not in tensors}
-
-    @staticmethod
-    def _averages(ema: EMA) -> dict[str, Tensor]:
-        return dict(zip(map(plain_name, ema.names), ema.averages, strict=True))
 
     # ---- what this rank writes -------------------------------------------------------------------
     def _copied(self, kinds: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Shard]]:

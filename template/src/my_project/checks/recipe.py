@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from .. import contract
 from ..config import ConfigError
+from ..ema import ema_problem
 from ..evaluate import evaluation_mode, restored_state
 from ..loading.loader import Fetch, make_loader
 from ..loading.seeding import permutation, seed_forward, seed_rng
@@ -29,7 +30,6 @@ FEWEST, MOST = 4, 8  # samples: a half of one sample may be a special case to a 
 TOLERANCE = 0.02  # relative: padding moves the outputs of a sound model a little
 SAME = 1e-4  # relative: what the same forward gives twice
 A_MEAN = 0.4, 0.6  # of a whole and the sum of its halves
-LEFT = 0.05  # of the initial weights in an average
 
 
 # ---- loss and num_items --------------------------------------------------------------------------
@@ -169,25 +169,14 @@ def check_settings(findings: Findings) -> None:
     """Warn of an average that stays near the initial weights, and of misspelled methods."""
     if not findings.is_on("recipe"):
         return
-    config, steps = findings.run.config, findings.run.total_steps
-    problem = ema_problem(config.optim.ema_decay, steps)
-    if problem and DRY_RUN not in os.environ:  # whose steps are few
-        findings.add("recipe", problem)
+    config = findings.run.config
+    problem = ema_problem(config.optim.ema_decay, findings.run.total_steps)
+    if problem and DRY_RUN not in os.environ:  # of the EMA; a dry run has few steps
+        findings.add("recipe", problem)  # of the EMA
     for name, meant in misspelled(config.recipe).items():
         place = source_location(getattr(config.recipe, name))
         method = f"{type(config.recipe).__name__}.{name} ({place})"
         findings.add("recipe", f"{method} is not a method that the loop calls: is {meant} meant?")
-
-
-def ema_problem(decay: float | None, steps: int) -> str:
-    """Return what is wrong with an average of weights over so many steps; "" if nothing is."""
-    left = (decay or 0.0) ** steps
-    if left <= LEFT:
-        return ""
-    return (
-        f"optim.ema_decay is {decay} and the run has {steps} steps, so {left:.0%} of what is"
-        f" exported would be the initial weights: lower it to {LEFT ** (1 / steps):.4g}, or less."
-    )
 
 
 def misspelled(recipe: Recipe) -> dict[str, str]:

@@ -121,7 +121,7 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
 
 def print_estimate(config: Config, folder: Path) -> None:
     """Show what a step takes, and about what the whole run will."""
-    from ..checks.recipe import ema_problem
+    from ..ema import ema_problem
 
     records = each_record(folder / "metrics.jsonl")
     last = [record for record in records if "samples_per_second" in record][-1]
