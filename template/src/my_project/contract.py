@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
 from .config import Config, ConfigError, to_yaml
+from .loading.layout import is_stream
 from .loading.seeding import derive_seed, permutation, seed_rng
-from .loading.streams import is_stream
 from .process import world
 from .recipe import Recipe, optional, problems, source_location
 from .words import shortened

@@ -28,11 +28,11 @@ from .checks.start import Checks
 from .contract import check_best_metric
 from .ema import EMA, build_ema
 from .evaluate import evaluate, sanity_check
-from .loading.layout import BatchLayout, batch_layout, lengths, total_steps
+from .loading.layout import BatchLayout, batch_layout, is_stream, lengths, total_steps
 from .loading.loader import IndexedBatches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
-from .loading.streams import StreamBatches, is_stream
+from .loading.streams import StreamBatches
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import open_run
 from .records import samples, screen

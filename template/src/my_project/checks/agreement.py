@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from .. import files
+from ..loading.layout import is_stream
 from ..loading.loader import open_file_in
-from ..loading.streams import is_stream
 from ..ranks import on_main_then_broadcast
 from ..words import short_path
 from .data import Facts, Reading, hash_of, others

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ..config import Config
+from ..loading.layout import is_stream
 from ..loading.loader import ignore_signals_except_parents, tell_epoch
 from ..loading.seeding import derive_seed, seed_rng
-from ..loading.streams import is_stream
 
 SAMPLES = 4  # of each dataset, evenly spaced
 SECONDS = 5.0  # for all of them, and as long again after the model has been built

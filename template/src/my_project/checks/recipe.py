@@ -18,9 +18,9 @@ from .. import contract
 from ..config import ConfigError
 from ..ema import ema_problem
 from ..evaluate import evaluation_mode, restored_state
+from ..loading.layout import is_stream
 from ..loading.loader import Fetch, make_loader
 from ..loading.seeding import permutation, seed_forward, seed_rng
-from ..loading.streams import is_stream
 from ..process import DRY_RUN
 from ..ranks import on_main_then_broadcast
 from ..recipe import PARAMETERS, Recipe, optional, source_location

@@ -45,10 +45,13 @@ def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     )
 
 
+def is_stream(data: Any) -> bool:
+    """Return whether a dataset is a stream, which is read in lanes."""
+    return hasattr(data, "lanes") and callable(getattr(data, "lane", None))  # of a stream
+
+
 def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
     """Count the samples of each dataset, or the lanes of a stream."""
-    from .streams import is_stream
-
     counts = {f"validation set {name}": len(data) for name, data in validation_sets.items()}
     if is_stream(train_set):
         return {"the lanes of the stream": train_set.lanes} | counts
@@ -57,7 +60,7 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
 
 def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
-    from .streams import is_stream, steps_of_stream
+    from .streams import steps_of_stream
 
     if is_stream(train_set):
         return steps_of_stream(config, train_set, layout)

@@ -24,11 +24,6 @@ from .loader import check_sendable, make_loader, on_device
 from .seeding import SampleSeeds, derive_seed, seed_rng
 
 
-def is_stream(data: Any) -> bool:
-    """Return whether a dataset is a stream, which is read in lanes."""
-    return hasattr(data, "lanes") and callable(getattr(data, "lane", None))
-
-
 def steps_of_stream(config: Config, stream: Any, layout: BatchLayout) -> int:
     """Return the number of steps, which the config must state; refuse lanes that do not divide."""
     size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step

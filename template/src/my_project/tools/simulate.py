@@ -47,8 +47,7 @@ from ..config import Config, ConfigError
 from ..launching import launch
 from ..launching.train import find_where
 from ..loading import prepare
-from ..loading.layout import batch_layout
-from ..loading.streams import is_stream
+from ..loading.layout import batch_layout, is_stream
 from ..process import no_garbage_collection
 from ..settings import parse
 from ..sharding import shard_on_cpu, uses_mesh, wants_sharding
