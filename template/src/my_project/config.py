@@ -230,6 +230,12 @@ class ChecksConfig:
     """Data, code or a model that differ between the ranks when the run starts
     (checks/agreement.py), and weights that part while it trains (checks/ranks.py)."""
 
+    def __post_init__(self) -> None:
+        """Refuse a level that does not exist."""
+        for name, level in vars(self).items():
+            if level not in ("off", "warn", "end", False):
+                raise ConfigError(f"checks.{name} is {level}, but must be off, warn or end.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -306,9 +312,6 @@ class Config:
             )
         if self.stop_after is not None:
             seconds_of(self.stop_after)
-        for name, level in vars(self.checks).items():
-            if level not in ("off", "warn", "end", False):
-                raise ConfigError(f"checks.{name} is {level}, but must be off, warn or end.")
         _ = self.profile.window  # refuse what is none
         if evaluation.patience and not evaluation.best_metric:
             raise ConfigError(

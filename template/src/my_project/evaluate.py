@@ -21,7 +21,7 @@ from .parallel import not_compiled
 from .ranks import gather_on_main, on_main_then_broadcast
 from .recipe import optional
 from .run_folder import Run
-from .sharding import reshard
+from .sharding import renew_sharding
 
 logger = logging.getLogger(__name__)
 DEFAULT_SIZE = 64  # samples of a micro-batch, where the config has no number
@@ -96,13 +96,13 @@ def evaluate(
 def evaluation_mode(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Set a prepared model to evaluation: no gradients, and the buffers of rank 0 on every rank."""
     model.eval()
-    reshard(model)
+    renew_sharding(model)
     broadcast_buffers(accelerator, model)
     try:
         with torch.no_grad(), not_compiled(model):
             yield
     finally:
-        reshard(model)
+        renew_sharding(model)
         model.train()
 
 

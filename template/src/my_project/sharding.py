@@ -145,7 +145,7 @@ def set_gradient_sharding(model: Any, *, is_last: bool) -> None:
         model.set_requires_all_reduce(is_last)
 
 
-def reshard(model: nn.Module) -> None:
+def renew_sharding(model: nn.Module) -> None:
     """Let sharded modules gather their weights again: the copies may be stale after an EMA swap."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

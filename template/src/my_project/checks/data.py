@@ -38,7 +38,7 @@ TOLERANCE = 1e-3  # of floating-point values, relative to their root mean square
 class Facts:
     """What is known of a dataset."""
 
-    length: int  # of a stream its lanes
+    length: int  # samples or lanes
     samples: dict[str, dict[str, Any]]  # by index, the parts of each: a hash, or three numbers
     draws: bool  # whether a sample that is read again under the same seed is another one
 
