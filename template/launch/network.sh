@@ -1,7 +1,7 @@
 # Settings of NCCL and gloo, by the network between the nodes. Every launcher sources this file on
 # each node; on one machine run `source launch/network.sh` before the command.
 #
-# Start without any: NCCL finds the network by itself, and NCCL_DEBUG=INFO (below) says which it is.
+# Start without any of them: NCCL finds the network itself, and NCCL_DEBUG=INFO (below) says which.
 # Uncomment what preflight or your cluster's documentation names. An uncommented line overrides a
 # variable that was set before (sbatch --export, the pod's env).
 #
@@ -14,10 +14,10 @@
 #
 # Not covered: Google Cloud (gVNIC with GPUDirect-TCPX, TCPXO or RDMA: a plugin, libraries and
 # variables of its own for each kind of machine, from Google's installer), Azure (topology files for
-# its InfiniBand machines), and rails (several networks beside each other: NCCL_CROSS_NIC, and
-# adapters by the cluster's plan). There take what the provider's documentation or image sets.
+# its InfiniBand machines), and rails (several parallel networks: NCCL_CROSS_NIC, and
+# adapters by the cluster's plan). For these use what the provider's documentation or image sets.
 #
-# Not run by us: InfiniBand, RoCE, EFA, and NCCL over TCP: no two GPUs have run this. We ran gloo over
+# We have not run InfiniBand, RoCE, EFA, or NCCL over TCP, since we never had two GPUs. We ran gloo over
 # TCP. The number in brackets says where a value comes from; read in November 2026:
 # [1] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 # [2] https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html, its pages

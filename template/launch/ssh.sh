@@ -7,8 +7,8 @@
 # Every node must have this folder and this Python under the same paths, and ssh without a password.
 # Each line of output begins with its host. Ctrl-C, or the first node that fails, stops all nodes: each
 # holds a connection to this script, and saves and exits when the connection ends for any reason.
-# Exit codes: 0 finished; 75 preempted; 2 if a node had an error that a retry would repeat; else that
-# of the first node that failed.
+# Exit codes: 0 finished; 75 preempted; 2 if a node had an error that a retry would repeat; otherwise the
+# exit code of the first node that failed.
 #
 # Environment variables: WHERE, a name in accelerate_configs/ (default multi_node); PORT of the main
 # node (29500); ADDRESS of the main node, if it is not its name in the list; SSH, the command (ssh).
@@ -70,7 +70,7 @@ for rank in "${!hosts[@]}"; do
         --main_process_port "${PORT:-29500}" \
         -m my_project.train "$@")"
     (
-        exec {pipe}>&- # else this subshell would keep the pipe open
+        exec {pipe}>&- # otherwise this subshell would keep the pipe open
         code=0
         "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
             sed -u "s|^|${hosts[rank]}: |" || code=$?
