@@ -144,7 +144,7 @@ class CausalLM:
 
     def _cache_folder(self) -> Path:
         """Return the folder of the packed sequences, named by a hash of all they depend on."""
-        key: list[Any] = [3]  # version of the folder's format
+        key: list[Any] = [1]  # version of the folder's format
         key += [self.data, self.tokenizer, self.sequence_length, self.validation_fraction]
         if self.data == "python":
             key.append(sysconfig.get_python_version())
@@ -556,7 +556,7 @@ class SequenceLane:
         recipe, end = self.recipe, self.data_info["eos_token_id"]
         encode = encoder(self.data_info)
         empty_epochs = 0
-        for epoch in count(self.state.get("epoch", 0)):  # which earlier versions did not save
+        for epoch in count(self.state["epoch"]):
             start = self.state["document"]
             texts = recipe._documents(self.i, 1_000_003 * self.seed + epoch, start)
             documents = (

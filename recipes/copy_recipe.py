@@ -33,7 +33,6 @@ LOOP = HERE / "template/src/my_project"
 MODULES = sorted(path.relative_to(LOOP) for path in LOOP.rglob("*.py"))
 MODULES = [module for module in MODULES if module.parts[0] != "recipes"]
 TOOLS = Path("tools")  # the subpackage that the rest of the loop does without
-TOOLS_BEFORE = ("doctor", "report", "cluster")  # where they were in earlier versions
 RECIPES = {path.stem: path for path in sorted((HERE / "recipes").glob("*.py"))}
 del RECIPES["copy_recipe"]
 MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # in the root of a repository
@@ -73,8 +72,7 @@ class Package:
     @property
     def has_tools(self) -> bool:
         """Whether the loop there has tools."""
-        folders = (self.loop / name for name in (TOOLS, *TOOLS_BEFORE))
-        return any(path.stem[0] != "_" for folder in folders for path in folder.rglob("*.py"))
+        return any(path.stem[0] != "_" for path in (self.loop / TOOLS).rglob("*.py"))
 
     @property
     def record(self) -> Path:

@@ -189,50 +189,6 @@ def test_a_used_clone_gives_the_same_project_without_what_git_ignores(
     assert tree(used) == before
 
 
-BEFORE = "a9ab39b"  # the last commit before modules moved
-EDITED = {  # the last two have moved and were rewritten since: what an owner has edited stays
-    f"src/leafscan/{name}.py"
-    for name in ("recipes/image_classification", "cluster/rendezvous", "cluster/simulate")
-}
-
-
-@pytest.mark.slow
-def test_cruft_update_brings_the_new_loop_and_keeps_edits(
-    template: Path, tmp_path: Path, desk: Desk
-):
-    upstream = tmp_path / "upstream"
-    desk.succeed("git", "clone", "--quiet", REPOSITORY, upstream)
-    if desk.run("git", "checkout", "--quiet", "-B", "main", BEFORE, cwd=upstream).returncode:
-        pytest.skip("needs the history of the repository")
-    desk.succeed(
-        "cruft", "create", "--no-input", upstream, f"--extra-context={json.dumps(RENAMED)}"
-    )
-    project = desk.folder / RENAMED["project_slug"]
-    desk.commit(project)
-    assert desk.succeed("cruft", "diff", "--exit-code", cwd=project) == ""
-    for file in EDITED:
-        (project / file).write_text("# leaves\n" + (project / file).read_text())
-    desk.commit(project)
-
-    desk.succeed("git", "rm", "-r", "--quiet", ".", cwd=upstream)
-    shutil.copytree(template, upstream, symlinks=True, dirs_exist_ok=True)
-    desk.commit(upstream)
-    desk.succeed("cruft", "update", "--skip-apply-ask", cwd=project)
-    desk.succeed("cruft", "check", cwd=project)
-    found = tree(project)  # of a patch that does not apply, files named .rej
-    for file in EDITED:
-        content, executable = found[file]
-        assert content.startswith(b"# leaves\n"), file
-        found[file] = content.removeprefix(b"# leaves\n"), executable
-    desk.folder = tmp_path / "fresh"
-    desk.folder.mkdir()
-    fresh = tree(desk.generate(template, **RENAMED))
-    found.pop(".cruft.json")
-    for file in EDITED - set(fresh):
-        del found[file]
-    assert found == fresh
-
-
 # The answers
 
 

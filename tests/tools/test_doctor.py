@@ -334,10 +334,10 @@ def test_without_any_intact_report_it_says_that_it_does_not_know(tmp_path, monke
     found = diagnose(run.folder)
     assert (found["outcome"], found["cause"]) == ("unknown", "interrupted")
     assert "status.json" in found["damaged"][0]
-    run.write_status("failed", "of an earlier version")
+    run.write_status("failed", "of an earlier attempt")
     found = diagnose(run.folder)
     assert (found["cause"], found["certainty"]) == ("unknown", "unknown")
-    assert (found["first"]["rank"], found["first"]["what"]) == (None, "of an earlier version")
+    assert (found["first"]["rank"], found["first"]["what"]) == (None, "of an earlier attempt")
 
 
 def test_what_is_printed_holds_no_secret_and_no_control_character(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ from typing import Any
 
 from .files import MOST_LINE_BYTES, is_like, is_number, open_own, read_json, read_own
 
-RUN_FORMAT = 2  # of a run folder, as run.json states it; docs/run-folder.md says what it means
+RUN_FORMAT = 1  # of a run folder, as run.json states it; docs/run-folder.md says what it means
 STATUS = {  # the types of fields of status.json; of the others any is shown as text
     **dict.fromkeys(("outcome", "reason", "note"), str),
     **dict.fromkeys(("step", "steps", "patience"), int),
