@@ -134,6 +134,7 @@ TEMPLATE_FILES = (
     "src/my_project/recipes/image_classification.py",
     "src/my_project/recipes/segmentation.py",
     "src/my_project/records/__init__.py",
+    "src/my_project/records/log.py",
     "src/my_project/records/performance.py",
     "src/my_project/records/profiling.py",
     "src/my_project/records/recorder.py",

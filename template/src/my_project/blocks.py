@@ -138,13 +138,6 @@ def not_compiled(model: nn.Module) -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
-def compilations() -> int:
-    """Return how often torch.compile has compiled in this process."""
-    from torch._dynamo.utils import counters
-
-    return counters["frames"]["total"]
-
-
 def checkpoint_activations(config: Config, model: nn.Module, plugin: Any = None) -> None:
     """Recompute the activations of the blocks, if the config or accelerate's of FSDP says so."""
     by_plugin = getattr(plugin, "activation_checkpointing", False)

@@ -28,8 +28,9 @@ from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import open_run
-from .records import samples, screen
-from .records.recorder import MetricsWriter
+from .records import samples
+from .records.log import log_finished, log_start
+from .records.recorder import Recorder, check_outputs
 from .run_folder import Run
 from .state import StepReport, TrainState, is_due
 from .statistics import exact_statistics
@@ -53,6 +54,7 @@ def main(config: Config) -> int:
     world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
     check_launch(config)
+    check_outputs(config)
     contract.check_recipe(config)
     run = Run(config, rank)
     data_info = prepare.prepare_data(config)
@@ -62,7 +64,7 @@ def main(config: Config) -> int:
     run.total_steps = total_steps(config, train_set, layout)
     if run.finished:
         if rank == 0:
-            screen.log_finished(run, before=True)
+            log_finished(run, before=True)
         return 0
 
     with (
@@ -88,7 +90,7 @@ def main(config: Config) -> int:
         if resume_from:
             state.restore(checkpoints.resume(resume_from), config)
         run.step = state.step
-        screen.log_start(accelerator, run, layout, raw_model, resume_from)
+        log_start(accelerator, run, layout, raw_model, resume_from)
         if rank == 0:
             run.write_status("running")
 
@@ -106,7 +108,7 @@ def main(config: Config) -> int:
         forward = statistics.forward if statistics else model
         read_back = DelayedReader(accelerator, statistics and statistics.parts)
         stop.loop_begins()
-        metrics = MetricsWriter(accelerator, run, layout, state, model)
+        metrics = Recorder(accelerator, run, layout, state, model)
         evaluated = accelerator, config, eval_model, validation_sets
 
         def observe(report: StepReport | None) -> None:
@@ -132,7 +134,8 @@ def main(config: Config) -> int:
             watchdog.allow_long_limit()
             with metrics.paused("evaluation"), optim.evaluated_weights(optimizer, ema):
                 results = evaluate(*evaluated, state.step, watchdog)
-                shown = samples.show(accelerator, run, eval_model, data_info, validation_sets)
+                shown = {}
+                shown |= samples.show(accelerator, run, eval_model, data_info, validation_sets)
                 if state.record_evaluation(config, results):  # the best so far
                     exporting.export(run, data_info, raw_model, checkpoints, "best")
             metrics.write_evaluation(results, **shown)
@@ -240,11 +243,11 @@ def main(config: Config) -> int:
         accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
         checkpoints.check("checkpoint", "best", "export")
         if rank == 0:
-            result = state.results | metrics.throughput.of_run()
+            result = state.results | metrics.of_run()
             patience = config.evaluation.patience if state.step < run.total_steps else 0
             note = checkpoints.note
             run.write_status("finished", end_reason, note=note, result=result, patience=patience)
-            screen.log_finished(run)
+            log_finished(run)
     return 0
 
 

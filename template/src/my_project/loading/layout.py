@@ -59,6 +59,12 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
     return counts | {f"validation set {name}": len(data) for name, data in validation_sets.items()}
 
 
+def evenly_spaced(data: Any, count: int) -> list[int]:
+    """Return the indices of so many samples of a dataset, or of all that it has."""
+    count = min(count, len(data))
+    return [i * len(data) // count for i in range(count)]
+
+
 def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
     size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step
