@@ -3,13 +3,16 @@
 It only records; state.py and the loop decide. docs/run-folder.md describes the records. A start
 drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
 
-Each output in OUTPUTS can be deleted: its file, its two lines here (the import, and its name in
-OUTPUTS), and its settings in config.py. These are
-    Performance: telemetry.peak_tflops
-    Trackers: telemetry.trackers
-    Screen: none
-    Profiler: the class ProfileConfig, and the field of that type in Config
-records/samples.py is called by train.py: there the lines with that word go, and evaluation.samples.
+An output is what hangs on the recorder. To delete one, delete its file, its import and its name in
+OUTPUTS below, and its settings in config.py:
+
+    Performance: records/performance.py, telemetry.peak_tflops
+    Trackers: records/trackers.py, telemetry.trackers
+    Screen: records/screen.py, which has no settings
+    Profiler: records/profiling.py, the class ProfileConfig, and the field of Config
+
+train.py calls records/samples.py itself: delete that file, the two lines of train.py that name it,
+and evaluation.samples.
 """
 
 import gc
@@ -96,7 +99,7 @@ class Recorder:
             model: prepared.
         """
         self.run = run
-        self.config = run.config
+        self.every_steps = run.config.telemetry.every_steps
         self.layout = layout
         self.state = state
         self.is_main = accelerator.is_main_process
@@ -182,7 +185,8 @@ class Recorder:
             rate: its learning rate.
         """
         self.rates[step] = rate
-        self._call("step_ended", step + 1)
+        for step_ended in self.methods["step_ended"]:
+            step_ended(step + 1)
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
 
@@ -202,11 +206,13 @@ class Recorder:
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
-        self._write_pending()
+        if self.pending or self.run.notes:  # at few steps
+            self._write_pending()
         self.last = report, self.rates.pop(report.step)
-        self._call("observe", report)
+        for observe in self.methods["observe"]:
+            observe(report)
         done = report.step + 1
-        if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
+        if done % self.every_steps == 0 or done == self.run.total_steps:
             self._end_interval(*self.last)
             if self.layout.world_size == 1:
                 self._write_pending()
