@@ -50,11 +50,12 @@ def micro_batches(clock: Clock, seconds: float) -> Iterator[int]:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(recorder, "time", clock)
+    for module in (recorder, performance):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
-def writer_of(folder: Path, steps: int, **settings: Any) -> recorder.MetricsWriter:
+def writer_of(folder: Path, steps: int, **settings: Any) -> recorder.Recorder:
     config = make_config(folder, steps=steps, **settings)
     run = Run(config, rank=0)
     run.total_steps = steps
@@ -68,10 +69,10 @@ def writer_of(folder: Path, steps: int, **settings: Any) -> recorder.MetricsWrit
     )  # fmt: skip
     layout = batch_layout(config.batches, 1)
     state = TrainState()
-    return recorder.MetricsWriter(accelerator, run, layout, state, torch.nn.Linear(1, 1))
+    return recorder.Recorder(accelerator, run, layout, state, torch.nn.Linear(1, 1))
 
 
-def take_steps(log: recorder.MetricsWriter, clock: Clock, seconds: list[float]) -> None:
+def take_steps(log: recorder.Recorder, clock: Clock, seconds: list[float]) -> None:
     """Take steps of so many seconds each; a save or an evaluation after steps 4, 5, 7 and 8."""
     samples = log.timed(micro_batches(clock, 0.25))
     unread: list[StepReport] = []
@@ -97,18 +98,18 @@ def test_a_record_has_the_time_of_its_own_steps(tmp_path, clock):
     with log.paused("evaluation"):  # the sanity check
         clock.now += 1000
     take_steps(log, clock, [1, 3, 2, 6, 4, 4, 0.5, 1.5])
-    seen = [(r["step"], r["step_seconds"]) for r in records(log.config)]
+    seen = [(r["step"], r["step_seconds"]) for r in records(log.run.config)]
     assert seen == [(2, 2), (4, 4), (6, 9), (8, 1)]
-    for record in records(log.config):
+    for record in records(log.run.config):
         rate = record["samples_per_second"]
         assert rate == pytest.approx(16 / record["step_seconds"], rel=1e-3)
         assert record["items_per_second"] == pytest.approx(rate / 16, rel=1e-3), "one each step"
-    assert log.throughput.of_run() == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
+    assert log.of_run() == {"samples per second": 8 * 16 / (4 + 8 + 18 + 2)}
     # the wait for data in two steps, and each pause
     seconds = [0.5, 100, 100]
-    shares = [records(log.config)[2][name] for name in SHARES]
+    shares = [records(log.run.config)[2][name] for name in SHARES]
     assert shares == pytest.approx([part / 218 for part in seconds], rel=1e-3)
-    for record in records(log.config):
+    for record in records(log.run.config):
         assert record["rank_seconds_max"] == 0.375, "until a rank needs the others, per step"
         assert record["data_seconds_max"] == 0.25
 

@@ -4,8 +4,8 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from my_project.records import screen
-from my_project.records.screen import line_of
+from my_project.records import log, screen
+from my_project.records.log import line_of
 from my_project.run_folder import Run
 from runs import make_config
 
@@ -29,7 +29,7 @@ def test_a_finished_run_of_more_steps_than_were_asked_for_is_said(tmp_path, caps
     run.step = run.total_steps = 440
     run.write_status("finished", result={})
     run.total_steps = asked
-    screen.log_finished(run, before=True)
+    log.log_finished(run, before=True)
     assert ("440 steps, you asked for 110" in capsys.readouterr().out) == is_said
 
 

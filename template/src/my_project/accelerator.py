@@ -13,7 +13,6 @@ import torch
 import torch.distributed
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -61,16 +60,10 @@ UNSUPPORTED -= {*SHARDING_VARIABLES}  # which sharding.py knows
 def check_launch(config: Config) -> None:
     """Refuse a launch that would become silent copies of one run, or run on the wrong device.
 
-    Also an optimizer or a tracker that cannot be had, before anything is written.
+    Also an optimizer that is not installed, before anything is written.
     """
     check_temporary_folder(has_workers=number_of_workers(config.batches) > 0)
     optimizer_class(config.optim)
-    trackers = [str(tracker) for tracker in get_available_trackers()]
-    if unknown := set(config.telemetry.trackers) - set(trackers):
-        raise ConfigError(
-            f"telemetry.trackers names {', '.join(sorted(unknown))}, which accelerate does not find"
-            f" here; installed: {', '.join(trackers)}."
-        )
     for launcher, tasks in TASKS_OF.items():
         if "WORLD_SIZE" not in os.environ and int(os.environ.get(tasks, "1")) > 1:
             raise ConfigError(

@@ -112,7 +112,7 @@ def _kept_statistics(block: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def are_recomputed(model: nn.Module) -> bool:
+def blocks_are_recomputed(model: nn.Module) -> bool:
     """Return whether the activations of any block are recomputed."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return any(getattr(found, "__func__", None) is _recomputed_forward for found in forwards)
@@ -144,10 +144,3 @@ def compile_blocks_in_place(accelerator: Accelerator, wrapper: Any, config: Conf
     is_by_block = parts and (plugin.use_regional_compilation or is_sharded)
     for module in parts if is_by_block else [wrapper]:
         module.compile(**options)
-
-
-def compilations() -> int:
-    """Return how often torch.compile has compiled in this process."""
-    from torch._dynamo.utils import counters
-
-    return counters["frames"]["total"]

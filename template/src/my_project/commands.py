@@ -18,7 +18,7 @@ from .exits import run, run_on_all_ranks
 from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .safety.search_path import run_folder
-from .words import say
+from .words import rendered, say
 
 NUM_SAMPLES = 16
 
@@ -180,7 +180,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
     import torch
     from torch.utils.data import Subset
 
-    from .records.samples import evenly_spaced, text_of
+    from .loading.layout import evenly_spaced
     from .weights import config_beside, load
 
     given = Path(arguments.folder)
@@ -204,7 +204,7 @@ def show_samples(arguments: argparse.Namespace, weights: Path) -> None:
         folder = Path(tempfile.mkdtemp(prefix="predictions-"))
     with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder) as temporary:
         with torch.no_grad():
-            say(text_of(show(model, exported, samples, Path(temporary)) or ""))
+            say(rendered(show(model, exported, samples, Path(temporary)) or ""))
         for path in sorted(Path(temporary).iterdir()):
             # a link of that name, which may be untrusted, is replaced and not followed
             os.replace(path, folder / path.name)

@@ -196,6 +196,10 @@ class ProfileConfig:
     with_stack: bool = may_change(False)
     """Also record the line of code that called each operator; slower, and larger files."""
 
+    def __post_init__(self) -> None:
+        """Refuse steps that are not a window; a wrong type is refused by Config."""
+        _ = isinstance(self.steps, str) and self.window
+
     @property
     def window(self) -> tuple[int, int] | None:
         """Return the first and the last step; None where no step is profiled."""
@@ -312,7 +316,6 @@ class Config:
             )
         if self.stop_after is not None:
             seconds_of(self.stop_after)
-        _ = self.profile.window  # refuse what is none
         if evaluation.patience and not evaluation.best_metric:
             raise ConfigError(
                 f"evaluation.patience is {evaluation.patience}, but needs evaluation.best_metric."

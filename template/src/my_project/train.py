@@ -35,8 +35,9 @@ from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import open_run
-from .records import samples, screen
-from .records.recorder import MetricsWriter
+from .records import samples
+from .records.log import log_finished, log_start
+from .records.recorder import Recorder, check_outputs
 from .run_folder import Run, failures_recorded
 from .state import StepReport, TrainState, is_due
 from .statistics import RunningStatistics, exact_statistics
@@ -77,7 +78,7 @@ class Training:
     first_step: int  # of this start
     sums: DelayedReader  # the step's all-reduce
     checkpoints: Checkpoints
-    recorder: MetricsWriter
+    recorder: Recorder
     checks: Checks
     stop: StopRequest
     votes: Votes = field(default_factory=Votes)
@@ -98,6 +99,7 @@ def main(config: Config) -> int:
     world_size, rank = world()
     layout = batch_layout(config.batches, world_size)
     check_launch(config)
+    check_outputs(config)
     contract.check_recipe(config)
     run = Run(config, rank)
     data_info = prepare_data(config)
@@ -107,7 +109,7 @@ def main(config: Config) -> int:
     run.total_steps = total_steps(config, train_set, layout)
     if run.finished:
         if rank == 0:
-            screen.log_finished(run, before=True)
+            log_finished(run, before=True)
         return 0
 
     with (
@@ -165,7 +167,7 @@ def build(
     if resume_from:
         state.restore(checkpoints.resume(resume_from), config)
     run.step = state.step
-    screen.log_start(accelerator, run, layout, model, resume_from)
+    log_start(accelerator, run, layout, model, resume_from)
     if run.rank == 0:
         run.write_status("running")
 
@@ -202,7 +204,7 @@ def build(
         first_step=state.step,
         sums=sums,
         checkpoints=checkpoints,
-        recorder=MetricsWriter(accelerator, run, layout, state, wrapped),
+        recorder=Recorder(accelerator, run, layout, state, wrapped),
         checks=checks,
         stop=stop,
     )
@@ -347,7 +349,8 @@ def evaluate_and_record(t: Training) -> None:
         results = evaluate(
             accelerator, t.config, model, t.validation_sets, state.step, run.note_progress
         )
-        shown = samples.show(accelerator, run, model, t.data_info, t.validation_sets)
+        shown: dict[str, Any] = {}
+        shown |= samples.show(accelerator, run, model, t.data_info, t.validation_sets)
         if state.record_evaluation(t.config, results):  # the best so far
             exporting.export(run, t.data_info, t.model, t.checkpoints, "best")
     t.recorder.write_evaluation(results, **shown)
@@ -372,11 +375,11 @@ def finish(t: Training, end_reason: str) -> int:
     t.accelerator.wait_for_everyone()  # if an export hangs, reports must not blame exited ranks
     checkpoints.check("checkpoint", "best", "export")
     if run.rank == 0:
-        result = state.results | t.recorder.throughput.of_run()
+        result = state.results | t.recorder.of_run()
         patience = t.config.evaluation.patience if state.step < run.total_steps else 0
         note = checkpoints.note
         run.write_status("finished", end_reason, note=note, result=result, patience=patience)
-        screen.log_finished(run)
+        log_finished(run)
     return 0
 
 

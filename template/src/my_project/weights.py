@@ -13,7 +13,7 @@ from torch import nn
 
 from . import contract
 from .checkpoint.shards import TensorReader, model_tensors, plain_name
-from .config import Config, ConfigError, TelemetryConfig
+from .config import Config, ConfigError
 from .failures import frames_of, own_frame
 from .files import read_json, read_own
 from .manifest import read_manifest
@@ -145,12 +145,7 @@ def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None 
         if (candidate / "config.yaml").is_file():
             config = read_config(candidate / "config.yaml", trusted, given or folder)
             runs = run.parent if os.access(run.parent, os.W_OK) else temporary_folder()
-            return dataclasses.replace(
-                config,
-                telemetry=TelemetryConfig(trackers=[]),
-                runs_folder=str(runs),
-                run_name=run.name,
-            )
+            return dataclasses.replace(config, runs_folder=str(runs), run_name=run.name)
     raise ConfigError(f"{folder} has no config.yaml; give a run folder, an export or a checkpoint.")
 
 

@@ -1,5 +1,6 @@
 """Durations, numbers, plurals and frames as text; what is printed."""
 
+import io
 import os
 import shlex
 import sys
@@ -48,6 +49,17 @@ def format_metric(value: float | None) -> str:
 def shortened(text: str, length: int) -> str:
     """Return at most so many characters of a text; what is cut off is marked by "..."."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def rendered(answer: Any) -> str:
+    """Return a text, or a table or another renderable of rich as one."""
+    if isinstance(answer, str):
+        return answer
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=100, color_system=None).print(answer)
+    return file.getvalue()
 
 
 WIDTH = 80  # of the rule above a block

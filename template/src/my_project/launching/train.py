@@ -21,9 +21,10 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from .. import commands
-from ..config import Config, ConfigError
+from ..config import Config, ConfigError, each_setting
 from ..files import read_json, read_yaml, writing
 from ..loading.layout import batch_layout
 from ..process import DRY_RUN, say_that_it_imports
@@ -37,6 +38,12 @@ from .workers import in_a_child, opened_files_noted
 COMMAND = f"python -m {PACKAGE} train"
 FOLDER = Path("accelerate_configs")
 DRY_RUN_STEPS = 2
+DRY_RUN_SETTINGS = {  # those of what has been deleted from the project are left out
+    "telemetry.every_steps": "1",
+    "telemetry.trackers": "[]",
+    "evaluation.every_steps": "null",
+    "profile.steps": "null",
+}
 
 
 def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -102,13 +109,14 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".dry_run_", dir=runs)
+    known = {key for key, *_ in each_setting()}
     with folder as name:
         started = launch.parse(
             [
                 *(*flags, "-m", launch.TRAIN, *settings),
                 *(f"--steps={DRY_RUN_STEPS}", "--epochs=null", "--resume=never"),
-                *(f"--runs_folder={name}", "--telemetry.every_steps=1", "--telemetry.trackers=[]"),
-                *("--evaluation.every_steps=null", "--profile.steps=null"),
+                f"--runs_folder={name}",
+                *(f"--{key}={value}" for key, value in DRY_RUN_SETTINGS.items() if key in known),
             ]
         )
         os.environ[DRY_RUN] = "1"
@@ -124,17 +132,21 @@ def print_estimate(config: Config, folder: Path) -> None:
     from ..ema import ema_problem
 
     records = each_record(folder / "metrics.jsonl")
-    last = [record for record in records if "samples_per_second" in record][-1]
-    rate, size = last["samples_per_second"], config.batches.global_batch_size
+    last: dict[str, Any] = {}  # without records/performance.py
+    for record in records:
+        last = record if "samples_per_second" in record else last
+    rate, size = last.get("samples_per_second"), config.batches.global_batch_size
     samples = read_json(folder / "run.json").get("lengths", {}).get("the training set", 0)
     steps = config.steps or max(1, round((config.epochs or 0) * (samples // size)))
-    whole = f"{steps} steps: about {format_seconds(steps * size / rate)} without pauses"
-    pairs = [
-        ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
-        ("memory", f"{last['peak_memory_bytes'] / 1e6:.0f} MB at the peak of a process"),
-        ("whole", whole),
-        ("warning", ema_problem(config.optim.ema_decay, steps)),
-    ]
+    pairs = []
+    if rate:
+        whole = f"{steps} steps: about {format_seconds(steps * size / rate)} without pauses"
+        pairs = [
+            ("step", f"{size / rate:.3g} s, {rate:.4g} samples per second, in the second step"),
+            ("memory", f"{last['peak_memory_bytes'] / 1e6:.0f} MB at the peak of a process"),
+            ("whole", whole),
+        ]
+    pairs.append(("warning", ema_problem(config.optim.ema_decay, steps)))
     title = "dry run: two steps, an evaluation, a save and an export work; nothing is kept"
     print_block(title, rows(pairs))
 

@@ -58,6 +58,12 @@ def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
     return {"the training set": len(train_set)} | counts
 
 
+def evenly_spaced(data: Any, count: int) -> list[int]:
+    """Return the indices of so many samples of a dataset, or of all that it has."""
+    count = min(count, len(data))
+    return [i * len(data) // count for i in range(count)]
+
+
 def total_steps(config: Config, train_set: Any, layout: BatchLayout) -> int:
     """Count the optimizer steps of the whole run; refuse data that makes no global batch."""
     from .streams import steps_of_stream

@@ -5,19 +5,141 @@ import re
 import resource
 import statistics
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed
 from accelerate import Accelerator
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import blocks, parallel
+from ..blocks import blocks_are_recomputed
 from ..config import Config
 from ..contract import RecipeModule
 from ..loading.layout import BatchLayout
+from ..parallel import is_compiled
 from ..recipe import optional
+from ..run_files import kind_of
+from ..run_folder import Run
+from ..state import StepReport
 from ..step_sums import HostCopy
+
+PAUSES = ("evaluation", "saving")
+
+
+class Performance:
+    """What interval records say of the speed, of pauses, of data and of all ranks."""
+
+    def __init__(
+        self, run: Run, accelerator: Accelerator, layout: BatchLayout, model: nn.Module
+    ) -> None:
+        """Begin the first interval.
+
+        Args:
+            run: the run folder.
+            accelerator: this process's Accelerator.
+            layout: the global batch's division.
+            model: prepared.
+        """
+        self.run = run
+        self.layout = layout
+        self.device = accelerator.device
+        self.is_main = accelerator.is_main_process
+        self.is_compiled = is_compiled(model)
+        is_recomputed = False
+        is_recomputed |= blocks_are_recomputed(model)
+        self.throughput = Throughput(accelerator, run.config, layout, model)
+        # compiled kernels are not operators that are counted, and recomputed ones would count twice
+        self.throughput.is_counted |= self.is_compiled or is_recomputed
+        # of steps that have ended and are not observed yet, since their numbers come one step
+        # later: the clock, and the wait for data
+        self.ended: dict[int, tuple[float, float]] = {}
+        self.data_seconds = 0.0  # of the current step
+        self.reports: RankReports | None = None  # of an interval that is not written yet
+        self.clock = time.perf_counter()  # when an interval would end now
+        self._begin_interval()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Begin with the record of the start: on rank 0, trackers may take seconds before it."""
+        if kind_of(record) == "start":
+            self.interval_began = time.perf_counter()
+
+    def wrap_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Pass the micro-batches on, and measure how long the step waits for each."""
+        began = time.perf_counter()
+        for batch in batches:
+            self.data_seconds += time.perf_counter() - began
+            if not self.throughput.is_counted and self.is_main:
+                self.throughput.begin_counting()
+            yield batch
+            self.throughput.end_counting()  # with accumulation: of the first micro-batch
+            began = time.perf_counter()
+
+    def step_ended(self, step: int) -> None:
+        """Note when a step ended; step: steps done."""
+        self.ended[step] = time.perf_counter(), self.data_seconds
+        self.data_seconds = 0.0
+
+    def resume(self, what: str, seconds: float) -> None:
+        """Leave the time of an evaluation or a save out of the throughput."""
+        self.interval_seconds[what] += seconds
+        self.clock = time.perf_counter()
+
+    def observe(self, report: StepReport) -> None:
+        """Count a finished step."""
+        self.clock, data_seconds = self.ended.pop(report.step + 1)
+        self.interval_steps += 1
+        self.interval_items += report.num_items
+        self.interval_own_seconds += report.own_seconds
+        self.interval_seconds["data"] += data_seconds
+
+    def stop(self) -> None:
+        """End with the last step, whether or not its numbers were observed."""
+        self.throughput.end_counting()
+        self.clock = time.perf_counter()
+
+    def _begin_interval(self) -> None:
+        self.interval_began = self.clock
+        self.interval_steps = 0  # of this process
+        self.interval_items = 0.0  # of all ranks
+        self.interval_own_seconds = 0.0  # until this rank needed the others
+        self.interval_seconds: dict[str, float] = dict.fromkeys(("data", *PAUSES), 0.0)
+        self.compilations_before = compilations() if self.is_compiled else 0
+
+    def end_interval(self) -> dict[str, Any]:
+        """Return this rank's fields; begin to gather those of all ranks, and the next interval."""
+        steps, seconds = self.interval_steps, self.interval_seconds
+        whole = self.clock - self.interval_began
+        without_pauses = whole - sum(seconds[name] for name in PAUSES)
+        fields: dict[str, Any] = self.throughput.add(steps, self.interval_items, without_pauses)
+        fields |= {f"{name}_share": part / whole for name, part in seconds.items()}
+        if self.is_compiled:
+            fields["compilations"] = compilations() - self.compilations_before
+        own, data = self.interval_own_seconds / steps, seconds["data"] / steps
+        self.reports = RankReports(own, data, self.layout.world_size, self.device)
+        self._begin_interval()
+        return fields
+
+    def gathered(self) -> dict[str, Any]:
+        """Wait for what the other ranks report of the interval that has ended; return its fields.
+
+        They send it where this is called on all ranks.
+        """
+        return self.reports.summarize(self.run.hosts) if self.reports else {}
+
+    def of_run(self) -> dict[str, float]:
+        """Return what the status of a finished run says of its speed."""
+        return self.throughput.of_run()
+
+
+def compilations() -> int:
+    """Return how often torch.compile has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["frames"]["total"]
+
 
 # ---- speed ---------------------------------------------------------------------------------------
 # Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16; fp16 where
@@ -77,7 +199,7 @@ class Throughput:
         accelerator: Accelerator,
         config: Config,
         layout: BatchLayout,
-        model: Any,
+        model: nn.Module,
     ) -> None:
         """Ask the recipe for the FLOPs of an item (flops_per_item).
 
@@ -97,9 +219,7 @@ class Throughput:
         if flops_per_item := optional(config.recipe, "flops_per_item"):
             wrapped = next(m for m in model.modules() if isinstance(m, RecipeModule))
             self.flops_per_item = float(flops_per_item(wrapped.model))
-        # compiled kernels are no operators that are counted, and recomputed ones would count twice
-        cannot_count = parallel.is_compiled(model) or blocks.are_recomputed(model)
-        self.is_counted = not self.peak_tflops or bool(self.flops_per_item) or cannot_count
+        self.is_counted = not self.peak_tflops or bool(self.flops_per_item)
         self.counter: Any = None
 
     def begin_counting(self) -> None:

@@ -11,10 +11,12 @@ the speed of an interval with profiled steps says little. Nothing that fails her
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, schedule
 
 from ..files import discard
@@ -25,24 +27,37 @@ OPERATORS = 15  # in the table
 
 
 class Profiler:
-    """The profile of a rank that is one of profile.ranks."""
+    """The profile of a rank, if it is one of profile.ranks."""
 
-    def __init__(self, run: Run, device: torch.device, step: int) -> None:
-        """Begin at this number of steps done: before the first step, or where a run continues."""
-        config = run.config.profile
-        first, self.last = config.window or (0, 0)
+    def __init__(self, run: Run, accelerator: Accelerator, *_: Any) -> None:
         self.run = run
-        self.device = device
+        self.device = accelerator.device
         self.folder = run.folder / "profile"
-        self.first = max(first, step + 1)
+        self.first = self.last = 0
         self.profile: torch.profiler.profile | None = None
+
+    def wrap_batches(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Begin at the first micro-batch: an evaluation before it is not profiled."""
+        config = self.run.config.profile
+        is_profiled = config.window and self.run.rank in config.ranks
+        return self._profiled(batches) if is_profiled else batches
+
+    def _profiled(self, batches: Iterable[Any]) -> Iterator[Any]:
+        self._begin(self.run.step)
+        yield from batches
+
+    def _begin(self, step: int) -> None:
+        """Begin at this number of steps done: before the first step, or where a run continues."""
+        config = self.run.config.profile
+        first, self.last = config.window or (0, 0)
+        self.first = max(first, step + 1)
         if self.last <= step:
             logger.warning("no step of profile.steps is left after step %d: none is profiled", step)
             return
         plan = schedule(wait=first - 1, warmup=1, active=self.last - first + 1, repeat=1)
         # else it reports on stderr of a CPU, as an error, that there is no GPU
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self.profile = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *on_gpu],
             # of steps numbered from 1; torch asks for 0 before it knows the number

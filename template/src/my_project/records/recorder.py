@@ -1,7 +1,18 @@
-"""Write the records of a run: metrics.jsonl, trackers, the terminal.
+"""Write the records of a run into metrics.jsonl and the log, and pass them on to the outputs.
 
 It only records; state.py and the loop decide. docs/run-folder.md describes the records. A start
 drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
+
+An output is what hangs on the recorder. To delete one, delete its file, its import and its name in
+OUTPUTS below, and its settings in config.py:
+
+    Performance: records/performance.py, telemetry.peak_tflops
+    Trackers: records/trackers.py, telemetry.trackers
+    Screen: records/screen.py, which has no settings
+    Profiler: records/profiling.py, the class ProfileConfig, and the field of Config
+
+train.py calls records/samples.py itself: delete that file, the two lines of train.py that name it,
+and evaluation.samples.
 """
 
 import gc
@@ -11,29 +22,63 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 
-from ..blocks import compilations
+from ..config import Config
 from ..files import finite, open_own, unused_name, write_atomically, writing
 from ..loading.layout import BatchLayout
-from ..parallel import is_compiled
 from ..run_files import each_record, kind_of
 from ..run_folder import Run
 from ..state import NotFiniteError, StepReport, TrainState
-from . import performance
+from .log import log_record
+from .performance import Performance
 from .profiling import Profiler
 from .screen import Screen
 from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
-PAUSES = ("evaluation", "saving")
+OUTPUTS: tuple[type, ...] = (  # in the order in which their methods are called
+    Performance,
+    Trackers,
+    Screen,
+    Profiler,
+)
+# What an output may have besides __init__(run, accelerator, layout, model), each method if it needs
+# it. Only rank 0 calls start and write.
+METHODS = (
+    "start",  # (step, newest): before the first record; `newest` is that of RecordFile
+    "wrap_batches",  # (batches): return the micro-batches of all steps; called once
+    "step_ended",  # (step): so many steps are done
+    "observe",  # (report): the numbers of a step, after the next step or before a pause
+    "end_interval",  # (): return fields of the record of an interval; it may begin to gather them
+    "gathered",  # (): return more fields, when all ranks have made another step or wait
+    "pause",  # (what): training waits for "evaluation" or "saving"
+    "resume",  # (what, seconds): for which it has waited so long
+    "write",  # (record): as it is in metrics.jsonl
+    "of_run",  # (): return what the status of a finished run says of it
+    "stop",  # (): no step follows, but records may
+    "failed",  # (): an exception ends the run
+    "close",  # (): in reverse order
+)
 
 
-class MetricsWriter:
+def check_outputs(config: Config) -> None:
+    """Let each output that has a check(config) refuse settings, before anything is written."""
+    for check in methods(OUTPUTS, "check"):
+        check(config)
+
+
+def methods(outputs: Iterable[Any], name: str) -> list[Callable[..., Any]]:
+    """Return a method of each output that has it."""
+    return [getattr(output, name) for output in outputs if hasattr(output, name)]
+
+
+class Recorder:
     """Aggregate the step reports, and write a record every telemetry.every_steps."""
 
     def __init__(
@@ -42,7 +87,7 @@ class MetricsWriter:
         run: Run,
         layout: BatchLayout,
         state: TrainState,
-        model: Any,
+        model: nn.Module,
     ) -> None:
         """Continue the records of a run at state.step.
 
@@ -54,35 +99,28 @@ class MetricsWriter:
             model: prepared.
         """
         self.run = run
-        self.config = run.config
+        self.every_steps = run.config.telemetry.every_steps
         self.layout = layout
         self.state = state
-        self.device = accelerator.device
         self.is_main = accelerator.is_main_process
         samples = run.lengths.get("the training set", 0)  # a stream has none
         self.steps_per_epoch = samples // layout.global_batch_size
         self.file = RecordFile(run)
-        self.trackers = Trackers(run)
-        self.screen = Screen(run)
-        self.throughput = performance.Throughput(accelerator, run.config, layout, model)
-        self.is_compiled = is_compiled(model)
-        self.profiler: Profiler | None = None
+        outputs = [kind(run, accelerator, layout, model) for kind in OUTPUTS]
+        self.methods = {name: methods(outputs, name) for name in METHODS}
         self.last_pause = 0.0  # seconds
-        # of steps that have ended and are not observed yet, since their numbers come one step
-        # later: the clock, the wait for data, and their learning rate
-        self.ended: dict[int, tuple[float, float, float]] = {}
-        self.data_seconds = 0.0  # of the current step
-        self.last: Any = None  # the report of the last step that was observed
-        self.last_rate = 0.0  # the learning rate of that
-        self._begin_interval(time.perf_counter())
-        # a record that is not yet written, and the reports of all ranks for it
-        self.gathering: tuple[dict[str, Any], performance.RankReports] | None = None
+        # learning rates of steps that have ended and are not observed yet, since their numbers come
+        # one step later
+        self.rates: dict[int, float] = {}
+        # the last step of this interval that was observed, and its learning rate
+        self.last: tuple[StepReport, float] | None = None
+        self.pending: dict[str, Any] | None = None  # a record that waits for the other ranks' part
 
     # ---- start and end ---------------------------------------------------------------------------
-    def __enter__(self) -> "MetricsWriter":
+    def __enter__(self) -> "Recorder":
         if self.is_main:
             self.file.drop_newer(self.state)
-            self.trackers.start(self.state.step, self.file.newest)
+            self._call("start", self.state.step, self.file.newest)
             start = {
                 "kind": "start",
                 "world_size": self.layout.world_size,
@@ -91,22 +129,20 @@ class MetricsWriter:
                 "resumed_from": self.run.continued_from,
             }
             self.write(start)
-            self._write_gathered()
-            self.screen.start(self.state.step)
-            self.interval_began = time.perf_counter()  # trackers may take seconds to start
+            self._write_pending()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.throughput.end_counting()
-            if self.profiler:
-                self.profiler.stop()
-            if kind is NotFiniteError and self.interval_steps:  # the steps that ended the run
-                self._end_interval(self.last, time.perf_counter())
-            self._write_gathered(wait=kind is None)  # another rank may be gone
+            self._call("stop")
+            if kind is NotFiniteError and self.last:  # the steps that ended the run
+                self._end_interval(*self.last)
+            self._write_pending(wait=kind is None)  # another rank may be gone
         finally:
-            self.screen.stop()
-            self.trackers.finish(has_failed=kind is not None)
+            if kind:
+                self._call("failed")
+            for close in reversed(self.methods["close"]):
+                close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record everywhere, on rank 0, with what all records have."""
@@ -117,8 +153,8 @@ class MetricsWriter:
         if self.steps_per_epoch:
             about["epoch"] = round(step / self.steps_per_epoch, 4)
         written = self.file.append(about | record)
-        self.trackers.log(written)
-        self.screen.show(written)
+        self._call("write", written)
+        log_record(written, self.run.total_steps)
 
     def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
         """Record the results of the evaluation that was the last pause."""
@@ -126,92 +162,71 @@ class MetricsWriter:
             is_best = self.state.best is not None and self.state.best_step == self.state.step
             about = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
             self.write({"kind": "evaluation"} | about | results | more)
-        if self.interval_steps and self.state.end_reason(self.run):  # early stopping
-            self._end_interval(self.last, time.perf_counter())
-            self._write_gathered()
+        if self.last and self.state.end_reason(self.run):  # early stopping
+            self._end_interval(*self.last)
+            self._write_pending()
+
+    def of_run(self) -> dict[str, float]:
+        """Return what the status of a finished run says of the whole run, besides its results."""
+        return self._fields("of_run")
 
     # ---- the step --------------------------------------------------------------------------------
-    def timed(self, batches: Any) -> Iterator[Any]:
-        """Pass the micro-batches on, and measure how long the step waits for each."""
-        profile = self.config.profile
-        if profile.window and self.run.rank in profile.ranks:
-            self.profiler = Profiler(self.run, self.device, self.state.step)
-        began = time.perf_counter()
-        for batch in batches:
-            self.data_seconds += time.perf_counter() - began
-            if not self.throughput.is_counted and self.is_main:
-                self.throughput.begin_counting()
-            yield batch
-            self.throughput.end_counting()  # with accumulation: of the first micro-batch
-            began = time.perf_counter()
+    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Pass the micro-batches on; an output may measure how long the step waits for each."""
+        for wrap in self.methods["wrap_batches"]:
+            batches = wrap(batches)
+        return iter(batches)
 
     def step_ended(self, step: int, rate: float) -> None:
-        """Note when a step ended, since its numbers come after the next one or before a save.
+        """Note that a step ended; its numbers come after the next one or before a save.
 
         Args:
             step: counted from 0.
             rate: its learning rate.
         """
-        self.ended[step] = time.perf_counter(), self.data_seconds, rate
-        self.data_seconds = 0.0
+        self.rates[step] = rate
+        for step_ended in self.methods["step_ended"]:
+            step_ended(step + 1)
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
-        self.screen.step_ended(step + 1)
-        if self.profiler:
-            self.profiler.step_ended(step + 1)
 
     @contextmanager
     def paused(self, what: str) -> Iterator[None]:
-        """Leave the time of an evaluation or a save (one of PAUSES) out of the throughput."""
-        self._write_gathered()
-        self.screen.pause(what)
+        """Measure an evaluation or a save ("evaluation", "saving"), and record a save."""
+        self._write_pending()
+        self._call("pause", what)
         start = time.perf_counter()
         yield
         self.last_pause = time.perf_counter() - start
-        self.interval_seconds[what] += self.last_pause
         self.run.paused_seconds += self.last_pause
         if what == "saving":
             self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
-        self.screen.pause("")
+        self._call("resume", what, self.last_pause)
 
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
-        self._write_gathered()
-        clock, data_seconds, self.last_rate = self.ended.pop(report.step)
-        self.last = report
-        self.interval_steps += 1
-        self.interval_items += report.num_items
-        self.interval_own_seconds += report.own_seconds
-        self.interval_seconds["data"] += data_seconds
+        if self.pending or self.run.notes:  # at few steps
+            self._write_pending()
+        self.last = report, self.rates.pop(report.step)
+        for observe in self.methods["observe"]:
+            observe(report)
         done = report.step + 1
-        if done % self.config.telemetry.every_steps == 0 or done == self.run.total_steps:
-            self._end_interval(report, clock)
+        if done % self.every_steps == 0 or done == self.run.total_steps:
+            self._end_interval(*self.last)
             if self.layout.world_size == 1:
-                self._write_gathered()
+                self._write_pending()
 
-    def _begin_interval(self, clock: float) -> None:
-        self.interval_began = clock
-        self.interval_steps = 0  # of this process
-        self.interval_items = 0.0  # of all ranks
-        self.interval_own_seconds = 0.0  # until this rank needed the others
-        self.interval_seconds: dict[str, float] = dict.fromkeys(("data", *PAUSES), 0.0)
-        self.compilations_before = compilations() if self.is_compiled else 0
-
-    def _end_interval(self, report: StepReport, clock: float) -> None:
+    def _end_interval(self, report: StepReport, rate: float) -> None:
         """Begin the record of an interval, which is written with the other ranks' part.
 
         Args:
             report: of its last step.
-            clock: when that ended.
+            rate: the learning rate of that.
         """
-        state, steps, seconds = self.state, self.interval_steps, self.interval_seconds
-        whole = clock - self.interval_began
-        without_pauses = whole - sum(seconds[name] for name in PAUSES)
-        rates = self.throughput.add(steps, self.interval_items, without_pauses)
-        shares = {f"{name}_share": part / whole for name, part in seconds.items()}
+        state = self.state
         items = state.interval_num_items or math.nan
-        record = {
+        self.pending = {
             "kind": "interval",
             "step": report.step + 1,
             "steps": state.interval_steps,
@@ -219,33 +234,36 @@ class MetricsWriter:
             "skipped_steps": state.skipped_steps,
             "loss": state.interval_loss_sum / items,
             **{f"train/{name}": value / items for name, value in state.interval_scalars.items()},
-            "learning_rate": self.last_rate,
+            "learning_rate": rate,
             "gradient_norm": report.grad_norm,
-            **rounded(rates | shares),
+            **rounded(self._fields("end_interval")),
         }
-        if self.is_compiled:
-            record["compilations"] = compilations() - self.compilations_before
-        own, data = self.interval_own_seconds / steps, seconds["data"] / steps
-        reports = performance.RankReports(own, data, self.layout.world_size, self.device)
-        self.gathering = record, reports
         gc.collect()  # after the same step on all ranks, since a rank that pauses delays all
-        self._begin_interval(clock)
+        self.last = None
         state.begin_interval()
 
-    def _write_gathered(self, *, wait: bool = True) -> None:
+    def _write_pending(self, *, wait: bool = True) -> None:
         """Write the record that waits for the reports of the other ranks, and the run's notes.
 
         Args:
             wait: for their reports, which they send where this is called on all ranks.
         """
-        if self.gathering:
-            record, reports = self.gathering
-            self.gathering = None
+        if self.pending:
+            record, self.pending = self.pending, None
             if wait:
-                record |= rounded(reports.summarize(self.run.hosts))
+                record |= rounded(self._fields("gathered"))
             self.write(record)
         while self.run.notes:
             self.write(self.run.notes.pop(0))
+
+    # ---- outputs ---------------------------------------------------------------------------------
+    def _call(self, name: str, *arguments: Any) -> None:
+        for method in self.methods[name]:
+            method(*arguments)
+
+    def _fields(self, name: str) -> dict[str, Any]:
+        """Return the fields that a method of the outputs returns."""
+        return {key: value for method in self.methods[name] for key, value in method().items()}
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ pictures. What fails here is a warning, unless the model is sharded: then the ot
 in a gather for the one that failed.
 """
 
-import io
 import logging
 import shutil
 import tempfile
@@ -24,11 +23,12 @@ from ..config import Config
 from ..evaluate import evaluation_mode
 from ..failures import frames_of, own_frame
 from ..files import discard
+from ..loading.layout import evenly_spaced
 from ..loading.loader import Fetch, identity, make_loader
 from ..loading.seeding import seed_forward
 from ..recipe import optional
 from ..run_folder import Run
-from ..words import short_path, shortened
+from ..words import rendered, short_path, shortened
 
 logger = logging.getLogger(__name__)
 KEPT = 3  # newest folders, so that a long run does not fill the disk
@@ -88,7 +88,7 @@ def show(
             answer = model(predict_samples, data_info, data, Path(folder)) or ""  # files alone
         if answer is not None and accelerator.is_main_process:
             with reported():
-                return keep(run, text_of(answer), Path(folder))
+                return keep(run, rendered(answer), Path(folder))
     return {}
 
 
@@ -116,23 +116,6 @@ def read(config: Config, data: Any, device: torch.device) -> LoadedSubset:
     loader = make_loader(config.batches, fetch, torch.device("cpu"), batch_sampler=keys, **brief)
     (loaded,) = loader
     return LoadedSubset(data, indices, send_to_device(loaded, device))
-
-
-def evenly_spaced(data: Any, count: int) -> list[int]:
-    """Return the indices of so many samples of a dataset, or of all that it has."""
-    count = min(count, len(data))
-    return [i * len(data) // count for i in range(count)]
-
-
-def text_of(answer: Any) -> str:
-    """Return a text, or a table or another renderable of rich as one."""
-    if isinstance(answer, str):
-        return answer
-    from rich.console import Console
-
-    file = io.StringIO()
-    Console(file=file, width=100, color_system=None).print(answer)
-    return file.getvalue()
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run shows: one line per record, or on a terminal a bar below the lines of the log.
+"""What a run shows on a terminal: a bar below the lines of the log.
 
     step 196/330 [###########         ] 59%  loss 0.4312  52 s left  lr 9.1e-03  3,021 samples/s
 
@@ -12,28 +12,20 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-from torch import nn
-
-from ..loading.layout import BatchLayout
 from ..process import LOGS, can_redraw
 from ..run_files import kind_of
-from ..run_folder import FINISHED_BEFORE, Run
-from ..words import format_metric, format_seconds, printable, processes, say, shortened
+from ..run_folder import Run
+from . import log
 
-logger = logging.getLogger(__name__)
 SECONDS_PER_DRAWING = 0.25
-SAMPLE_CHARACTERS = 500  # of the text of the recipe, in a log
 
 
 class Screen:
     """The bar on the last line of a terminal, which a line of the log erases first."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *_: Any) -> None:
         self.total_steps = run.total_steps
         self.is_terminal = False
         self.step = 0  # steps done
@@ -41,10 +33,11 @@ class Screen:
         self.numbers: list[str] = []  # of the last interval
         self.waits_for = ""
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, _: dict[str, int]) -> None:
         """Begin after so many steps; draw the bar if this is a terminal."""
         self.step = step
         self.is_terminal = can_redraw()
+        log.logger.addFilter(self.is_shown)
         for handler in logging.getLogger().handlers:
             handler.addFilter(self.erase)
         self._draw()
@@ -55,6 +48,19 @@ class Screen:
             self._put("\r\x1b[K")
         return True
 
+    def is_shown(self, entry: logging.LogRecord) -> bool:
+        """Return whether a line stays above the bar: of records, only that of an evaluation.
+
+        The bar shows what the others say, and the log file still has their lines.
+        """
+        kind = getattr(entry, "kind", None)  # None: not of a record
+        if not self.is_terminal or kind in (None, "evaluation"):
+            return True
+        if LOGS in os.environ:
+            with suppress(OSError):  # a full disk
+                print(entry.msg, file=sys.stderr)  # the log file
+        return False
+
     def step_ended(self, step: int) -> None:
         """Note the number of steps done."""
         self.step = step
@@ -62,23 +68,22 @@ class Screen:
             self._draw()
 
     def pause(self, what: str) -> None:
-        """Show what training waits for: evaluation, saving; "" when it goes on."""
+        """Show what training waits for: evaluation, saving."""
         self.waits_for = what
         self._draw()
 
-    def show(self, record: dict[str, Any]) -> None:
-        """Show a record of metrics.jsonl; on a terminal, only evaluations stay above the bar."""
-        if kind_of(record) == "interval":
-            self.numbers = numbers(record, self.total_steps)
-        line = line_of(record, self.total_steps)
-        if line and (not self.is_terminal or kind_of(record) == "evaluation"):
-            logger.info(line)
-        elif line and LOGS in os.environ:
-            with suppress(OSError):  # a full disk
-                print(line, file=sys.stderr)  # the log file
+    def resume(self, _what: str, _seconds: float) -> None:
+        """Show that training goes on."""
+        self.pause("")
 
-    def stop(self) -> None:
+    def write(self, record: dict[str, Any]) -> None:
+        """Keep what the bar shows of an interval."""
+        if kind_of(record) == "interval":
+            self.numbers = log.numbers(record, self.total_steps)
+
+    def close(self) -> None:
         """Leave the bar on the screen as it is."""
+        log.logger.removeFilter(self.is_shown)
         if self.is_terminal:
             self._draw()
             self._put("\n")
@@ -105,86 +110,3 @@ class Screen:
         with suppress(OSError):  # a terminal that was closed: the run goes on, to save
             terminal.write(text)
             terminal.flush()
-
-
-# ---- lines ---------------------------------------------------------------------------------------
-def line_of(record: dict[str, Any], total_steps: int) -> str:
-    """Return what a log says of a record; "" if that is said elsewhere."""
-    kind, step, says = kind_of(record), record["step"], ""
-    if kind == "interval":
-        parts = numbers(record, total_steps)
-        if norm := record["gradient_norm"]:
-            parts.append(f"gradient norm {norm:.4g}")
-        if "epoch" in record:  # a stream has none
-            parts.append(f"epoch {round(record['epoch'], 2)}")
-        says = ", ".join([*parts, f"{format_seconds(record['elapsed_seconds'])} elapsed"])
-    elif kind == "evaluation":
-        parts = [
-            f"{printable(name)} {format_metric(value)}"
-            for name, value in record.items()
-            if "/" in name  # <set>/<metric>
-        ]
-        parts += ["the best so far"] if record["is_best"] else []
-        says = ", ".join([*parts, f"in {record['seconds']:.3g} s"])
-        lines = shortened(record.get("sample", ""), SAMPLE_CHARACTERS).splitlines()
-        says += "".join(f"\n  {printable(line)}" for line in lines)
-    elif kind == "checkpoint":
-        says = f"a save, for which training waited {record['seconds']:.2g} s"
-    return f"step {step} of {total_steps}: {says}" if says else ""
-
-
-def numbers(interval: dict[str, Any], total_steps: int) -> list[str]:
-    """Return what is said of an interval: loss, time left, rate, speed, MFU, data wait, skipped."""
-    loss, skipped = interval["loss"], interval["skipped_steps"]
-    left = (total_steps - interval["step"]) * interval["step_seconds"]  # at its speed
-    is_sample = interval["items_per_second"] == interval["samples_per_second"]
-    unit = "samples" if is_sample else "items"
-    parts = [
-        "loss not finite" if loss is None else f"loss {loss:#.4g}".removesuffix("."),
-        f"{format_seconds(left)} left",
-        f"lr {interval['learning_rate']:.1e}",
-        f"{float(format(interval[f'{unit}_per_second'], '.4g')):,g} {unit}/s",
-    ]
-    for name, field in (("MFU", "mfu"), ("data", "data_share")):
-        parts += [f"{name} {100 * interval[field]:.3g}%"] if interval.get(field) is not None else []
-    return parts + ([f"{skipped} steps skipped"] if skipped else [])
-
-
-def log_start(
-    accelerator: Accelerator,
-    run: Run,
-    layout: BatchLayout,
-    model: nn.Module,
-    resume_from: Path | None,
-) -> None:
-    """Log the devices, the batch layout, the model's size and the checkpoint to resume from."""
-    if not accelerator.is_main_process:
-        return
-    device, sharding = accelerator.device, run.numerics["sharding"]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    words = [f"{processes(layout.world_size)} on {name}", sharding * (sharding != "none")]
-    words.append({"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision))
-    logger.info("%s: %s", run.folder, ", ".join(filter(None, words)))
-    size = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    part = f", {trained:,} of them trained" if trained < size else ""
-    logger.info(
-        f"global batch {layout.global_batch_size} = micro-batch {layout.micro_batch_size}"
-        f" x {processes(layout.world_size)} x accumulation {layout.accumulation};"
-        f" {run.total_steps:,} steps; {size:,} parameters{part}"
-    )
-    logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
-
-
-def log_finished(run: Run, *, before: bool = False) -> None:
-    """Log the result of a run, of an earlier start or now, unless the launcher shows it."""
-    if before:
-        done, asked = run.status()["step"], run.total_steps
-        length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""
-        print(length + FINISHED_BEFORE, flush=True)
-    if LOGS not in os.environ:
-        status = run.status()
-        parts = [f"finished, {status.get('reason')}: weights in {run.folder / 'export'}"]
-        results = status.get("result", {})  # a full disk may not have taken the status
-        parts += [f"{name} {format_metric(value)}" for name, value in results.items()]
-        say("; ".join(filter(None, [", ".join(parts), status.get("note")])))

@@ -21,9 +21,9 @@ from textwrap import indent
 from typing import Any
 
 import numpy as np
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from ..config import to_dict, to_yaml
+from ..config import Config, ConfigError, to_dict, to_yaml
 from ..contract import TRAIN_TAGS
 from ..files import is_number
 from ..run_files import flat
@@ -75,9 +75,21 @@ class TrackerThread(threading.Thread):
 class Trackers:
     """The trackers of a run, on rank 0; one that fails is left out from then on."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *_: Any) -> None:
         self.run = run
         self.threads: list[TrackerThread] = []
+        self.finish_seconds = FINISH_SECONDS
+
+    @staticmethod
+    def check(config: Config) -> None:
+        """Refuse a tracker that is not installed."""
+        trackers = [str(tracker) for tracker in get_available_trackers()]
+        if unknown := set(config.telemetry.trackers) - set(trackers):
+            names = ", ".join(sorted(unknown))
+            raise ConfigError(
+                f"telemetry.trackers names {names}, which accelerate does not find here;"
+                f" installed: {', '.join(trackers)}."
+            )
 
     def start(self, step: int, logged: dict[str, int]) -> None:
         """Open the trackers, and wait for them for a while.
@@ -128,7 +140,7 @@ class Trackers:
             self.run.trackers[name] = tracker.tracker.url or offline
         return tracker
 
-    def log(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Log the numbers of a record, and its text and pictures."""
         kind, step = record["kind"], record["step"]
         values = values_of(record)
@@ -143,9 +155,13 @@ class Trackers:
             if (text or pictures) and thread.name in WITH_SAMPLES:
                 thread.put("show samples", partial(show, text=text, pictures=pictures, step=step))
 
-    def finish(self, *, has_failed: bool) -> None:
+    def failed(self) -> None:
+        """Note that the run has failed."""
+        self.finish_seconds = FAILED_SECONDS
+
+    def close(self) -> None:
         """Flush and close each tracker; leave those that have not ended in time."""
-        seconds = FAILED_SECONDS if has_failed else FINISH_SECONDS
+        seconds = self.finish_seconds
         for thread in self.threads:
             thread.put("finish", lambda tracker: tracker.finish())
         until = time.monotonic() + seconds

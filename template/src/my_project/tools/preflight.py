@@ -45,6 +45,7 @@ from ..loading import layout
 from ..process import process_name, world
 from ..provenance import code_digest, installed
 from ..ranks import gather_on_main, on_main_then_broadcast
+from ..records.recorder import check_outputs
 from ..run_folder import not_shared
 from .reader import format_number, print_table
 
@@ -271,6 +272,7 @@ def main(config: Config) -> int:
     """Run all checks, print the results, and return the exit code."""
     layout.batch_layout(config.batches, world()[0])
     check_launch(config)
+    check_outputs(config)
     longest = round(limit_seconds())  # `checking` acts before the process group does
     distributed = replace(
         config.distributed, timeout_seconds=longest, startup_timeout_seconds=longest, ddp={}

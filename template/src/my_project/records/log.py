@@ -1,0 +1,106 @@
+"""What the log says: a line per record, and lines at the start and the end of a run."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from ..loading.layout import BatchLayout
+from ..process import LOGS
+from ..run_files import kind_of
+from ..run_folder import FINISHED_BEFORE, Run
+from ..words import format_metric, format_seconds, printable, processes, say, shortened
+
+logger = logging.getLogger(__name__)
+SAMPLE_CHARACTERS = 500  # of the text of the recipe
+
+
+def log_record(record: dict[str, Any], total_steps: int) -> None:
+    """Log a record of metrics.jsonl; filters of the logger find its kind in the entry."""
+    if line := line_of(record, total_steps):
+        logger.info(line, extra={"kind": kind_of(record)})
+
+
+def line_of(record: dict[str, Any], total_steps: int) -> str:
+    """Return what a log says of a record; "" if that is said elsewhere."""
+    kind, step, says = kind_of(record), record["step"], ""
+    if kind == "interval":
+        parts = numbers(record, total_steps)
+        if norm := record["gradient_norm"]:
+            parts.append(f"gradient norm {norm:.4g}")
+        if "epoch" in record:  # a stream has none
+            parts.append(f"epoch {round(record['epoch'], 2)}")
+        says = ", ".join([*parts, f"{format_seconds(record['elapsed_seconds'])} elapsed"])
+    elif kind == "evaluation":
+        parts = [
+            f"{printable(name)} {format_metric(value)}"
+            for name, value in record.items()
+            if "/" in name  # <set>/<metric>
+        ]
+        parts += ["the best so far"] if record["is_best"] else []
+        says = ", ".join([*parts, f"in {record['seconds']:.3g} s"])
+        lines = shortened(record.get("sample", ""), SAMPLE_CHARACTERS).splitlines()
+        says += "".join(f"\n  {printable(line)}" for line in lines)
+    elif kind == "checkpoint":
+        says = f"a save, for which training waited {record['seconds']:.2g} s"
+    return f"step {step} of {total_steps}: {says}" if says else ""
+
+
+def numbers(interval: dict[str, Any], total_steps: int) -> list[str]:
+    """Return what is said of an interval: loss, time left, rate, speed, MFU, data wait, skipped."""
+    loss, skipped = interval["loss"], interval["skipped_steps"]
+    parts = ["loss not finite" if loss is None else f"loss {loss:#.4g}".removesuffix(".")]
+    if "step_seconds" in interval:
+        left = (total_steps - interval["step"]) * interval["step_seconds"]  # at its speed
+        parts.append(f"{format_seconds(left)} left")
+    parts.append(f"lr {interval['learning_rate']:.1e}")
+    if rate := interval.get("items_per_second"):
+        unit = "samples" if rate == interval["samples_per_second"] else "items"
+        parts.append(f"{float(format(rate, '.4g')):,g} {unit}/s")
+    for name, field in (("MFU", "mfu"), ("data", "data_share")):
+        parts += [f"{name} {100 * interval[field]:.3g}%"] if interval.get(field) is not None else []
+    return parts + ([f"{skipped} steps skipped"] if skipped else [])
+
+
+def log_start(
+    accelerator: Accelerator,
+    run: Run,
+    layout: BatchLayout,
+    model: nn.Module,
+    resume_from: Path | None,
+) -> None:
+    """Log the devices, the batch layout, the model's size and the checkpoint to resume from."""
+    if not accelerator.is_main_process:
+        return
+    device, sharding = accelerator.device, run.numerics["sharding"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    words = [f"{processes(layout.world_size)} on {name}", sharding * (sharding != "none")]
+    words.append({"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision))
+    logger.info("%s: %s", run.folder, ", ".join(filter(None, words)))
+    size = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    part = f", {trained:,} of them trained" if trained < size else ""
+    logger.info(
+        f"global batch {layout.global_batch_size} = micro-batch {layout.micro_batch_size}"
+        f" x {processes(layout.world_size)} x accumulation {layout.accumulation};"
+        f" {run.total_steps:,} steps; {size:,} parameters{part}"
+    )
+    logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
+
+
+def log_finished(run: Run, *, before: bool = False) -> None:
+    """Log the result of a run, of an earlier start or now, unless the launcher shows it."""
+    if before:
+        done, asked = run.status()["step"], run.total_steps
+        length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""
+        print(length + FINISHED_BEFORE, flush=True)
+    if LOGS not in os.environ:
+        status = run.status()
+        parts = [f"finished, {status.get('reason')}: weights in {run.folder / 'export'}"]
+        results = status.get("result", {})  # a full disk may not have taken the status
+        parts += [f"{name} {format_metric(value)}" for name, value in results.items()]
+        say("; ".join(filter(None, [", ".join(parts), status.get("note")])))
