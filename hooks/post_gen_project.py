@@ -182,6 +182,7 @@ TEMPLATE_FILES = (
     "tests/recipes/test_segmentation.py",
     "tests/runs.py",
     "tests/test_accelerate_configs.py",
+    "tests/test_commands.py",
     "tests/test_damage.py",
     "tests/test_evaluation.py",
     "tests/test_export.py",

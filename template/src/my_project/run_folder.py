@@ -25,7 +25,7 @@ from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, t
 from .exits import WARNED
 from .failures import as_status, first_failure, report, write_error
 from .process import START, attempts
-from .provenance import provenance, source_hash
+from .provenance import provenance
 from .safety.redaction import MASK, is_secret, mask
 
 logger = logging.getLogger(__name__)
@@ -182,9 +182,8 @@ class Run:
             record = {"format": run_files.RUN_FORMAT, "run": self.id, "launch": self.token}
             record["begun_by"] = before.get("begun_by", attempts())
             record |= {"hosts": self.hosts, "numerics": self.numerics}
-            source = inspect.getsourcefile(type(self.config.recipe))
-            record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)}
-            record |= provenance(source)
+            record["lengths"] = self.lengths
+            record |= provenance(inspect.getsourcefile(type(self.config.recipe)))
             files.write_atomically(about, json.dumps(record, indent=1) + "\n")
         return self.token
 

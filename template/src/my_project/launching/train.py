@@ -22,8 +22,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .. import commands
 from ..config import Config, ConfigError
+from ..exits import run
 from ..files import read_json, read_yaml, writing
 from ..loading.layout import batch_layout
 from ..process import DRY_RUN, say_that_it_imports
@@ -166,4 +166,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    commands.run(main, sys.argv[1:])
+    run(main, sys.argv[1:])
