@@ -32,8 +32,10 @@ from pathlib import Path
 from runs import assert_same_weights, make_config, status, train
 whole, saved = (make_config(Path(sys.argv[1]), run_name=name) for name in ("whole", "saved"))
 assert train(make_config(Path(sys.argv[1]), run_name="new", steps=3)) == 0
-assert 0 < status(saved)["step"] < 10
+step = status(saved)["step"]
+assert 0 < step < 10
 assert train(saved) == 0
+assert status(saved)["from_step"] > step
 assert_same_weights(saved, whole)
 """
 # Two processes: to the end; and up to a kill of one of them.
@@ -60,6 +62,7 @@ from pathlib import Path
 from runs import assert_same_weights, make_config, records, status
 two, killed = (make_config(Path(sys.argv[1]), run_name=name) for name in ("two", "killed"))
 assert status(killed)["outcome"] == "finished"
+assert status(killed)["from_step"] > 1
 assert [record["step"] for record in records(killed)] == [*range(1, 11)]
 assert_same_weights(killed, two)
 """

@@ -470,7 +470,10 @@ def fixed_settings(config: Config) -> dict[str, Any]:
 
 
 def used_fixed_settings(config: Config) -> list[str]:
-    """Return the names of the fixed settings whose values are not the defaults."""
+    """Return the names of the fixed settings whose values are not the defaults.
+
+    Those of a group without a default, the recipe and batches, are all among them.
+    """
     defaults = saved_fixed_settings({}, config)
     return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]
 
