@@ -35,7 +35,7 @@ assert train(make_config(Path(sys.argv[1]), run_name="new", steps=3)) == 0
 step = status(saved)["step"]
 assert 0 < step < 10
 assert train(saved) == 0
-assert status(saved)["from_step"] > step
+assert status(saved)["from_step"] >= step
 assert_same_weights(saved, whole)
 """
 # Two processes: to the end; and up to a kill of one of them.
