@@ -52,9 +52,9 @@ ROOMS = (
     ),
     Room(
         name="launching",
-        goes="`train` and `launch` go, with restarts in place and the summary at the end;"
-        " `accelerate launch -m my_project.train` and torchrun stay. The scripts and the planner,"
-        " which call it, go too.",
+        goes="`train` (and `make train`) and `launch` go, with restarts in place and the summary"
+        " at the end; `accelerate launch -m my_project.train` and torchrun stay. The scripts in"
+        " launch/ and the planner, which call it, go too.",
         files=("launching/", "launch.py", "tools/planner.py", "tools/simulate.py", "launch/"),
         word='launching|"launch": "launch"',
         lines={"__main__.py": 2},
@@ -62,8 +62,8 @@ ROOMS = (
     ),
     Room(
         name="commands",
-        goes="`evaluate`, `predict` and `export` go, with what protects them from a stranger's"
-        " folder of weights; an export is still safetensors.",
+        goes="`evaluate` (and `make evaluate`), `predict` and `export` go, with what protects them"
+        " from a stranger's folder of weights; an export is still safetensors.",
         files=("commands.py", "weights.py", "safety/trust.py", "safety/search_path.py"),
         word=r"search_path|\bcommands\b",
         lines={"__main__.py": 8},

@@ -129,6 +129,15 @@ four()
     assert rooms.without(text, gone) == left
 
 
+def test_a_room_goes_with_those_that_it_cannot_be_without(monkeypatch: pytest.MonkeyPatch):
+    def room(name: str, *needs: str) -> rooms.Room:
+        return rooms.Room(name=name, goes="", files=(), needs=needs)
+
+    monkeypatch.setattr(rooms, "ROOMS", (room("c", "b"), room("a"), room("b", "a"), room("d")))
+    assert [gone.name for gone in rooms.with_dependents(["a"])] == ["c", "a", "b"]
+    assert [gone.name for gone in rooms.with_dependents(["c", "d"])] == ["c", "d"]
+
+
 def test_the_table_of_agents_md_is_made_from_the_rooms(template: Path):
     agents = (template / "template/AGENTS.md").read_text(encoding="utf-8")
     (section,) = re.findall(r"(?ms)^## Optional rooms\n(.*?)(?=^## |\Z)", agents)
