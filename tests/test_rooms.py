@@ -198,9 +198,7 @@ def listed(desk: Desk, project: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_without_a_room_all_modules_import_a_run_trains_and_an_older_one_resumes(
-    desk: Desk, project: Path, name: str
-):
+def test_without_a_room_modules_import_and_older_runs_resume(desk: Desk, project: Path, name: str):
     left = without(desk, project, [name])
     gone = set().union(*(COMMANDS_OF.get(r.name, ()) for r in rooms.with_dependents([name])))
     assert listed(desk, left) == listed(desk, project) - gone
@@ -214,9 +212,7 @@ def bare(desk: Desk, project: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_without_all_rooms_a_run_of_two_that_is_killed_ends_with_the_same_weights(
-    desk: Desk, bare: Path
-):
+def test_without_all_rooms_a_killed_run_of_two_has_the_same_weights(desk: Desk, bare: Path):
     assert listed(desk, bare) == set()
     python(desk, bare, IMPORT_ALL + AFTER)
     python(desk, bare, KILLED.format(SETTINGS=SETTINGS))

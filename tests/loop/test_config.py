@@ -127,7 +127,7 @@ def test_a_switch_of_a_check_is_off_warn_or_end(tmp_path):
             change(config, checks__code=level)
 
 
-def test_a_saved_setting_that_no_class_reads_is_refused_if_it_was_used_and_changes_the_curve(
+def test_a_saved_setting_no_class_reads_is_refused_only_if_it_was_used(
     tmp_path,
 ):
     """Its room was deleted. run.json says which settings change the curve and are no defaults."""
