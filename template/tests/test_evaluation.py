@@ -1,7 +1,5 @@
 """An evaluation loses no training: it is tried first, and the state is saved before it."""
 
-import argparse
-import json
 import random
 import time
 from dataclasses import dataclass
@@ -11,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, records, status, train, values, weights
-from test_metrics import Variational
-from test_resume import interrupted_at, make_disk_slow
+from runs import assert_same_weights, change, make_config, records, status, train, values
+from test_resume import make_disk_slow
 from world import run_world
 
-from my_project import commands
-from my_project.config import Config, ConfigError
+from my_project.config import Config
 from my_project.manifest import manifest_text, read_manifest
 from my_project.run_files import checkpoints
 from my_project.state import EVALUATION
@@ -260,43 +256,3 @@ def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_t
         train(second)
     assert train(change(second, recipe__fault="")) == 0
     assert [record["step"] for record in records(second)] == [5, 6]
-
-
-# ---- the command ---------------------------------------------------------------------------------
-def evaluate(folder: Path, is_json: bool = True) -> None:
-    trust = ["test_metrics.Variational"]
-    arguments = argparse.Namespace(folder=str(folder), trust=trust, json=is_json)
-    assert commands.print_evaluation(arguments) == 0
-
-
-def test_a_resume_and_the_command_evaluate_as_the_uninterrupted_run(tmp_path, capsys):
-    """With a loss that draws and whose terms follow the step, of averaged weights."""
-    recipe = Variational(validation_samples=23, dtype="float64")
-    settings = {"batches__global_batch_size": 8, "batches__micro_batch_size": 2, "steps": 6}
-    settings |= {"evaluation__every_steps": 2, "optim__ema_decay": 0.9}
-    alone, resumed = (make_config(tmp_path, recipe, run_name=name, **settings) for name in "ab")
-    assert run_world(1, train, alone) == [0]
-    assert run_world(2, train, interrupted_at(resumed, 2)) == [75, 75]
-    assert status(resumed)["step"] == 4
-    assert len(records(resumed, "validation/loss")) == 1, "that of step 4 is left to the next start"
-    assert run_world(4, train, resumed) == [0] * 4
-    wanted = values(alone, "validation/loss")
-    assert len(wanted) == 3
-    assert values(resumed, "validation/loss") == pytest.approx(wanted, rel=1e-6)
-    checkpoint, last = checkpoints(resumed.folder)
-    exported, raw = weights(resumed.folder / "export"), weights(last)
-    assert not any(torch.equal(exported[name], raw[name]) for name in exported)
-    for folder, value in (resumed.folder, wanted[2]), (checkpoint, wanted[1]):
-        capsys.readouterr()
-        evaluate(folder)
-        assert json.loads(capsys.readouterr().out)["validation/loss"] == pytest.approx(value)
-    evaluate(resumed.folder, is_json=False)
-    table = capsys.readouterr().out
-    assert "validation/loss" in table
-    assert f"{wanted[2]:.4f}" in table
-
-    content = bytearray((checkpoint / "model.safetensors").read_bytes())
-    content[-3] ^= 64
-    (checkpoint / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: its hash is not"):
-        evaluate(checkpoint)

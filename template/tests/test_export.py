@@ -1,14 +1,6 @@
 """Promise 7: what is saved, loads, whatever wrapped the model, without accelerate."""
 
-import argparse
-import json
 import os
-import shutil
-import stat
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,44 +9,18 @@ from ragged import Ragged
 from runs import change, make_config, train, weights
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
-from world import TESTS, run_world
+from world import run_world
 
-from my_project import commands
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
-from my_project.config import Config, ConfigError
+from my_project.config import Config
 from my_project.run_folder import Run
-from my_project.weights import load
 
 
 def train_compiled(config: Config) -> int:
     """Train through torch.compile, as accelerate's dynamo settings ask for it."""
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "AOT_EAGER"  # the whole path but no C++ compiler
     return train(config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compiled(Ragged):
-    def build_model(self, data_info: dict[str, Any]) -> nn.Module:
-        return torch.compile(super().build_model(data_info), backend="eager")
-
-
-def load_after_a_resume(config: Config) -> list[Any]:
-    """Train, resume, and return the weights of the model of the export."""
-    train(change(config, steps=3))
-    train(config)
-    _, _, model = load(config.folder / "export", ["test_export.Compiled"])
-    return [weight.tolist() for weight in model.state_dict().values()]
-
-
-def test_a_recipe_may_compile_its_model_itself(tmp_path):
-    config = make_config(tmp_path, Compiled(), steps=5)
-    (loaded,) = run_world(1, load_after_a_resume, config)
-    plain = Ragged().build_model({"features": 6}).state_dict().keys()
-    found = weights(config.folder / "export")
-    assert found.keys() == plain
-    assert loaded == [found[key].tolist() for key in plain]
 
 
 @pytest.fixture(scope="module")
@@ -77,133 +43,6 @@ def test_exports_have_the_plain_keys_whatever_wrapped_the_model(tmp_path, export
             assert opened.metadata() == {"format": "pt"}, "as of save_pretrained"
         for key, value in found.items():  # the same run, whatever wrapped it
             torch.testing.assert_close(value, weights(export)[key], rtol=1e-4, atol=1e-5)
-
-
-def test_predict_answers_without_accelerate_data_or_network(export):
-    """In a process where accelerate, the network and the training data cannot be had."""
-    code = (
-        "import socket, sys\n"
-        "for name in ('accelerate', 'datasets', 'tensorboard'): sys.modules[name] = None\n"
-        "def refuse(*a, **k): raise OSError('no network')\n"
-        "socket.socket.connect = refuse\n"
-        "from ragged import Ragged\n"
-        "def gone(self, data_info=None, /): raise AssertionError('needs no training data')\n"
-        "def prepare(self): gone(self)\n"
-        "Ragged.build_datasets, Ragged.prepare_data = gone, prepare\n"
-        "from my_project.commands import predict\n"
-        "predict(sys.argv[1:])\n"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", code, "--trust", "ragged.Ragged", export, "0.5"],
-        capture_output=True, text=True, check=False, cwd=TESTS,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    model = Ragged().build_model({"features": 6}).eval()
-    model.load_state_dict(weights(export))
-    assert float(answer.stdout) == pytest.approx(model(torch.full((1, 1, 6), 0.5)).item(), abs=1e-6)
-
-
-# ---- one file ------------------------------------------------------------------------------------
-def test_the_command_export_writes_the_weights_of_an_export(export, tmp_path, capsys):
-    path = tmp_path / "one.safetensors"
-    commands.write_one_file(argparse.Namespace(folder=str(export), file=str(path), ema=False))
-    torch.testing.assert_close(load_file(path), weights(export), rtol=0, atol=0)
-    assert "4 tensors" in capsys.readouterr().out
-
-
-# ---- validation samples --------------------------------------------------------------------------
-class Shown(Ragged):
-    """With answers for samples: their indices, and a file."""
-
-    def predict_samples(self, model: Any, data_info: Any, samples: Any, folder: Path) -> str:
-        assert not model.training
-        assert not model(samples[0]["x"]).requires_grad
-        (folder / "predictions.txt").write_text("answers")
-        return " ".join(str(int(sample["index"])) for sample in samples)
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """A finished run with best/ and export/."""
-    settings = {"evaluation__best_metric": "validation/accuracy", "evaluation__every_steps": 1}
-    config = make_config(tmp_path_factory.mktemp("shown"), Shown(), steps=2, **settings)
-    assert train(config) == 0
-    return config.folder
-
-
-def run_here(*words: Any) -> None:
-    trusted = ("--trust", "test_export.Shown", "--trust", "ragged.Ragged")
-    commands.print_prediction(commands.parse_predict([*trusted, *map(str, words)]))
-
-
-def test_a_run_answers_for_evenly_spaced_validation_samples(shown, capsys):
-    run_here(shown)
-    out, err = capsys.readouterr()
-    assert err == f"weights: {shown}/best\n"
-    answers, path = out.splitlines()
-    assert answers == " ".join(str(i * 23 // 16) for i in range(16))
-    assert path == f"{shown}/predictions.txt"
-    assert Path(path).read_text() == "answers"
-
-
-def test_an_input_that_cannot_be_read_is_one_sentence(shown, monkeypatch):
-    def refuse(*_: Any) -> str:
-        raise OSError("cannot identify image file")
-
-    monkeypatch.setattr(Shown, "predict", refuse)
-    with pytest.raises(ConfigError, match="cannot identify image file"):
-        run_here(shown, "text.png")
-
-
-def test_files_replace_a_strangers_link_and_avoid_a_read_only_folder(
-    shown, tmp_path, monkeypatch, capsys
-):
-    """Also if the export was given alone, without the run."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    given = shutil.copytree(shown / "export", tmp_path / "given")
-    (tmp_path / "mine").write_text("kept")
-    (given / "predictions.txt").symlink_to(tmp_path / "mine")
-    run_here(given)
-    assert capsys.readouterr().out.splitlines()[-1] == f"{given}/predictions.txt"
-    assert (tmp_path / "mine").read_text() == "kept"
-    assert not (given / "predictions.txt").is_symlink()
-
-    (given / "predictions.txt").unlink()
-    before = sorted(given.iterdir())
-    really = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: path != given and really(path, mode))
-    run_here(given)
-    path = Path(capsys.readouterr().out.splitlines()[-1])
-    assert path.read_text() == "answers"
-    assert path.parent.parent == tmp_path
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert sorted(given.iterdir()) == before
-
-
-def test_a_run_means_its_best_weights_or_else_its_export(shown, tmp_path, capsys):
-    run = shutil.copytree(shown, tmp_path / "run")
-    for folder, name in ((run, "best"), (run, "export"), (run / "export", "")):
-        run_here(folder, "0.5")
-        out, err = capsys.readouterr()
-        assert err == (f"weights: {run}/{name}\n" if name else "")
-        assert float(out)
-        shutil.rmtree(run / "best", ignore_errors=True)
-    shutil.rmtree(run / "export")
-    for words in (["0.5"], []):
-        with pytest.raises(ConfigError, match=r"step_\d+ is a checkpoint"):
-            run_here(run, *words)
-    shutil.rmtree(run / "checkpoints")
-    with pytest.raises(ConfigError, match=r"run holds neither .*; give a run folder"):
-        run_here(run, "0.5")
-    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
-        run_here(tmp_path / "nowhere")
-
-
-def test_data_that_is_not_that_of_the_training_is_a_warning(shown, tmp_path, capsys):
-    export = shutil.copytree(shown / "export", tmp_path / "export")
-    (export / "data_info.json").write_text(json.dumps({"features": 6, "classes": ["other"]}))
-    run_here(export)
-    assert "warning: the data is not that of the training" in capsys.readouterr().err
 
 
 def test_the_average_of_the_weights_is_what_is_exported(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from ragged import Deep, Ragged
 from runs import assert_same_weights, change, make_config, records, status, train, values, weights
-from test_launch import launch, wait_for_steps, workers
 from torch import nn
 from world import free_port, run_world
 
@@ -100,6 +99,9 @@ def test_deterministic_resume_is_bit_identical(tmp_path, recipe, channels_last):
 @needs_one
 def test_a_killed_process_is_forked_again_and_ends_with_the_same_weights(tmp_path):
     """The launcher that forks it has imported torch, and must not have touched the GPU."""
+    pytest.importorskip("my_project.launching.launch")
+    from test_launch import launch, wait_for_steps, workers
+
     finals = []
     for name in ("whole", "killed"):
         (folder := tmp_path / name).mkdir()

@@ -15,7 +15,6 @@ from my_project import manifest as manifests
 from my_project.files import read_json, wait_until
 from my_project.launching.attempts import Starts
 from my_project.run_folder import Run
-from my_project.tools import goodput
 from runs import make_config
 from terminal import Terminal
 from test_launch import outcome, wait_for_steps
@@ -377,6 +376,8 @@ def test_a_process_that_always_dies_in_one_step_gets_three_restarts(tmp_path):
 
 
 def test_of_a_start_without_a_kept_step_no_goodput_is_shown():
+    goodput = pytest.importorskip("my_project.tools.goodput")
+
     def shown(seconds: float) -> str:
         return goodput.in_words({"goodput": {"calendar": {"kept": 0.0, "seconds": seconds}}})
 

@@ -1,9 +1,13 @@
 """A wrong run or launch is refused with one sentence, before anything is written."""
 
+import json
+
 import pytest
+import yaml
 from my_project.accelerator import check_launch, ddp_options
 from my_project.config import Config, ConfigError
 from my_project.loading.layout import batch_layout
+from my_project.run_folder import refuse_other_settings
 from runs import change, make_config, train
 from world import TESTS, run_world
 
@@ -121,3 +125,34 @@ def test_a_switch_of_a_check_is_off_warn_or_end(tmp_path):
     for level in ("maybe", "none", True):
         with pytest.raises(ConfigError, match=r"checks\.code is .*off, warn or end"):
             change(config, checks__code=level)
+
+
+def test_a_saved_setting_no_class_reads_is_refused_only_if_it_was_used(
+    tmp_path,
+):
+    """Its room was deleted. run.json says which settings change the curve and are no defaults."""
+    config = make_config(tmp_path, steps=2, optim__ema_decay=0.9)
+    assert train(config) == 0
+    path, about = config.folder / "config.yaml", config.folder / "run.json"
+    saved, begun = yaml.safe_load(path.read_text()), json.loads(about.read_text())
+    used = begun["fixed_settings"]
+    assert {"optim.ema_decay", "optim.lr", "batches.global_batch_size", "recipe"} <= {*used}
+    free_or_default = {"optim.schedule", "seed", "steps", "telemetry.every_steps"}
+    assert not free_or_default & {*used}
+
+    saved["gone"] = {"every": 3, "deep": {"decay": 0.9}}
+    saved["optim"]["gone"] = 1
+    path.write_text(yaml.safe_dump(saved))
+    refuse_other_settings(config)
+    assert train(change(config, steps=3)) == 0
+    assert "gone" not in path.read_text()
+
+    for name, in_use in (("gone", "gone.deep.decay"), ("optim.gone", "optim.gone")):
+        path.write_text(yaml.safe_dump(saved))
+        about.write_text(json.dumps(begun | {"fixed_settings": [*used, in_use]}))
+        refused = rf"other settings: {name} \([^;]* there, None here\)\. "
+        with pytest.raises(ConfigError, match=refused):
+            refuse_other_settings(config)
+    about.unlink()
+    with pytest.raises(ConfigError, match=r"other settings: gone .*; optim\.gone \(1 there"):
+        refuse_other_settings(config)

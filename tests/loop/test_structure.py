@@ -1,5 +1,6 @@
 """What imports what: the rules that keep each module in its place, read from the source text."""
 
+import ast
 import os
 import re
 import subprocess
@@ -47,6 +48,33 @@ def test_modules_import_each_other_relatively_recipes_nothing_of_the_loop_and_no
         assert not (name in RECIPES and re.search(r"(?m)^\s*from \.", text)), name
         tool = re.search(r"(?m)^\s*from \.+(tools\b| import .*\btools\b).*", text)
         assert name.startswith("tools.") or not tool, f"{name}: {tool}: tools/ can be deleted"
+
+
+# A tool reads files of a run, so it needs no more of the loop than what reads and names them. These
+# three look at clusters, and take a step.
+OF_THE_LOOP = {"run_files", "failures", "words", "files"}
+IMPORT_MORE = {"tools.planner", "tools.simulate", "tools.preflight"}
+
+
+def imports_of(name: str) -> set[str]:
+    """Return the modules of the package that a module imports, inside its functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(PATHS[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*name.split(".")[: -node.level], *(node.module or "").split(".")]
+            base = [part for part in base if part]
+            inner = {".".join([*base, alias.name]) for alias in node.names}
+            found |= (inner | {".".join(base)}) & PATHS.keys()
+    return found
+
+
+def test_tools_import_of_the_loop_what_reads_run_folders_alone():
+    tools = [name for name in MODULES if name.startswith("tools.")]
+    for name in tools:
+        of_the_loop = {found for found in imports_of(name) if not f"{found}.".startswith("tools.")}
+        assert name in IMPORT_MORE or of_the_loop <= {*OF_THE_LOOP, ""}, f"{name}: {of_the_loop}"
+    others = set(tools) - IMPORT_MORE
+    assert not [name for name in others if imports_of(name) & IMPORT_MORE]
 
 
 RUN = """

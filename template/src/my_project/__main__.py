@@ -6,11 +6,11 @@ folder to sys.path.
 
 import sys
 
-from .safety.search_path import ON_WEIGHTS, leave_out_untrusted
+from .safety import search_path
 
 COMMANDS = {  # and their modules; those of a folder that was deleted are left out
     "train": "launching.train",
-    **dict.fromkeys(ON_WEIGHTS, "commands"),
+    **dict.fromkeys(search_path.ON_WEIGHTS, "commands"),
     "runs": "tools.runs",
     "report": "tools.report.report",
     "doctor": "tools.doctor",
@@ -18,15 +18,15 @@ COMMANDS = {  # and their modules; those of a folder that was deleted are left o
     "preflight": "tools.preflight",
     "launch": "launch",
 }
-if __name__ == "__main__" or "".join(sys.argv[1:2]) in COMMANDS:
-    leave_out_untrusted("".join(sys.argv[1:2]), sys.argv[2:])  # before any other import
+if __name__ == "__main__" or "".join(sys.argv[1:2]) in COMMANDS:  # see search_path
+    search_path.leave_out_untrusted("".join(sys.argv[1:2]), sys.argv[2:])  # before other imports
 
 import runpy
 from pathlib import Path
 
 
 def main() -> None:
-    """Run the command given as the first argument, or list all commands."""
+    """Run the command given as the first argument, or list all of them."""
     from . import commands
     from .config import ConfigError
     from .failures import exit_with_error
@@ -40,13 +40,12 @@ def main() -> None:
         print(f"usage: python -m {__package__} COMMAND ...; COMMAND --help lists its options\n")
         for name, file in found.items():
             text = file.read_text(encoding="utf-8").strip('"')
-            if name in ON_WEIGHTS:
-                text = getattr(commands, name).__doc__
+            text = getattr(commands, name).__doc__ if name in search_path.ON_WEIGHTS else text
             print(f"  {name:10} {text.splitlines()[0]}")
     elif command not in found:
         hint = did_you_mean(command, found) or f"; use one of {', '.join(found)}."
         exit_with_error(ConfigError(f"there is no command {command}{hint}"))
-    elif command in ON_WEIGHTS:
+    elif command in search_path.ON_WEIGHTS:
         getattr(commands, command)(sys.argv[2:])
     else:
         del sys.argv[1]

@@ -1,4 +1,4 @@
-"""The commands on the weights of a run: evaluate, predict, export; the parser of any command.
+"""The commands on the weights of a run: evaluate, predict, export.
 
 Code in an untrusted folder of weights is never run (safety/trust.py). What needs torch is imported
 when it is used, so that --help and a wrong path answer at once.
@@ -9,28 +9,17 @@ import json
 import os
 import sys
 import tempfile
-from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 from .config import Config, ConfigError
-from .exits import run, run_on_all_ranks
+from .exits import make_parser, run, run_on_all_ranks
 from .process import LAUNCHER
 from .recipe import PARAMETERS, Recipe, optional
 from .safety.search_path import run_folder
 from .words import rendered, say
 
 NUM_SAMPLES = 16
-
-
-def make_parser(description: str | None, command: str = "") -> argparse.ArgumentParser:
-    """Return an argument parser for a command; its name is by default that of its module."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
-        description=cleandoc(description or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
 
 
 # ---- evaluate ------------------------------------------------------------------------------------

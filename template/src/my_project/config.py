@@ -475,6 +475,15 @@ def fixed_settings(config: Config) -> dict[str, Any]:
     return saved_fixed_settings(to_dict(config), config)
 
 
+def used_fixed_settings(config: Config) -> list[str]:
+    """Return the names of the fixed settings whose values are not the defaults.
+
+    Those of a group without a default, the recipe and batches, are all among them.
+    """
+    defaults = saved_fixed_settings({}, config)
+    return [name for name, value in fixed_settings(config).items() if value != defaults.get(name)]
+
+
 def saved_fixed_settings(saved: Any, config: Any, prefix: str = "") -> dict[str, Any]:
     """Return the fixed settings of a config.yaml, without importing the classes that it names.
 

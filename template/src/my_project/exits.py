@@ -1,5 +1,6 @@
-"""How a command runs: its exit code, what it says of an error, and what it logs."""
+"""How a command runs: its parser, its exit code, what it says of an error, and what it logs."""
 
+import argparse
 import gc
 import logging
 import mmap
@@ -14,6 +15,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from inspect import cleandoc
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError
@@ -31,6 +34,16 @@ from .process import (
 )
 from .safety.redaction import MaskedFormatter, mask
 from .words import printable, say, short_path
+
+
+def make_parser(description: str | None, command: str = "") -> argparse.ArgumentParser:
+    """Return an argument parser for a command; its name is by default that of its module."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {__package__} {command or Path(sys.argv[0]).stem}",
+        description=cleandoc(description or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Exception) -> NoReturn:

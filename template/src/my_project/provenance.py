@@ -71,6 +71,7 @@ def provenance(source: str | None = None) -> dict[str, Any]:
     commit = _git(folder, "rev-parse", "HEAD") if is_tracked else None
     changes = _git(folder, "status", "--porcelain") if is_tracked else None
     return {
+        "recipe_sha256": source_hash(source),
         "command": mask_command(sys.orig_argv),
         "launcher": _launcher(),
         "folder": os.getcwd(),

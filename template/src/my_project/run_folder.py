@@ -21,11 +21,18 @@ from typing import IO, Any
 
 from . import failures, files, run_files
 from . import manifest as manifests
-from .config import Config, ConfigError, fixed_settings, saved_fixed_settings, to_yaml
+from .config import (
+    Config,
+    ConfigError,
+    fixed_settings,
+    saved_fixed_settings,
+    to_yaml,
+    used_fixed_settings,
+)
 from .exits import WARNED
 from .failures import as_status, first_failure, report, write_error
 from .process import START, attempts
-from .provenance import provenance, source_hash
+from .provenance import provenance
 from .safety.redaction import MASK, is_secret, mask
 
 logger = logging.getLogger(__name__)
@@ -187,9 +194,8 @@ class Run:
             record = {"format": run_files.RUN_FORMAT, "run": self.id, "launch": self.token}
             record["begun_by"] = before.get("begun_by", attempts())
             record |= {"hosts": self.hosts, "numerics": self.numerics}
-            source = inspect.getsourcefile(type(self.config.recipe))
-            record |= {"lengths": self.lengths, "recipe_sha256": source_hash(source)}
-            record |= provenance(source)
+            record |= {"lengths": self.lengths, "fixed_settings": used_fixed_settings(self.config)}
+            record |= provenance(inspect.getsourcefile(type(self.config.recipe)))
             files.write_atomically(about, json.dumps(record, indent=1) + "\n")
         return self.token
 
@@ -307,15 +313,23 @@ def starts_over_now(config: Config) -> bool:
 
 
 def refuse_other_settings(config: Config) -> None:
-    """Refuse a run folder with other settings of the training curve than the config's."""
+    """Refuse a run folder with other settings of the training curve than the config's.
+
+    A saved setting that no class reads any more is passed over if it could change between starts,
+    or had its default.
+    """
     path = config.folder / "config.yaml"
     is_begun = run_files.checkpoints(config.folder) or (config.folder / "export").exists()
     if config.resume == "never" or not (is_begun and os.path.lexists(path)):
         return
-    before, now = (
-        saved_fixed_settings(files.read_yaml(path, follow=False), config),
-        fixed_settings(config),
-    )
+    before = saved_fixed_settings(files.read_yaml(path, follow=False), config)
+    now = fixed_settings(config)
+    used = files.read_json(config.folder / "run.json").get("fixed_settings")
+    if isinstance(used, list):
+        # a setting that no class has any more: its room was deleted, or its recipe has changed
+        for name in before.keys() - now.keys():
+            if not any(f"{other}.".startswith(f"{name}.") for other in used):
+                del before[name]
     differing = [
         f"{name} ({_masked(name, before)} there, {_masked(name, now)} here)"
         for name in sorted(before.keys() | now.keys())

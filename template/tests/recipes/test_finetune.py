@@ -22,7 +22,6 @@ from my_project.recipes import finetune
 from my_project.recipes.finetune import Finetune
 from my_project.run_files import checkpoints
 from my_project.run_folder import Run
-from my_project.weights import load, load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # from the libraries
 
@@ -184,13 +183,15 @@ def logits_of(recipe, model) -> torch.Tensor:
 
 def trained_model(config: Config):
     """Build the model of a run from its newest checkpoint."""
+    weights_of = pytest.importorskip("my_project.weights")
     model = config.recipe.build_model(config.recipe.prepare_data())
-    load_weights(checkpoints(config.folder)[-1], model)
+    weights_of.load_weights(checkpoints(config.folder)[-1], model)
     return model
 
 
 @pytest.mark.parametrize("task", quick(1, ["classification", "causal_lm"]))
 def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
+    weights_of = pytest.importorskip("my_project.weights")
     import transformers
 
     config = config_of(tmp_path, folder, task=task)
@@ -204,7 +205,7 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
     torch.testing.assert_close(logits_of(recipe, kind.from_pretrained(exported)), wanted)
     tokens = transformers.AutoTokenizer.from_pretrained(exported)("a saw").input_ids
     assert tokens == finetune._tokenizer_of(recipe._model_folder())("a saw").input_ids
-    _, data_info, model = load(exported)
+    _, data_info, model = weights_of.load(exported)
     torch.testing.assert_close(logits_of(recipe, model), wanted)
     answer = recipe.predict(model, data_info, "an apple")
     if task == "classification":
@@ -222,6 +223,7 @@ def test_transformers_loads_the_export_of_a_full_model(tmp_path, folder, task):
 
 
 def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
+    weights_of = pytest.importorskip("my_project.weights")
     import transformers
     from peft import AutoPeftModelForSequenceClassification
 
@@ -238,7 +240,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     assert "model.safetensors" not in names
     assert (exported / "adapter_model.safetensors").stat().st_size < 20_000
     wanted = logits_of(recipe, model)
-    from_predict = load(exported)[2]
+    from_predict = weights_of.load(exported)[2]
     from_peft = AutoPeftModelForSequenceClassification.from_pretrained(exported, num_labels=2)
     answer = recipe.predict(from_predict, {"classes": ["fruit", "tool"]}, "an apple")
     assert {line.split()[1] for line in answer.splitlines()} == {"fruit", "tool"}
@@ -248,7 +250,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(tmp_path, folder):
     hostile |= {"megatron_config": {"x": 1}, "megatron_core": "export.evil"}  # old peft imports it
     (exported / "adapter_config.json").write_text(json.dumps(hostile))
     with pytest.raises(ValueError, match="is not an adapter of this recipe"):
-        load(exported)
+        weights_of.load(exported)
 
     merged = change(config, run_name="merged")
     merged = dataclasses.replace(merged, recipe=dataclasses.replace(recipe, merge_adapter=True))
@@ -316,6 +318,7 @@ def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
     tmp_path, folder, monkeypatch
 ):
     """No rank builds a whole model for it, but where an adapter is merged into the weights."""
+    weights_of = pytest.importorskip("my_project.weights")
     import transformers
     from peft import AutoPeftModelForSequenceClassification
 
@@ -352,7 +355,10 @@ def test_of_a_sharded_model_export_writes_what_it_writes_of_a_whole_one(
             assert ours == theirs, file
         classes = {"num_labels": 2} if name == "adapter" else {}
         wanted = logits_of(recipe, whole)
-        for model in (kinds[name].from_pretrained(exported, **classes), load(exported)[2]):
+        for model in (
+            kinds[name].from_pretrained(exported, **classes),
+            weights_of.load(exported)[2],
+        ):
             torch.testing.assert_close(logits_of(recipe, model), wanted, atol=1e-5, rtol=1e-4)
 
 
@@ -532,6 +538,7 @@ def test_the_default_config_trains_the_packaged_encoder(tmp_path):
 def test_your_own_texts_are_read_and_transformers_loads_the_export_as_the_document_says(
     tmp_path, monkeypatch, capsys
 ):
+    weights_of = pytest.importorskip("my_project.weights")
     import datasets
 
     monkeypatch.chdir(tmp_path)
@@ -553,6 +560,6 @@ def test_your_own_texts_are_read_and_transformers_loads_the_export_as_the_docume
     (block,) = blocks(text_of("docs/your-own-recipe.md", "### In transformers"), "python")
     capsys.readouterr()
     exec(block, {})
-    config, info, model = load(tmp_path / "runs/finetune/export")
+    config, info, model = weights_of.load(tmp_path / "runs/finetune/export")
     answer = config.recipe.predict(model, info, "Wait until all are done.")
     assert capsys.readouterr().out.split() == answer.splitlines()[0].split()[1:]

@@ -18,7 +18,6 @@ from documents import (
 )
 from runs import make_config, train
 
-from my_project import weights
 from my_project.recipes.image_classification import ImageClassification
 
 
@@ -144,11 +143,12 @@ def exported(tmp_path, monkeypatch):
 
 
 def test_an_export_is_used_in_plain_torch_as_the_document_says(exported, tmp_path, capsys):
+    weights_of = pytest.importorskip("my_project.weights")
     after = exported.partition("### In plain torch")[2]
     (block,) = blocks(after.partition("### In transformers")[0], "python")
     capsys.readouterr()
     exec(block, {})
-    config, info, model = weights.load(tmp_path / "runs/image_classification/export")
+    config, info, model = weights_of.load(tmp_path / "runs/image_classification/export")
     answer = config.recipe.predict(model, info, "picture.png")  # type: ignore[attr-defined]
     assert capsys.readouterr().out == f"{answer}\n"
 

@@ -9,7 +9,6 @@ from documents import predict_as_typed, train_config_of, train_on_own_data
 from runs import make_config, records, train
 from world import run_world
 
-from my_project import weights
 from my_project.config import Config
 from my_project.recipes import segmentation
 from my_project.recipes.segmentation import IGNORE_INDEX, Segmentation
@@ -113,10 +112,11 @@ def test_a_mask_holds_the_classes_and_shows_their_colors(tmp_path, whole, monkey
 
 
 def test_samples_are_shown_beside_their_truth(whole):
+    weights_of = pytest.importorskip("my_project.weights")
     from PIL import Image
 
     text, path = predict_as_typed(f"python -m my_project predict {whole.folder}").splitlines()
-    model = weights.load(whole.folder / "export")[2]
+    model = weights_of.load(whole.folder / "export")[2]
     data = SMALL.build_datasets({})[1]["validation"]
     rights = torch.cat([(SMALL._mask(model, data[i][0]) == data[i][1]).flatten() for i in range(7)])
     assert text == f"{int(rights.sum()) / len(rights):.1%} of the pixels of 7 samples right"

@@ -44,8 +44,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_origin, get_type_hints
 
 from .. import exits, failures
-from ..commands import make_parser
 from ..config import Config, ConfigError, fits, wrong_value
+from ..exits import make_parser
 from ..files import (
     check_temporary_folder,
     open_own,

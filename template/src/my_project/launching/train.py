@@ -23,8 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .. import commands
 from ..config import Config, ConfigError, each_setting
+from ..exits import run
 from ..files import read_json, read_yaml, writing
 from ..loading.layout import batch_layout
 from ..process import DRY_RUN, say_that_it_imports
@@ -178,4 +178,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    commands.run(main, sys.argv[1:])
+    run(main, sys.argv[1:])

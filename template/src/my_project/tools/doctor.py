@@ -36,7 +36,6 @@ from ..failures import (
     late,
 )
 from ..files import open_own, read_json
-from ..process import PREEMPTED
 from ..run_files import checked, is_locked, step_of
 from ..words import format_seconds, place_of, printable, say, shortened
 from . import flight_recorder
@@ -51,6 +50,7 @@ WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
 TAIL_BYTES = 1 << 18  # of a log: what tells of the end stands there
 ABORTED = -6  # SIGABRT: also by NCCL's own watchdog, after ours has reported a hang
 BY_OTHERS = (-2, -15)  # SIGINT and SIGTERM: a launcher ends the other ranks with them
+PREEMPTED = os.EX_TEMPFAIL  # the exit code of a run that was stopped and saved
 
 # ---- the table: cause -> what is likely and why, what to do --------------------------------------
 MORE_TIME = "--stop_after, or more time between the signal and the kill, so that it can save"

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..commands import make_parser, run
+from ..exits import make_parser, run
 
 
 def parser() -> argparse.ArgumentParser:

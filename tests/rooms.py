@@ -1,0 +1,259 @@
+"""The optional rooms of a project: what their owner may delete, and how.
+
+    python tests/rooms.py            prints the table that template/AGENTS.md holds
+    python tests/rooms.py PROJECT commands provenance
+                                     deletes rooms of a generated project, as a person would by hand
+
+A room is an entry of ROOMS. tests/test_rooms.py deletes each one alone, and all together.
+"""
+
+import ast
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MOST_LINES = 10  # of other files that go with a room
+MOST_LINES_OF_RECORDS = 3  # for what hangs on the recorder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What is deleted with an optional room."""
+
+    name: str
+    goes: str
+    """What the project does not do any more, as a sentence."""
+    files: tuple[str, ...]
+    """Files and folders; paths of the project, those of the package without src/my_project/."""
+    word: str = ""
+    """A regular expression: every line of the files in `lines` that matches it is deleted, and no
+    code of the core matches it then. "" for a room that no other module knows."""
+    lines: dict[str, int] = field(default_factory=dict)
+    """Files, and how many of their lines match the word."""
+    tests: tuple[str, ...] = ()
+    """The test files of the room, below tests/."""
+    needs: tuple[str, ...] = ()
+    """Rooms that this one cannot be without: it is deleted with any of them."""
+    is_record: bool = False
+    """Whether it hangs on the recorder (records/)."""
+
+
+ROOMS = (
+    Room(
+        name="tools",
+        goes="Nothing reads run folders: `runs`, `report`, `doctor`, `planner`, `preflight` go.",
+        files=("tools/",),
+    ),
+    Room(
+        name="launching",
+        goes="`train` (and `make train`) and `launch` go, with restarts in place and the summary"
+        " at the end; `accelerate launch -m my_project.train` and torchrun stay. The scripts in"
+        " launch/ and the planner, which call it, go too.",
+        files=("launching/", "launch.py", "tools/planner.py", "tools/simulate.py", "launch/"),
+        word='launching|"launch": "launch"',
+        lines={"__main__.py": 2},
+        tests=("test_launch.py",),
+    ),
+    Room(
+        name="commands",
+        goes="`evaluate` (and `make evaluate`), `predict` and `export` go, with what protects them"
+        " from a stranger's folder of weights; an export is still safetensors.",
+        files=("commands.py", "weights.py", "safety/trust.py", "safety/search_path.py"),
+        word=r"search_path|\bcommands\b",
+        lines={"__main__.py": 8},
+        tests=("test_commands.py",),
+    ),
+    Room(
+        name="provenance",
+        goes="run.json does not say which code, packages and command a run had, and preflight does"
+        " not compare them.",
+        files=("provenance.py",),
+        word=r"provenance|\binstalled\(|code_digest",
+        lines={"run_folder.py": 2, "tools/preflight.py": 3},
+    ),
+)
+BY_NAME = {room.name: room for room in ROOMS}
+
+
+# ---- the table -----------------------------------------------------------------------------------
+def table() -> str:
+    """Return the table of AGENTS.md."""
+    rows = [
+        ["Room", "Delete", "Delete the lines with", "Needs", "What goes with it"],
+        ["---"] * 5,
+    ]
+    for room in sorted(ROOMS, key=lambda room: room.name):
+        files = [*room.files, *(f"tests/{name}" for name in room.tests)]
+        words = " or ".join(map(_code, room.word.split("|"))) if room.word else "none"
+        places = ", ".join(f"`{file}` ({count})" for file, count in room.lines.items())
+        lines = f"{words} in {places}" if places else "none"
+        rows.append(
+            [room.name, ", ".join(map(_code, files)), lines, ", ".join(room.needs), room.goes]
+        )
+    return "".join(f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in rows)
+
+
+def _code(text: str) -> str:
+    return f"`{text.strip()}`"
+
+
+# ---- deleting ------------------------------------------------------------------------------------
+def with_dependents(names: Iterable[str]) -> list[Room]:
+    """Return rooms, and those that cannot be without them, in the order of ROOMS."""
+    gone = {*names}
+    while more := {room.name for room in ROOMS if gone.intersection(room.needs)} - gone:
+        gone |= more
+    return [room for room in ROOMS if room.name in gone]
+
+
+def package_of(project: Path) -> Path:
+    """Return the folder of a project's package."""
+    (path,) = project.glob("src/*/train.py")
+    return path.parent
+
+
+def path_of(file: str, project: Path) -> Path:
+    """Return the path of a file or folder of a room."""
+    is_of_package = not file.startswith(("launch/", "tests/"))
+    return (package_of(project) if is_of_package else project) / file
+
+
+def delete(project: Path, names: Iterable[str]) -> None:
+    """Delete rooms of a project, and put imports and format in order.
+
+    Raises:
+        ValueError: another number of lines matches than the room's entry says.
+    """
+    rooms = with_dependents(names)
+    for room in rooms:
+        for file, count in room.lines.items():
+            path = path_of(file, project)
+            if path.exists():
+                found = len(matching(path, room.word))
+                if found != count:
+                    raise ValueError(f"{room.name}: {found} lines match in {file}, not {count}")
+    for room in rooms:
+        for path in [path_of(file, project) for file in (*room.files, *own_tests(room))]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    for file in sorted({file for room in rooms for file in room.lines}):
+        path = path_of(file, project)
+        if path.exists():
+            words = [room.word for room in rooms if file in room.lines]
+            gone = {number for word in words for number in matching(path, word)}
+            path.write_text(without(path.read_text(encoding="utf-8"), gone), encoding="utf-8")
+    for command in (["check", "--fix"], ["format"]):
+        subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--quiet", "."], cwd=project, check=False
+        )
+
+
+def own_tests(room: Room) -> list[str]:
+    """Return the paths of a room's test files in the project."""
+    return [f"tests/{name}" for name in room.tests]
+
+
+def matching(path: Path, word: str) -> list[int]:
+    """Return the indices of the lines that match."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [number for number, line in enumerate(lines) if re.search(word, line)]
+
+
+def without(text: str, gone: set[int]) -> str:
+    """Return a text without some lines; what is left of a block that one opens moves to the left.
+
+    Args:
+        text: Python code.
+        gone: the indices of the lines.
+    """
+    kept: list[str] = []
+    opened: list[int] = []  # the indents of the blocks that have lost their first line
+    for number, line in enumerate(text.splitlines(keepends=True)):
+        indent = len(line) - len(line.lstrip())
+        if line.strip():
+            opened = [outer for outer in opened if outer < indent]
+        if number in gone:
+            if _code_of(line).endswith(":"):
+                opened.append(indent)
+        else:
+            kept.append(line[4 * len(opened) :] if line.strip() else line)
+    return "".join(kept)
+
+
+def _code_of(line: str) -> str:
+    """Return a line without its comment, which may stand after a block's colon."""
+    return re.sub(r"\s#.*", "", line).strip()
+
+
+# ---- what is left --------------------------------------------------------------------------------
+def core(package: Path) -> list[Path]:
+    """Return the modules that belong to no room, without the recipes."""
+    optional = {package / file for room in ROOMS for file in room.files}
+    return [
+        path
+        for path in sorted(package.rglob("*.py"))
+        if path.relative_to(package).parts[0] != "recipes"
+        and not optional.intersection([path, *path.parents])
+    ]
+
+
+def code(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of each line of code: no comment, no docstring."""
+    text = path.read_text(encoding="utf-8")
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            prose |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for number, line in enumerate(lines, 1):
+        if number not in prose and line.strip():
+            yield number, line
+
+
+def leftovers(package: Path, rooms: Iterable[Room]) -> list[str]:
+    """List the code of the core that names a room."""
+    words = [room.word for room in rooms if room.word]
+    return [
+        f"{path.relative_to(package)}:{number}: {line.strip()}"
+        for path in core(package)
+        for number, line in code(path)
+        if any(re.search(word, line) for word in words)
+    ]
+
+
+def dangling_imports(package: Path) -> list[str]:
+    """List the relative imports of modules that are not there, inside functions too."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = path.parents[node.level - 1]
+            for part in (node.module or "").split("."):
+                base /= part
+            if base.with_suffix(".py").is_file():
+                continue
+            names = [name.name for name in node.names]
+            missing = [n for n in names if not ((base / n).is_dir() or (base / f"{n}.py").exists())]
+            if missing:
+                found.append(f"{path.relative_to(package)}:{node.lineno}: {', '.join(missing)}")
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        delete(Path(sys.argv[1]), sys.argv[2:])
+    else:
+        print(table(), end="")
