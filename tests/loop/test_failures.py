@@ -7,12 +7,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from my_project import failures, run_files
+import torch.distributed as dist
+from my_project import failures, run_files, watchdog
 from my_project.config import ConfigError
 from my_project.launching.launch import as_failed
 from my_project.run_folder import Run, failures_recorded
 from my_project.state import NotFiniteError
+from my_project.step_sums import StepSums
 from runs import make_config
+from torch.autograd import graph
+from torch.cuda import streams
+from torch.nn.parallel import DistributedDataParallel
 
 
 class DistStoreError(RuntimeError):
@@ -155,3 +160,27 @@ def test_the_status_names_the_cause_whichever_rank_reports_first(tmp_path):
         for noted in (lost, bug):
             corrected = as_failed(run.folder, failures.as_status(noted), [lost, bug, last])
             assert corrected["failure"]["reason"] == "it failed"
+
+
+def test_the_frames_of_an_error_file_begin_at_the_block_and_leave_the_context_out(tmp_path):
+    run = Run(make_config(tmp_path), rank=0)
+    run.begin()
+    with pytest.raises(KeyError), failures_recorded(run):
+        raise_(KeyError("labels"))
+    (found,) = run_files.read_errors(run.folder, run.token)
+    assert [Path(frame["file"]) for frame in found["frames"]] == [Path(__file__)] * 2
+
+
+WAIT_FOR_OTHERS = (
+    StepSums.wait,
+    dist.all_reduce,
+    DistributedDataParallel.forward,
+    graph._engine_run_backward,
+    streams.Event.synchronize,
+)
+
+
+@pytest.mark.parametrize("function", WAIT_FOR_OTHERS)
+def test_a_rank_in_these_functions_waits_for_other_ranks(function):
+    assert watchdog.waits_for_others(function.__code__.co_filename)
+    assert not watchdog.waits_for_others(f"{function.__code__.co_filename}.of_a_user.py")

@@ -17,6 +17,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from multiprocessing import shared_memory, synchronize
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 from .files import ConfigError, write_atomically
@@ -117,21 +118,24 @@ def library_of(file: str) -> str | None:
     return "python" if file.startswith(PYTHON) else None
 
 
-def frames_of(error: BaseException) -> list[dict[str, Any]]:
-    """Return the frames of an exception; of one in a loader worker those in the worker."""
+def frames_of(error: BaseException, without: CodeType | None = None) -> list[dict[str, Any]]:
+    """Return the frames of an exception; of one in a loader worker those in the worker.
+
+    Args:
+        error: the exception.
+        without: the code of a function whose frames are left out.
+    """
     message = str(error)
     if found := FRAME.findall(message.partition(WORKER_TRACEBACK)[2]):
         return [frame(file, int(line), name, code) for file, line, name, code in found]
-    return frames_in(traceback.extract_tb(error.__traceback__))
+    walked = traceback.walk_tb(error.__traceback__)
+    kept = ((frame, line) for frame, line in walked if frame.f_code is not without)
+    return frames_in(traceback.StackSummary.extract(kept))
 
 
 def frames_in(stack: traceback.StackSummary) -> list[dict[str, Any]]:
     """Return the frames of a traceback or stack."""
-    return [
-        frame(f.filename, f.lineno or 0, f.name, f.line or "")
-        for f in stack
-        if f.name != "failures_recorded"  # the context around the loop
-    ]
+    return [frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in stack]
 
 
 def own_frame(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -205,8 +209,13 @@ def _is_of_semaphore(error: BaseException) -> bool:
 
 
 # ---- error files ---------------------------------------------------------------------------------
-def record_of(error: BaseException) -> dict[str, Any]:
-    """Return the content of the error file for an exception before the first step."""
+def record_of(error: BaseException, without: CodeType | None = None) -> dict[str, Any]:
+    """Return the content of the error file for an exception before the first step.
+
+    Args:
+        error: the exception.
+        without: see frames_of.
+    """
     cause, reason = cause_of(error), reason_of(error)
     if cause in ("setting", "not finite"):
         reason = str(error)
@@ -220,7 +229,7 @@ def record_of(error: BaseException) -> dict[str, Any]:
     found = record(
         reason=reason,
         cause=cause,
-        frames=frames_of(error) if cause not in ("setting", "not finite") else [],
+        frames=frames_of(error, without) if cause not in ("setting", "not finite") else [],
         details="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1 + would_repeat,
     )

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -367,7 +368,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
                 " same."
             )
-        failure = failures.record_of(error)
+        failure = failures.record_of(error, without=sys._getframe().f_code)
         if run.first_step_time and failure["cause"] == "exception":
             failure["exit_code"] = 1  # what has worked for some steps may work again
         run.record_error(failure)
