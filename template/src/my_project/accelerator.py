@@ -41,7 +41,6 @@ from .optim import optimizer_class
 from .process import no_garbage_collection, world
 from .run_folder import Run
 from .settings import did_you_mean
-from .watchdog import name_nccl_traces
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
 TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
@@ -180,6 +179,12 @@ def loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Sto
         raise DistNetworkError(f"{at[0]}:{at[1]} cannot be opened: {error}") from error
     store = TCPStore(*at, world_size, rank == 0, timeout, master_listen_fd=listener)
     yield store, rank, world_size
+
+
+def name_nccl_traces(config: Config) -> None:
+    """Name the files into which NCCL writes its last collectives when one fails."""
+    trace = config.folder.absolute() / "errors" / "nccl_trace_rank_"
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trace))
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from torch.cuda import streams
 from torch.nn.parallel import distributed as ddp
 
 from . import failures, step_sums
-from .config import Config
 from .files import open_own
 from .process import HELD_SECONDS, LIBC, LOGS, end_children, process_name, stacks_file
 from .run_folder import Run
@@ -184,12 +183,6 @@ def stacks() -> str:
         for ident, frame in frames
         if ident != threading.get_ident()
     )
-
-
-def name_nccl_traces(config: Config) -> None:
-    """Name the files into which NCCL writes its last collectives when one fails."""
-    trace = config.folder.absolute() / "errors" / "nccl_trace_rank_"
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trace))
 
 
 def save_nccl_trace(run: Run) -> None:
