@@ -134,9 +134,9 @@ class Watchdog:
         main = sys._current_frames()[threading.main_thread().ident or 0]
         frames = failures.frames_in(traceback.extract_stack(main))
         at = failures.own_frame(frames) or frames[-1]
-        waits = waits_for_others(frames[-1]["file"])
+        waits = waits_for_others(frames[-1].file)
         waits &= len(self.run.hosts) > 1
-        place = f"{at['function']} ({at['file']}, line {at['line']})"
+        place = f"{at.function} ({at.file}, line {at.line})"
         state = "waits for other ranks" if waits else "stalled"
         failure = failures.record(
             reason=f"no progress for {waited:.0f} s; {state} at {place}",
@@ -145,11 +145,11 @@ class Watchdog:
             details=stacks(),
         )
         print(
-            f"{process_name()}: {failure['reason']}\n{failure['details']}",
+            f"{process_name()}: {failure.reason}\n{failure.details}",
             file=sys.__stderr__,
             flush=True,
         )
-        self.run.record_error(failure)
+        failure = self.run.record_error(failure)
         save_nccl_trace(self.run)
         self.run.fail(failure)
         if len(self.run.hosts) > 1:

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from .. import commands
 from ..config import Config, ConfigError
-from ..files import read_json, read_yaml, writing
+from ..files import read_yaml, writing
 from ..loading.layout import batch_layout
 from ..process import DRY_RUN, say_that_it_imports
-from ..run_files import each_record
+from ..run_files import each_record, read_info
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean, parse
 from ..words import PACKAGE, format_seconds, print_block, rows
@@ -126,7 +126,7 @@ def print_estimate(config: Config, folder: Path) -> None:
     records = each_record(folder / "metrics.jsonl")
     last = [record for record in records if "samples_per_second" in record][-1]
     rate, size = last["samples_per_second"], config.batches.global_batch_size
-    samples = read_json(folder / "run.json").get("lengths", {}).get("the training set", 0)
+    samples = read_info(folder).lengths.get("the training set", 0)
     steps = config.steps or max(1, round((config.epochs or 0) * (samples // size)))
     whole = f"{steps} steps: about {format_seconds(steps * size / rate)} without pauses"
     pairs = [
