@@ -109,7 +109,7 @@ def test_damaged_error_files_name_no_rank(copied):
     for kind in ("empty", "zeros", "not UTF-8"):
         name = f"20200101T000000_rank_00003_step_{len(kind):08d}.json"
         (copied.folder / "errors" / name).write_bytes(KINDS[kind])
-    assert [one["rank"] for one in read_errors(copied.folder, "abc")] == [1]
+    assert [one.rank for one in read_errors(copied.folder, "abc")] == [1]
 
 
 def test_a_run_that_began_at_a_path_goes_on_with_and_without_its_status(trained, tmp_path):

@@ -18,9 +18,9 @@ from world import TESTS, World, run_world
 
 from my_project import stopping
 from my_project.config import Config, ConfigError, seconds_of
-from my_project.failures import first_failure
+from my_project.failures import Failure, first_failure
 from my_project.files import wait_until
-from my_project.run_files import read_errors
+from my_project.run_files import read_errors, read_info, read_status
 
 HERE = socket.gethostname()
 
@@ -35,10 +35,11 @@ def errors(config: Config) -> dict[int, str]:
     return found
 
 
-def first_of(config: Config) -> dict:
+def first_of(config: Config) -> Failure:
     """Return the failure that the launcher takes for the first."""
-    token = json.loads((config.folder / "run.json").read_text())["launch"]
-    return first_failure(read_errors(config.folder, token))
+    first = first_failure(read_errors(config.folder, read_info(config.folder).launch))
+    assert first
+    return first
 
 
 def fails(config: Config, processes: int = 2) -> str:
@@ -73,8 +74,9 @@ def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, st
     places = ("sums.wait()", "in backward", "in check_sums")  # of the one that waits for it
     assert any(place in found[0] for place in places)
     failed = first_of(config)
-    assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (1, "stalled", "strike")
-    assert failed["time"] - failed["progress_time"] >= limit
+    assert failed.at
+    assert (failed.rank, failed.cause, failed.at.function) == (1, "stalled", "strike")
+    assert failed.idle_seconds >= limit
 
 
 class StuckExport(Ragged):
@@ -90,7 +92,8 @@ def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
     config = make_config(tmp_path, StuckExport(), steps=1, **limits)
     fails(config)
     failed = first_of(config)
-    assert (failed["rank"], failed["cause"], failed["at"]["function"]) == (0, "stalled", "strike")
+    assert failed.at
+    assert (failed.rank, failed.cause, failed.at.function) == (0, "stalled", "strike")
 
 
 def test_data_that_cannot_be_opened_ends_the_run_in_time(tmp_path):
@@ -113,8 +116,8 @@ def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     hosts = json.loads((config.folder / "run.json").read_text())["hosts"]
     assert hosts == [HERE, HERE]
     launch = pytest.importorskip("my_project.launching.launch")
-    corrected = launch.as_failed(config.folder, status(config), [first_of(config)])
-    assert f"No report from rank 1 on {HERE}" in corrected["reason"]
+    corrected = launch.as_failed(config.folder, read_status(config.folder), [first_of(config)])
+    assert f"No report from rank 1 on {HERE}" in corrected.reason
 
 
 def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(tmp_path):
@@ -127,12 +130,13 @@ def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(
     assert "Traceback" in found[1]
     assert "lost contact with another process" in found[0]
     launch = pytest.importorskip("my_project.launching.launch")
-    failed = launch.as_failed(config.folder, status(config), [first_of(config)])
-    reason = failed["reason"]
-    assert reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
-    failed = failed["failure"]
-    assert (failed["rank"], failed["host"], failed["step"]) == (1, HERE, 3)
-    assert (failed["cause"], failed["at"]["function"]) == ("exception", "strike")
+    failed = launch.as_failed(config.folder, read_status(config.folder), [first_of(config)])
+    assert failed.reason == f"rank 1 on {HERE}, step 3: ValueError: this rank was told to fail"
+    noted = failed.failure
+    assert noted
+    assert noted.at
+    assert (noted.rank, noted.host, noted.step) == (1, HERE, 3)
+    assert (noted.cause, noted.at.function) == ("exception", "strike")
 
 
 def run_under_torchrun(config: Config, restarts: str) -> None:

@@ -6,14 +6,17 @@ import os
 import re
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import test_launch
+from my_project import failures
 from my_project import manifest as manifests
 from my_project.files import read_json, wait_until
 from my_project.launching.attempts import Starts
+from my_project.run_files import Status
 from my_project.run_folder import Run
 from runs import make_config
 from terminal import Terminal
@@ -367,11 +370,9 @@ def test_a_process_that_always_dies_in_one_step_gets_three_restarts(tmp_path):
     """Also where the last failure is the first of which a rank reports the step."""
     (tmp_path / "checkpoints/step_00000004").mkdir(parents=True)
     (tmp_path / "checkpoints/step_00000004/manifest.json").touch()
-    one, reported = (
-        Starts(folder=tmp_path, limit=3),
-        [{"step": 5, "cause": "lost contact", "time": 1}],
-    )
-    ends = [[], [], [], reported]
+    one = Starts(folder=tmp_path, limit=3)
+    reported = replace(failures.record(reason="", cause="lost contact"), step=5)
+    ends = [[], [], [], [reported]]
     assert [bool(one.refusal({1: -9}, found)) for found in ends] == [False, False, False, True]
 
 
@@ -379,7 +380,7 @@ def test_of_a_start_without_a_kept_step_no_goodput_is_shown():
     goodput = pytest.importorskip("my_project.tools.goodput")
 
     def shown(seconds: float) -> str:
-        return goodput.in_words({"goodput": {"calendar": {"kept": 0.0, "seconds": seconds}}})
+        return goodput.in_words(Status(goodput={"calendar": {"kept": 0.0, "seconds": seconds}}))
 
     assert shown(4.0) == ""
     assert shown(4000.0) == "0% of 1 h 6 min since the first launch"

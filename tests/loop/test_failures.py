@@ -4,15 +4,23 @@ import errno
 import json
 import multiprocessing.connection
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from my_project import failures, run_files
+import torch.distributed as dist
+from my_project import failures, run_files, watchdog
 from my_project.config import ConfigError
 from my_project.launching.launch import as_failed
+from my_project.run_files import Status
 from my_project.run_folder import Run, failures_recorded
 from my_project.state import NotFiniteError
+from my_project.step_sums import StepSums
 from runs import make_config
+from torch.autograd import graph
+from torch.cuda import streams
+from torch.nn.parallel import DistributedDataParallel
 
 
 class DistStoreError(RuntimeError):
@@ -28,6 +36,10 @@ def raise_from(error: Exception, cause: Exception) -> None:
         raise cause
     except Exception:
         raise error  # noqa: B904 - as libraries do
+
+
+def failed(cause: str, **fields: Any) -> failures.Failure:
+    return replace(failures.record(reason="", cause=cause), **fields)
 
 
 def closed_pipe() -> multiprocessing.connection.Connection:
@@ -87,22 +99,22 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     with pytest.raises((Exception, KeyboardInterrupt)), failures_recorded(run):
         KINDS[kind]()
     (found,) = run_files.read_errors(run.folder, run.token)
-    facts = {"rank": 0, "step": 7, "launch": run.token, "progress_time": 123.5, "cause": cause}
-    assert facts | {"signal": "SIGTERM"} == {name: found[name] for name in (*facts, "signal")}
+    facts = (found.rank, found.step, found.launch, found.progress_time, found.cause, found.signal)
+    assert facts == (0, 7, run.token, 123.5, cause, "SIGTERM")
     if cause in ("setting", "not finite", "loader worker"):
-        assert found["at"] is None
+        assert found.at is None
     else:
-        assert Path(found["at"]["file"]) == Path(__file__)
-        assert found["at"]["function"] in ("raise_", "raise_from", "<lambda>")
-    assert found.get("skipped_to") == (5 if cause == "not finite" else None)
-    assert found["errno"] == ERRNO.get(kind)
+        assert found.at
+        assert Path(found.at.file) == Path(__file__)
+        assert found.at.function in ("raise_", "raise_from", "<lambda>")
+    assert found.skipped_to == (5 if cause == "not finite" else None)
+    assert found.errno == ERRNO.get(kind)
     # a typo would come again, but not what has worked for some steps
     would_repeat = cause == "setting" or (kind == "exception" and not has_stepped)
-    assert found["exit_code"] == (2 if would_repeat else 1)
+    assert found.exit_code == (2 if would_repeat else 1)
     noted = run.status()
-    assert (noted["outcome"], noted["step"]) == ("failed", 7)
-    assert noted["failure"] == failures.as_status(found)["failure"]
-    assert run_files.checked(noted["failure"]), "it can be read as an error file is"
+    assert (noted.outcome, noted.step) == ("failed", 7)
+    assert noted.failure == replace(found, frames=(), details="", source=None)
 
 
 def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
@@ -115,43 +127,85 @@ def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
     told = json.loads((tmp_path / "logs/signal_rank_00003.json").read_text())
     assert (told["rank"], told["signal"]) == (3, "SIGUSR1")
     failures.report_once(KeyError("labels"))
-    found = run_files.checked(json.loads((tmp_path / "logs/rank_00003.json").read_text()))
-    assert (found["rank"], found["cause"], found["signal"]) == (3, "exception", "SIGUSR1")
+    (found,) = run_files.read_failures([tmp_path / "logs/rank_00003.json"])
+    assert (found.rank, found.cause, found.signal) == (3, "exception", "SIGUSR1")
     failures.LAUNCHER.stop_signal = ""
 
 
 def test_a_rank_that_went_on_when_the_others_had_given_up_is_the_first_failure():
-    waited = failures.record(reason="", cause="waiting") | {"rank": 0}
-    lost = failures.record(reason="", cause="lost contact") | {"rank": 1}
-    waited |= {"time": 110.0, "progress_time": 100.0}
-    lost |= {"time": 111.0, "progress_time": 100.0}
-    assert failures.first_failure([waited, lost])["rank"] == 0
-    bug = failures.record(reason="", cause="exception") | {"rank": 2, "time": 112.0}
-    assert failures.first_failure([waited, lost, bug])["rank"] == 2
-    later = bug | {"rank": 3, "time": 113.0}
-    assert failures.first_failure([later, bug])["rank"] == 2, "files are read in any order"
-    lost |= {"time": 130.0}
-    assert failures.first_failure([waited, lost])["rank"] == 1
+    waited = failed("waiting", rank=0, time=110.0, progress_time=100.0)
+    lost = failed("lost contact", rank=1, time=111.0, progress_time=100.0)
+    assert failures.first_failure([waited, lost]) is waited
+    bug = failed("exception", rank=2, time=112.0)
+    assert failures.first_failure([waited, lost, bug]) is bug
+    later = replace(bug, rank=3, time=113.0)
+    assert failures.first_failure([later, bug]) is bug, "files are read in any order"
+    lost = replace(lost, time=130.0)
+    assert failures.first_failure([waited, lost]) is lost
 
 
 def test_of_ranks_that_all_skipped_too_many_steps_the_one_with_a_loss_that_is_not_finite_is_first():
-    one, other = (
-        failures.record(reason="", cause="not finite") | {"rank": rank, "loss_is_finite": rank == 0}
-        for rank in (0, 1)
-    )
-    assert failures.first_failure([one, other])["rank"] == 1
+    one, other = (failed("not finite", rank=n, loss_is_finite=n == 0) for n in (0, 1))
+    assert failures.first_failure([one, other]) is other
 
 
 def test_the_status_names_the_cause_whichever_rank_reports_first(tmp_path):
-    lost = failures.record(reason="it noticed", cause="lost contact") | {"step": 7, "time": 1.0}
-    bug = failures.record(reason="it failed", cause="exception") | {"step": 7, "time": 2.0}
-    last = lost | {"time": 3.0}
+    lost = failed("lost contact", reason="it noticed", step=7, time=1.0)
+    bug = failed("exception", reason="it failed", step=7, time=2.0)
+    last = replace(lost, time=3.0)
     for order in ([lost, bug, last], [bug, lost, last]):
         run = Run(make_config(tmp_path, run_name=f"run_{order.index(bug)}"), rank=0)
         run.begin()
         for failure in order:
             run.fail(failure)
-        assert run.status()["failure"]["reason"] == "it failed"
+        noted = run.status().failure
+        assert noted == bug
         for noted in (lost, bug):
-            corrected = as_failed(run.folder, failures.as_status(noted), [lost, bug, last])
-            assert corrected["failure"]["reason"] == "it failed"
+            status = Status(outcome="failed", failure=noted)
+            assert as_failed(run.folder, status, [lost, bug, last]).failure is bug
+
+
+def test_the_frames_of_an_error_file_begin_at_the_block_and_leave_the_context_out(tmp_path):
+    run = Run(make_config(tmp_path), rank=0)
+    run.begin()
+    with pytest.raises(KeyError), failures_recorded(run):
+        raise_(KeyError("labels"))
+    (found,) = run_files.read_errors(run.folder, run.token)
+    assert [Path(frame.file) for frame in found.frames] == [Path(__file__)] * 2
+
+
+WAIT_FOR_OTHERS = (
+    StepSums.wait,
+    dist.all_reduce,
+    DistributedDataParallel.forward,
+    graph._engine_run_backward,
+    streams.Event.synchronize,
+)
+
+
+@pytest.mark.parametrize("function", WAIT_FOR_OTHERS)
+def test_a_rank_in_these_functions_waits_for_other_ranks(function):
+    assert watchdog.waits_for_others(function.__code__.co_filename)
+    assert not watchdog.waits_for_others(make_config.__code__.co_filename)
+
+
+DAMAGE = {"rank": "0", "time": None, "frames": [{"file": 3}], "at": 7, "exit_code": True}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_error_file_is_none_and_an_unknown_field_is_passed_over(name):
+    frames = (failures.frame_at("a.py", 3, "main"),)
+    failure = failed("exception", frames=frames, at=frames[0])
+    content = json.loads(json.dumps(failure.to_json()))
+    assert failures.Failure.from_json(content | {"unknown": [], "source": 3}) == failure
+    assert failures.Failure.from_json(content | {name: DAMAGE[name]}) is None
+    assert failures.Failure.from_json([content]) is None
+
+
+@pytest.mark.parametrize("kind", [Status, run_files.RunInfo])
+def test_a_field_of_another_type_has_its_default(kind):
+    default = kind()
+    assert default.is_damaged
+    for damage in (object(), [object()], {"a": object()}, True, "text", 1.5, None):
+        for name, one in vars(kind.from_json(dict.fromkeys(vars(default), damage))).items():
+            assert one in (damage, getattr(default, name), (damage,)), (name, damage)

@@ -20,6 +20,7 @@ import torch
 import yaml
 from documents import PROJECT, blocks, commands, predict_as_typed, text_of, train_as_typed
 from my_project.launching.summary import print_finished
+from my_project.run_files import read_status
 from runs import records, status, weights
 from safetensors.torch import load_file
 from test_fsdp_on_cpu import ask_for_fsdp
@@ -383,7 +384,7 @@ def test_the_recipe_of_the_document_learns_and_shows_it_as_it_stands(own, capsys
     assert status(config)["result"]["validation/loss"] < 0.2, "by chance it were ln 2 = 0.7"
     assert wider.run_name == "table-width=64"
     samples, answer = commands(SHOWN)
-    print_finished(config.folder, status(config))
+    print_finished(config.folder, read_status(config.folder))
     assert samples in capsys.readouterr().out
     lines = predict_as_typed(samples).splitlines()
     right = ("truth rose, answer rose", "truth lily, answer lily")

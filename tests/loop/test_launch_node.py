@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,8 +246,9 @@ def test_the_exit_code_is_the_runs_outcome(
     path.parent.mkdir(parents=True)
 
     def write_status(outcome: str, launch: str = "before") -> None:
-        lost = {"failure": {"cause": "lost contact"}} if outcome == "failed" else {}
-        path.write_text(json.dumps({"outcome": outcome} | lost) if outcome else "")
+        lost = failures.record(reason="", cause="lost contact") if outcome == "failed" else None
+        status = run_files.Status(outcome=outcome, failure=lost)
+        path.write_text(json.dumps(status.to_json()) if outcome else "")
         path.with_name("run.json").write_text(json.dumps({"launch": launch}))
 
     class FakeWorkers:
@@ -350,7 +351,7 @@ KILLED, CRASHED = -signal.SIGKILL, -signal.SIGSEGV
 def test_what_is_started_again(tmp_path, ends, refusals):
     restarts = Starts(folder=tmp_path, limit=3)
     for (step, cause, code), refusal in zip(ends, refusals, strict=True):
-        found = [failures.record(reason="x", cause=cause) | {"step": step}] if cause else []
+        found = [replace(failures.record(reason="x", cause=cause), step=step)] if cause else []
         said = restarts.refusal({1: code}, found)
         assert said.startswith(refusal)
         assert bool(said) == bool(refusal)

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from my_project import failures
 from my_project.launching import attempts, launch
 from my_project.launching.attempts import Starts
-from my_project.run_files import lines
+from my_project.run_files import Status, lines
 from test_launch import CONFIG
 
 BEGAN = 1_790_000_000.0
@@ -67,7 +68,7 @@ def test_all_parts_of_the_time_are_named_and_add_up(tmp_path):
     assert seconds == pytest.approx(wanted, abs=0.02)
     assert found["launcher"]["seconds"] == 100
     assert found["launcher"]["kept"] == pytest.approx(0.345)
-    assert tool.in_words({"goodput": found}) == "27% of 2 min 10 s since the first launch"
+    assert tool.in_words(Status(goodput=found)) == "27% of 2 min 10 s since the first launch"
     assert found["unknown_starts"] == 0
 
 
@@ -156,7 +157,7 @@ def test_of_starts_before_the_run_only_one_that_failed_is_written_at_the_end(tmp
     ):
         one = Starts(folder=tmp_path, limit=3, about=ABOUT)
         one.begin()
-        one.end({0: code}, [{"cause": cause, "time": 1.0, "step": None}] * bool(cause), "")
+        one.end({0: code}, [failures.record(reason="", cause=cause)] * bool(cause), "")
         assert lines(tmp_path) == []
         one.write()
         assert [found["event"] for found in lines(tmp_path)] == written

@@ -57,7 +57,7 @@ def test_without_locks_the_older_of_two_launches_ends_and_overwrites_nothing(run
     assert (runs.end(older), runs.end(newer)) == (1, 0)
     assert "another launch has begun" in (runs.folder / f"{name}_older.log").read_text()
     left = run_files.read_status(runs.path(name))
-    assert (left["outcome"], left["step"]) == ("finished", 20)
+    assert (left.outcome, left.step) == ("finished", 20)
     steps = [record["step"] for record in file_faults.intervals(runs.path(name))]
     assert steps == list(range(1, 21)), "the older one adds no records"
     assert runs.run(f"{name}_alone", *words)[0] == 0
@@ -68,7 +68,7 @@ def test_without_locks_the_older_of_two_launches_ends_and_overwrites_nothing(run
 def test_of_two_launches_at_once_the_refused_one_says_nothing_of_the_other(runs):
     both = [runs.start("at_once", "--recipe.seconds=0.1", log=f"at_once_{n}") for n in range(2)]
     assert sorted(map(runs.end, both)) == [0, 1]
-    assert run_files.read_status(runs.path("at_once"))["outcome"] == "finished"
+    assert run_files.read_status(runs.path("at_once")).outcome == "finished"
 
 
 def test_a_launch_that_another_has_followed_saves_nothing_and_keeps_the_status(tmp_path):

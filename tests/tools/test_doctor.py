@@ -119,7 +119,7 @@ def hang(folder: Path, monkeypatch, *causes: str, last_in: str = "train.py") -> 
     run = begin(folder, monkeypatch, (HERE,) * len(causes))
     files = ["train.py"] * (len(causes) - 1) + [last_in]
     for run.rank, (cause, file) in enumerate(zip(causes, files, strict=True)):
-        frames = [failures.frame(f"/src/{file}", 3, "main")]
+        frames = [failures.frame_at(f"/src/{file}", 3, "main")]
         reason = "no progress for 4 s"
         run.record_error(failures.record(reason=reason, cause=cause, frames=frames))
     run.write_status("failed", "")
@@ -149,8 +149,8 @@ def test_a_rank_that_went_on_when_the_others_had_given_up_was_likely_stopped(tmp
     run = begin(tmp_path, monkeypatch, (HERE, HERE))
     for run.rank, cause, idle_seconds in ((0, "waiting", 10), (1, "lost contact", 30)):
         failure = failures.record(reason="", cause=cause)
-        run.progress_time = failure["time"] - idle_seconds
-        run.record_error(failure)
+        run.progress_time = failure.time - idle_seconds
+        failure = run.record_error(failure)
     run.fail(failure)
     found = diagnose(run.folder)
     assert (found["cause"], found["first"]["rank"]) == ("stalled", 1)

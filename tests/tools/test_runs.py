@@ -73,7 +73,7 @@ def test_only_a_run_whose_lock_is_held_is_running_and_has_no_cause_of_its_end(tm
 
 def test_step_and_best_are_those_of_the_records_while_a_run_is_under_way(tmp_path):
     found = summarize(write_run(tmp_path, "one", "running", EVALUATED).folder)
-    assert (found.step, found.run.status["steps"], found.best) == (9, 10, 0.75)
+    assert (found.step, found.run.status.steps, found.best) == (9, 10, 0.75)
     least = write_run(tmp_path, "least", "running", EVALUATED, evaluation__best_mode="min")
     assert summarize(least.folder).best == 0.5
 

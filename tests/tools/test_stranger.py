@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,14 +128,14 @@ def run(tmp_path_factory) -> Config:
     line = {"event": "start", "id": launch, "launch": launch, "time": time.time() - 9, "attempt": 0}
     end = {"event": "end", "id": launch, "time": time.time(), "outcome": "finished", "cause": ""}
     assert attempts.append(config.folder, [line | {"nodes": 1, "world_size": 1}, end])
-    failure = failures.record(reason="it broke", cause="exception", frames=[
-        failures.frame("/a/b.py", 3, "loss", "x = 1"),
-    ]) | {"launch": launch, "step": 1}  # fmt: skip
+    frames = [failures.frame_at("/a/b.py", 3, "loss", "x = 1")]
+    failure = failures.record(reason="it broke", cause="exception", frames=frames)
+    failure = replace(failure, launch=launch, step=1)
     failures.write_error(config.folder, failure)
     logs = config.folder / "logs/node_0" / time.strftime("%Y%m%dT%H%M%S_1", time.gmtime())
     logs.mkdir(parents=True)
     (logs / "rank_00000.log").write_text("a line\n")
-    (logs / "rank_00000.json").write_text(json.dumps(failure))
+    (logs / "rank_00000.json").write_text(json.dumps(failure.to_json()))
     (logs / "signal_rank_00000.json").write_text(json.dumps({"signal": "SIGTERM", "rank": 0}))
     ended = {"exit_codes": {"0": 1}, "killed": [], "signal": None, "time": time.time()}
     (logs / "launcher.json").write_text(json.dumps(ended))

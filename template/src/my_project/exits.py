@@ -64,8 +64,8 @@ def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Except
     except failures as error:
         failure = report_once(error)
         name = f"[{process_name()}] " * (world()[0] > 1)
-        say(f"{name}{failure['details']}", to=sys.stderr)
-        code = failure["exit_code"]
+        say(f"{name}{failure.details}", to=sys.stderr)
+        code = failure.exit_code
     raise SystemExit(code)
 
 

@@ -13,16 +13,19 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from multiprocessing import shared_memory, synchronize
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
-from .files import ConfigError, write_atomically
+from .files import ConfigError, from_object, write_atomically
 from .process import LAUNCHER, LOGS, START, world
 from .safety.redaction import mask
-from .words import say
+from .words import say, short_path
 
 FOLDER = "LAUNCH_ERRORS"  # the variable with the folder in which the launcher looks for error files
 CONSEQUENCES = ("lost contact", "waiting")  # causes that follow from the failure of another rank
@@ -65,49 +68,102 @@ PACKAGE_FOLDER = os.path.dirname(__file__)
 INSTALLED = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A frame of a traceback or stack."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+    library: str | None = None  # the installed package that the file belongs to; None: the user's
+
+    @property
+    def place(self) -> str:
+        """Return the frame in words: "a.py, line 3, in loss: x = 1"."""
+        place = f"{short_path(self.file)}, line {self.line}, in {self.function}"
+        return f"{place}: {self.code}" if self.code else place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The content of an error file; docs/run-folder.md describes the fields."""
+
+    rank: int
+    host: str
+    step: int | None = None
+    launch: str = ""
+    time: float
+    progress_time: float | None = None
+    reason: str
+    cause: str
+    at: Frame | None = None
+    signal: str | None = None
+    errno: str | None = None
+    exit_code: int
+    attempt: int = 0
+    frames: tuple[Frame, ...] = ()
+    details: str = ""
+    # Only in files whose cause is "not finite".
+    skipped_from: int | None = None
+    skipped_to: int | None = None
+    num_items: float | None = None
+    loss_is_finite: bool | None = None
+    source: Path | None = None  # the file that it was read from, which does not have this field
+
+    @classmethod
+    def from_json(cls, content: Any, source: Path | None = None) -> "Failure | None":
+        """Return what an error file or status.json holds of a failure; None where it is damaged."""
+        with suppress(TypeError):
+            return replace(from_object(cls, {**content, "source": None}), source=source)
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the error file."""
+        content = asdict(replace(self, source=None))
+        optional = ("skipped_from", "skipped_to", "num_items", "loss_is_finite", "source")
+        return {
+            name: one for name, one in content.items() if one is not None or name not in optional
+        }
+
+    def short(self) -> dict[str, Any]:
+        """Return what status.json has of it."""
+        content = self.to_json()
+        return {name: one for name, one in content.items() if name not in ("frames", "details")}
+
+    @property
+    def idle_seconds(self) -> float:
+        """Return how long the rank had made no progress when it failed, by its host's clock."""
+        return self.time - (self.progress_time or self.time)
+
+
 # ---- which was first -----------------------------------------------------------------------------
-def first_failure(failures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the error file that the others follow from, as far as is known; {} without one.
+def first_failure(failures: list[Failure]) -> Failure | None:
+    """Return the failure that the others follow from, as far as is known; None without one.
 
     Of ranks that all skipped too many steps it is one whose own loss was not finite.
 
     Args:
         failures: of one launch.
     """
-    failures = sorted(failures, key=lambda one: one["time"])
-    roots = [one for one in failures if one["cause"] not in CONSEQUENCES]
-    roots.sort(key=lambda one: (one["cause"] == "stopped", one.get("loss_is_finite", False)))
-    return next(iter(roots or late(failures) or failures), {})
+    failures = sorted(failures, key=lambda one: one.time)
+    roots = [one for one in failures if one.cause not in CONSEQUENCES]
+    roots.sort(key=lambda one: (one.cause == "stopped", bool(one.loss_is_finite)))
+    return next(iter(roots or late(failures) or failures), None)
 
 
-def late(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def late(failures: list[Failure]) -> list[Failure]:
     """Return the failures of ranks that went on when others had given up waiting for them.
 
     Such a rank was stopped, or cut off: it has lost contact after more time without progress than
     its watchdog allows, as it ran for a part of that time only.
     """
-    waited = [idle_seconds(one) for one in failures if one["cause"] == "waiting"]
-    lost = [one for one in failures if one["cause"] == "lost contact"]
-    return [one for one in lost if waited and idle_seconds(one) > max(waited) + LATE_SECONDS]
-
-
-def idle_seconds(failure: dict[str, Any]) -> float:
-    """Return how long a rank had made no progress when it failed, by the clock of its host."""
-    return failure["time"] - (failure.get("progress_time") or failure["time"])
+    waited = [one.idle_seconds for one in failures if one.cause == "waiting"]
+    lost = [one for one in failures if one.cause == "lost contact"]
+    return [one for one in lost if waited and one.idle_seconds > max(waited) + LATE_SECONDS]
 
 
 # ---- frames --------------------------------------------------------------------------------------
-def frame(file: str, line: int, function: str, code: str = "") -> dict[str, Any]:
-    """Return a frame as an error file has it."""
-    return {
-        "file": file,
-        "line": line,
-        "function": function,
-        "code": code.strip(),
-        "library": library_of(file),
-    }
-
-
 def library_of(file: str) -> str | None:
     """Return the name of the installed package that a file belongs to; None for a user's own."""
     if file.startswith(PACKAGE_FOLDER):
@@ -117,26 +173,35 @@ def library_of(file: str) -> str | None:
     return "python" if file.startswith(PYTHON) else None
 
 
-def frames_of(error: BaseException) -> list[dict[str, Any]]:
-    """Return the frames of an exception; of one in a loader worker those in the worker."""
+def frames_of(error: BaseException, without: CodeType | None = None) -> list[Frame]:
+    """Return the frames of an exception; of one in a loader worker those in the worker.
+
+    Args:
+        error: the exception.
+        without: the code of a function whose frames are left out.
+    """
     message = str(error)
     if found := FRAME.findall(message.partition(WORKER_TRACEBACK)[2]):
-        return [frame(file, int(line), name, code) for file, line, name, code in found]
-    return frames_in(traceback.extract_tb(error.__traceback__))
+        return [frame_at(file, int(line), name, code) for file, line, name, code in found]
+    walked = traceback.walk_tb(error.__traceback__)
+    kept = ((frame, line) for frame, line in walked if frame.f_code is not without)
+    return frames_in(traceback.StackSummary.extract(kept))
 
 
-def frames_in(stack: traceback.StackSummary) -> list[dict[str, Any]]:
+def frame_at(file: str, line: int, function: str, code: str = "") -> Frame:
+    """Return a frame, with the library that its file belongs to."""
+    library = library_of(file)
+    return Frame(file=file, line=line, function=function, code=code.strip(), library=library)
+
+
+def frames_in(stack: traceback.StackSummary) -> list[Frame]:
     """Return the frames of a traceback or stack."""
-    return [
-        frame(f.filename, f.lineno or 0, f.name, f.line or "")
-        for f in stack
-        if f.name != "failures_recorded"  # the context around the loop
-    ]
+    return [frame_at(f.filename, f.lineno or 0, f.name, f.line or "") for f in stack]
 
 
-def own_frame(frames: list[dict[str, Any]]) -> dict[str, Any] | None:
+def own_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame that is not in a library."""
-    return next((one for one in reversed(frames) if not one["library"]), None)
+    return next((one for one in reversed(frames) if not one.library), None)
 
 
 def reason_of(error: BaseException) -> str:
@@ -205,8 +270,13 @@ def _is_of_semaphore(error: BaseException) -> bool:
 
 
 # ---- error files ---------------------------------------------------------------------------------
-def record_of(error: BaseException) -> dict[str, Any]:
-    """Return the content of the error file for an exception before the first step."""
+def record_of(error: BaseException, without: CodeType | None = None) -> Failure:
+    """Return the content of the error file for an exception before the first step.
+
+    Args:
+        error: the exception.
+        without: see frames_of.
+    """
     cause, reason = cause_of(error), reason_of(error)
     if cause in ("setting", "not finite"):
         reason = str(error)
@@ -220,95 +290,88 @@ def record_of(error: BaseException) -> dict[str, Any]:
     found = record(
         reason=reason,
         cause=cause,
-        frames=frames_of(error) if cause not in ("setting", "not finite") else [],
+        frames=frames_of(error, without) if cause not in ("setting", "not finite") else [],
         details="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1 + would_repeat,
     )
-    if cause == "loader worker":  # where the process noticed it
-        found["at"] = None
+    at = None if cause == "loader worker" else found.at  # where the process noticed it
     facts = getattr(error, "facts", {}) if cause == "not finite" else {}
-    return found | {"errno": errno_of(error)} | facts
+    return replace(found, at=at, errno=errno_of(error), **facts)
 
 
 def record(
     *,
     reason: str,
     cause: str,
-    frames: list[dict[str, Any]] | None = None,
+    frames: Sequence[Frame] = (),
     details: str = "",
     exit_code: int = 1,
-) -> dict[str, Any]:
-    """Return the content of an error file; secrets are masked."""
-    frames = [one | {"code": mask(one["code"])} for one in frames or []]
+) -> Failure:
+    """Return a failure of this process now; secrets are masked."""
+    frames = tuple(replace(one, code=mask(one.code)) for one in frames)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {
-        "rank": world()[1],
-        "host": socket.gethostname(),
-        "step": None,
-        "launch": "",
-        "time": time.time(),
-        "progress_time": None,
-        "reason": mask(reason),
-        "cause": cause,
-        "at": own_frame(frames),
-        "signal": LAUNCHER.stop_signal or None,
-        "errno": None,
-        "exit_code": exit_code,
-        "attempt": int(os.environ.get(START, "").rpartition(".")[2] or restarts),
-        "frames": frames,
-        "details": mask(details),
-    }
+    return Failure(
+        rank=world()[1],
+        host=socket.gethostname(),
+        time=time.time(),
+        reason=mask(reason),
+        cause=cause,
+        at=own_frame(frames),
+        signal=LAUNCHER.stop_signal or None,
+        exit_code=exit_code,
+        attempt=int(os.environ.get(START, "").rpartition(".")[2] or restarts),
+        frames=frames,
+        details=mask(details),
+    )
 
 
-def as_status(failure: dict[str, Any], silent: list[str] | None = None) -> dict[str, Any]:
-    """Return what status.json says of the first failure: step, reason, and its error file.
+def reason_in_status(failure: Failure, silent: Sequence[str] = ()) -> str:
+    """Return what status.json says of the first failure.
 
     Args:
-        failure: the content of the error file.
-        silent: the ranks that left none.
+        failure: the first.
+        silent: the ranks that left no error file.
     """
-    reason = f"rank {failure['rank']} on {failure['host']}, step {failure['step']}: "
-    reason += failure["reason"]
-    if silent and failure["cause"] in CONSEQUENCES:
+    reason = f"rank {failure.rank} on {failure.host}, step {failure.step}: {failure.reason}"
+    if silent and failure.cause in CONSEQUENCES:
         names = ", ".join(silent)
         reason += f". No report from {names}: killed, stopped or cut off; look there first."
-    short = {name: failure[name] for name in failure if name not in ("frames", "details")}
-    return {"step": failure["step"] or 0, "reason": reason, "failure": short}
+    return reason
 
 
-def write_error(folder: Path, failure: dict[str, Any]) -> None:
+def write_error(folder: Path, failure: Failure) -> None:
     """Write an error file into errors/ of a run folder; the names sort by time."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    name = f"{now}_rank_{failure['rank']:05d}_step_{failure['step']:08d}.json"
+    name = f"{now}_rank_{failure.rank:05d}_step_{failure.step or 0:08d}.json"
     (folder / "errors").mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "errors" / name, json.dumps(failure, indent=1) + "\n")
+    write_atomically(folder / "errors" / name, json.dumps(failure.to_json(), indent=1) + "\n")
 
 
-def report_once(error: BaseException) -> dict[str, Any]:
+def report_once(error: BaseException) -> Failure:
     """Report an exception, unless the run has, which knows more; return what was reported."""
-    failure: dict[str, Any] | None = getattr(error, "failure", None)
+    failure: Failure | None = getattr(error, "failure", None)
     if failure is None:
         failure = record_of(error)
         report(failure)
     return failure
 
 
-def report(failure: dict[str, Any]) -> None:
+def report(failure: Failure) -> None:
     """Write an error file for the launcher or torchrun, whichever started this process."""
-    write_to_logs("rank", failure)
+    write_to_logs("rank", failure.to_json())
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
-            path = Path(folder, f"{failure['time']:017.6f}_{os.getpid()}.json")
-            write_atomically(path, json.dumps(failure))
+            path = Path(folder, f"{failure.time:017.6f}_{os.getpid()}.json")
+            write_atomically(path, json.dumps(failure.to_json()))
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        shown = f"{failure['details']}\n{failure['reason']}"
-        if failure["cause"] == "setting":
-            shown = f"error: {failure['reason']}"  # a sentence is enough
+        shown = f"{failure.details}\n{failure.reason}"
+        if failure.cause == "setting":
+            shown = f"error: {failure.reason}"  # a sentence is enough
         # torchrun shows py_callstack of the failure with the smallest timestamp, in whole seconds:
         # a minute later, so that what follows from the failure of another rank does not hide it
-        when = int(failure["time"]) + 60 * (failure["cause"] in CONSEQUENCES)
+        when = int(failure.time) + 60 * (failure.cause in CONSEQUENCES)
         extra = {"py_callstack": shown, "timestamp": str(when)}
-        content = {"message": {"message": failure["reason"], "extraInfo": extra}}
+        content = {"message": {"message": failure.reason, "extraInfo": extra}}
         with suppress(OSError):
             if not Path(file).exists():
                 write_atomically(Path(file), json.dumps(content))

@@ -16,9 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import IO, Any
+from types import UnionType
+from typing import IO, Any, TypeVar, get_args, get_origin, get_type_hints
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -113,6 +116,50 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def from_object(kind: type[T], content: Any, *, is_strict: bool = True) -> T:
+    """Return a dataclass with the fields that a JSON object has; unknown ones are left out.
+
+    Args:
+        kind: the dataclass.
+        content: the object, which may be damaged or untrusted.
+        is_strict: refuse a field of another type; else it gets its default.
+
+    Raises:
+        TypeError: it is no object, or lacks a field that has no default.
+    """
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        if name in as_a(content, dict):
+            try:
+                found[name] = as_a(content[name], hint)
+            except TypeError:
+                if is_strict:
+                    raise
+    return kind(**found)
+
+
+def as_a(value: Any, hint: Any) -> Any:
+    """Return a value of a JSON file that is to have a type; of tuples and dataclasses an instance.
+
+    Raises:
+        TypeError: it has another type.
+    """
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is UnionType:
+        for part in parts:
+            with suppress(TypeError):
+                return as_a(value, part)
+    elif isinstance(kind, type) and is_dataclass(kind):
+        return from_object(kind, value)
+    elif kind is tuple and isinstance(value, list):
+        return tuple(as_a(one, parts[0]) for one in value)
+    elif isinstance(value, dict) and kind is dict:
+        return {name: as_a(one, parts[1]) for name, one in value.items()} if parts else value
+    elif hint is Any or type(value) is kind or (kind is float and is_number(value)):
+        return value
+    raise TypeError(f"{type(value).__name__} is not {hint}")
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:

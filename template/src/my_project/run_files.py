@@ -10,36 +10,135 @@ import re
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .files import MOST_LINE_BYTES, is_like, is_number, open_own, read_json, read_own
+from .failures import Failure
+from .files import (
+    MOST_LINE_BYTES,
+    from_object,
+    is_like,
+    is_number,
+    open_own,
+    read_json,
+    read_own,
+    write_atomically,
+)
 
 RUN_FORMAT = 1  # of a run folder, as run.json states it; docs/run-folder.md says what it means
-STATUS = {  # the types of fields of status.json; of the others any is shown as text
-    **dict.fromkeys(("outcome", "reason", "note"), str),
-    **dict.fromkeys(("step", "steps", "patience"), int),
-    **dict.fromkeys(("seconds", "first_step_time", "from_step"), (int, float, NoneType)),
-    **dict.fromkeys(("result", "trackers", "failure", "goodput"), dict),
-}
 
 
-def read_status(folder: Path) -> dict[str, Any]:
-    """Read status.json, without fields of other types; return {} for a missing or damaged file."""
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The content of status.json; a field of another type has its default."""
+
+    outcome: str = ""
+    step: int = 0
+    steps: int = 0
+    reason: str = ""
+    first_step_time: float | None = None
+    from_step: int | None = None
+    seconds: float = 0.0
+    paused_seconds: float = 0.0
+    trackers: dict[str, str] = field(default_factory=dict)
+    warnings: int = 0
+    # Left out of the file where they are None.
+    note: str | None = None
+    result: dict[str, float | None] | None = None
+    patience: int | None = None
+    failure: Failure | None = None  # without frames and details
+    goodput: dict[str, dict[str, float] | int] | None = None
+
+    @classmethod
+    def from_json(cls, content: Any) -> "Status":
+        """Return what status.json holds."""
+        failure = Failure.from_json(content.get("failure"))
+        found = from_object(cls, {**content, "failure": None}, is_strict=False)
+        return replace(found, failure=failure)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of status.json."""
+        content = vars(self) | {"failure": self.failure and self.failure.short()}
+        optional = ("note", "result", "patience", "failure", "goodput")
+        return {
+            name: one for name, one in content.items() if one is not None or name not in optional
+        }
+
+    @property
+    def is_damaged(self) -> bool:
+        """Return whether it is missing or damaged: each status has an outcome."""
+        return not self.outcome
+
+    @property
+    def calendar(self) -> dict[str, float]:
+        """Return the goodput over the time since the first launch; {} where it is not known."""
+        found = (self.goodput or {}).get("calendar")
+        return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """The content of run.json; a field of another type has its default."""
+
+    format: int = 0
+    run: str = ""
+    launch: str = ""
+    begun_by: dict[str, int] | None = None
+    hosts: tuple[str, ...] = ()
+    numerics: dict[str, Any] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    fixed_settings: tuple[str, ...] | None = None  # those that were not at their defaults
+    recipe_sha256: str | None = None
+    command: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    folder: str = ""
+    host: str = ""
+    python: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, content: Any) -> "RunInfo":
+        """Return what run.json holds."""
+        return from_object(cls, content, is_strict=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of run.json."""
+        return asdict(self)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Return whether it is missing or damaged: each start writes its name."""
+        return not self.launch
+
+
+def read_status(folder: Path) -> Status:
+    """Read status.json."""
     with suppress(OSError):
         os.listdir(folder)  # makes a network file system refresh its cache
-    status = read_json(folder / "status.json")
-    status = {k: value for k, value in status.items() if isinstance(value, STATUS.get(k, object))}
-    if "result" in status:
-        results = status["result"].items()
-        status["result"] = {k: value for k, value in results if value is None or is_number(value)}
-    for name, shares in [*status.get("goodput", {}).items()]:
-        if isinstance(shares, dict) and not all(map(is_number, shares.values())):
-            del status["goodput"][name]
-    return status
+    return Status.from_json(read_json(folder / "status.json"))
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Replace status.json."""
+    write_atomically(folder / "status.json", json.dumps(status.to_json()) + "\n")
+
+
+def read_info(folder: Path) -> RunInfo:
+    """Read run.json."""
+    return RunInfo.from_json(read_json(folder / "run.json"))
+
+
+def read_failures(paths: Iterable[Path]) -> list[Failure]:
+    """Read error files, without damaged ones."""
+    found = (Failure.from_json(read_json(path), path) for path in paths)
+    return [failure for failure in found if failure]
 
 
 def lock_of(folder: Path) -> Path:
@@ -130,30 +229,12 @@ LINE = {  # the types of fields of a line in starts.jsonl
     **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
     **dict.fromkeys(("outcome", "cause"), (str, NoneType)),
 }
-OPTIONAL = {"step": None, "progress_time": None, "at": None, "frames": []}
-FAILURE = {  # the types of fields of an error file
-    **dict.fromkeys(("rank", "exit_code"), int),
-    **dict.fromkeys(("host", "reason", "cause", "launch"), str),
-    "time": NUMBER,
-    **dict.fromkeys(("step", "progress_time"), (*NUMBER, NoneType)),
-    "at": (dict, NoneType),
-    "frames": list,
-}
-FRAME = {"file": str, "line": int, "function": str, "code": str}
 
 
-def checked(failure: Any) -> dict[str, Any]:
-    """Return what an error file or status.json holds of a failure; {} where it is damaged."""
-    if not isinstance(failure, dict) or not is_like(found := OPTIONAL | failure, FAILURE):
-        return {}
-    frames = [*found["frames"], *filter(None, [found["at"]])]
-    return found if all(is_like(one, FRAME) for one in frames) else {}
-
-
-def read_errors(folder: Path, launch: str) -> list[dict[str, Any]]:
+def read_errors(folder: Path, launch: str) -> list[Failure]:
     """Read the error files of a launch (its token) from a run folder."""
     paths = (folder / "errors").glob("*_rank_*_step_*.json")
-    return [one for one in map(checked, map(read_json, paths)) if one.get("launch") == launch]
+    return [one for one in read_failures(paths) if one.launch == launch]
 
 
 def is_locked(folder: Path) -> bool | None:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -30,9 +31,10 @@ from .config import (
     used_fixed_settings,
 )
 from .exits import WARNED
-from .failures import as_status, first_failure, report, write_error
+from .failures import Failure, first_failure, reason_in_status, report, write_error
 from .process import START, attempts
 from .provenance import provenance
+from .run_files import Status
 from .safety.redaction import MASK, is_secret, mask
 
 logger = logging.getLogger(__name__)
@@ -79,11 +81,20 @@ class Run:
                 self.lock = self._lock()
         refuse_other_settings(self.config)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """Return the content of status.json."""
         return run_files.read_status(self.folder)
 
-    def write_status(self, outcome: str, reason: str = "", **more: Any) -> None:
+    def write_status(
+        self,
+        outcome: str,
+        reason: str = "",
+        *,
+        note: str | None = None,
+        result: dict[str, Any] | None = None,
+        patience: int | None = None,
+        failure: Failure | None = None,
+    ) -> None:
         """Record the outcome; written by rank 0, or by a failing rank.
 
         Not once another launch has begun the run.
@@ -91,23 +102,24 @@ class Run:
         if not self.is_current:
             return
         warned = WARNED.count - self.warned_before
-        record = {
-            "outcome": outcome,
-            "step": self.step,
-            "steps": self.total_steps,
-            "reason": mask(reason),
-            "first_step_time": self.first_step_time,
-            "from_step": self.from_step,
-            "seconds": round(time.monotonic() - self.began, 1),
-            "paused_seconds": round(self.paused_seconds, 3),
-            "trackers": dict(self.trackers),  # a copy: a late tracker may add one
-            "warnings": self.status().get("warnings", 0) if self.rank else warned,
-            **more,
-        }
-        if "result" in record:
-            record["result"] = files.finite(record["result"])
+        status = Status(
+            outcome=outcome,
+            step=self.step if failure is None else failure.step or 0,
+            steps=self.total_steps,
+            reason=mask(reason),
+            first_step_time=self.first_step_time,
+            from_step=self.from_step,
+            seconds=round(time.monotonic() - self.began, 1),
+            paused_seconds=round(self.paused_seconds, 3),
+            trackers=dict(self.trackers),  # a copy: a late tracker may add one
+            warnings=self.status().warnings if self.rank else warned,
+            note=note,
+            result=None if result is None else files.finite(result),
+            patience=patience,
+            failure=failure,
+        )
         try:
-            files.write_atomically(self.folder / "status.json", json.dumps(record) + "\n")
+            run_files.write_status(self.folder, status)
         except OSError as error:  # a full disk must not end the run
             logger.error("%s/status.json cannot be written: %s", self.folder, error)
 
@@ -118,38 +130,41 @@ class Run:
     def first_step_ended(self, step: int) -> None:
         """Note when the first step of this start ended, for its launcher."""
         self.first_step_time, self.from_step = time.time(), step
-        if self.rank == 0 and self.status().get("outcome") == "running":
+        if self.rank == 0 and self.status().outcome == "running":
             self.write_status("running")
 
-    def fail(self, failure: dict[str, Any]) -> None:
+    def fail(self, failure: Failure) -> None:
         """Write a failure into the status, unless that of another rank came first.
 
         Two ranks may do this at once; the launcher, which has all error files, corrects it.
         """
-        noted = self.status().get("failure")
+        noted = self.status().failure
         if self.token and (not noted or first_failure([noted, failure]) is failure):
-            self.write_status("failed", **as_status(failure))
+            self.write_status("failed", reason_in_status(failure), failure=failure)
 
-    def record_error(self, failure: dict[str, Any]) -> None:
-        """Write an error file of this rank into errors/ (failures.py); the names sort by time."""
-        failure |= {"rank": self.rank, "step": self.step, "launch": self.token}
-        failure |= {"progress_time": self.progress_time}
+    def record_error(self, failure: Failure) -> Failure:
+        """Write an error file of this rank into errors/; return what it has.
+
+        Not if it was refused before the run began: the folder may be that of another one.
+        """
+        progress = {"step": self.step, "progress_time": self.progress_time}
+        failure = replace(failure, rank=self.rank, launch=self.token, **progress)
         report(failure)
-        if not self.token and failure["cause"] == "setting":
-            return  # refused before the run began: the folder may be that of another one
         try:
-            write_error(self.folder, failure)
+            if self.token or failure.cause != "setting":
+                write_error(self.folder, failure)
         except OSError as error:
             logger.error("the error file cannot be written: %s", error)
+        return failure
 
     @property
     def finished(self) -> bool:
         """Return whether the run has finished; more steps or a greater patience extend it."""
         status, patience = self.status(), self.config.evaluation.patience
-        if status.get("outcome") != "finished" or "result" not in status:
+        if status.outcome != "finished" or status.result is None:
             return False
-        all_done = self.total_steps <= status.get("step", -1)
-        stopped_early = patience is not None and patience <= status.get("patience", 0)
+        all_done = self.total_steps <= status.step
+        stopped_early = patience is not None and patience <= (status.patience or 0)
         is_exported = (self.folder / "export").is_dir()
         return self.config.resume == "auto" and is_exported and (all_done or stopped_early)
 
@@ -157,8 +172,7 @@ class Run:
     def is_current(self) -> bool:
         """Return whether no other launch has begun this run since, as far as is known."""
         self.status()  # makes a network file system refresh its cache
-        launch = files.read_json(self.folder / "run.json").get("launch", self.token)
-        return self.token in ("", launch)
+        return self.token in ("", run_files.read_info(self.folder).launch or self.token)
 
     def begin(self) -> str:
         """Begin the run: record config, versions and launch. Called by rank 0 only.
@@ -188,15 +202,21 @@ class Run:
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
             self.write_status("running")
             self.token = os.environ.get(START) or uuid.uuid4().hex
-            about = self.folder / "run.json"
-            before = files.read_json(about)
-            self.id = str(before.get("run") or self.id)
-            record = {"format": run_files.RUN_FORMAT, "run": self.id, "launch": self.token}
-            record["begun_by"] = before.get("begun_by", attempts())
-            record |= {"hosts": self.hosts, "numerics": self.numerics}
-            record |= {"lengths": self.lengths, "fixed_settings": used_fixed_settings(self.config)}
-            record |= provenance(inspect.getsourcefile(type(self.config.recipe)))
-            files.write_atomically(about, json.dumps(record, indent=1) + "\n")
+            before = run_files.read_info(self.folder)
+            self.id = before.run or self.id
+            info = run_files.RunInfo(
+                format=run_files.RUN_FORMAT,
+                run=self.id,
+                launch=self.token,
+                begun_by=attempts() if before.begun_by is None else before.begun_by,
+                hosts=tuple(self.hosts),
+                numerics=self.numerics,
+                lengths=self.lengths,
+                fixed_settings=tuple(used_fixed_settings(self.config)),
+                **provenance(inspect.getsourcefile(type(self.config.recipe))),
+            )
+            text = json.dumps(info.to_json(), indent=1) + "\n"
+            files.write_atomically(self.folder / "run.json", text)
         return self.token
 
     def compare_numerics(self, folder: Path, before: Any) -> None:
@@ -215,8 +235,7 @@ class Run:
         A network file system has 20 seconds to show it.
         """
         self.token = token
-        path = self.folder / "run.json"
-        return files.wait_until(lambda: files.read_json(path).get("launch") == token, 20)
+        return files.wait_until(lambda: run_files.read_info(self.folder).launch == token, 20)
 
     def __del__(self) -> None:
         """Release the lock, for a process that trains again."""
@@ -305,11 +324,9 @@ def starts_over_now(config: Config) -> bool:
 
     Not if an earlier attempt of this launch, or of this Slurm job, has begun that run.
     """
-    before = files.read_json(config.folder / "run.json").get("begun_by")
-    now = attempts()
-    begun_by = before if isinstance(before, dict) else {}
-    earlier = [name for name in now if files.is_number(begun_by.get(name))]
-    return config.resume == "never" and not any(begun_by[name] < now[name] for name in earlier)
+    begun_by, now = run_files.read_info(config.folder).begun_by or {}, attempts()
+    is_later = any(begun_by[name] < now[name] for name in begun_by.keys() & now.keys())
+    return config.resume == "never" and not is_later
 
 
 def refuse_other_settings(config: Config) -> None:
@@ -324,8 +341,8 @@ def refuse_other_settings(config: Config) -> None:
         return
     before = saved_fixed_settings(files.read_yaml(path, follow=False), config)
     now = fixed_settings(config)
-    used = files.read_json(config.folder / "run.json").get("fixed_settings")
-    if isinstance(used, list):
+    used = run_files.read_info(config.folder).fixed_settings
+    if used is not None:
         # a setting that no class has any more: its room was deleted, or its recipe has changed
         for name in before.keys() - now.keys():
             if not any(f"{other}.".startswith(f"{name}.") for other in used):
@@ -386,10 +403,11 @@ def failures_recorded(run: Run) -> Iterator[None]:
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
                 " same."
             )
-        failure = failures.record_of(error)
-        if run.first_step_time and failure["cause"] == "exception":
-            failure["exit_code"] = 1  # what has worked for some steps may work again
-        run.record_error(failure)
+        failure = failures.record_of(error, without=sys._getframe().f_code)
+        if run.first_step_time and failure.cause == "exception":
+            # what has worked for some steps may work again
+            failure = replace(failure, exit_code=1)
+        failure = run.record_error(failure)
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
         run.fail(failure)
         raise

@@ -201,8 +201,8 @@ def _config(
     except Exception as error:  # also of the import of the recipe's module
         message = shortened(" ".join(str(error).split()), 1000)  # it may quote a whole file
         at = own_frame(frames_of(error))
-        if at and at["file"] != __file__:
-            place = f"{short_path(at['file'])}, line {at['line']}"
+        if at and at.file != __file__:
+            place = f"{short_path(at.file)}, line {at.line}"
             message = f"{type(error).__name__}: {message} ({place})"
         raise ConfigError(_explained(message, parser, sources)) from error
 

@@ -13,8 +13,12 @@ from contextlib import closing, suppress
 from typing import Any
 
 import torch
+import torch.distributed
+from torch.autograd import graph
+from torch.cuda import streams
+from torch.nn.parallel import distributed as ddp
 
-from . import failures
+from . import failures, step_sums
 from .config import Config
 from .files import open_own
 from .process import HELD_SECONDS, LIBC, LOGS, end_children, process_name, stacks_file
@@ -23,13 +27,10 @@ from .run_folder import Run
 # Until the watchdogs of other ranks, which look once a second, have reported too: when this process
 # exits, its launcher ends them.
 ABORT_WAIT_SECONDS = 5.0
-# A process whose innermost frame is in one of these files waits for other ranks.
-WAITING_FILES = (
-    "/torch/distributed/",
-    "/torch/nn/parallel/distributed.py",
-    "/torch/autograd/graph.py",
-    "/torch/cuda/streams.py",
-    "/step_sums.py",
+# A process whose innermost frame is in one of these modules or packages waits for other ranks.
+WAITING = (torch.distributed, ddp, graph, streams, step_sums)
+WAITING_FILES = tuple(
+    file for module in WAITING for file in getattr(module, "__path__", [module.__file__])
 )
 
 
@@ -121,9 +122,9 @@ class Watchdog:
         main = sys._current_frames()[threading.main_thread().ident or 0]
         frames = failures.frames_in(traceback.extract_stack(main))
         at = failures.own_frame(frames) or frames[-1]
-        waits = any(part in frames[-1]["file"] for part in WAITING_FILES)
+        waits = waits_for_others(frames[-1].file)
         waits &= len(self.run.hosts) > 1
-        place = f"{at['function']} ({at['file']}, line {at['line']})"
+        place = f"{at.function} ({at.file}, line {at.line})"
         state = "waits for other ranks" if waits else "stalled"
         failure = failures.record(
             reason=f"no progress for {waited:.0f} s; {state} at {place}",
@@ -132,17 +133,22 @@ class Watchdog:
             details=stacks(),
         )
         print(
-            f"{process_name()}: {failure['reason']}\n{failure['details']}",
+            f"{process_name()}: {failure.reason}\n{failure.details}",
             file=sys.__stderr__,
             flush=True,
         )
-        self.run.record_error(failure)
+        failure = self.run.record_error(failure)
         save_nccl_trace(self.run)
         self.run.fail(failure)
         if len(self.run.hosts) > 1:
             time.sleep(ABORT_WAIT_SECONDS)
         end_children()
         os._exit(1)
+
+
+def waits_for_others(file: str) -> bool:
+    """Return whether a process whose innermost frame is in this file waits for other ranks."""
+    return any(file == one or file.startswith(f"{one}{os.sep}") for one in WAITING_FILES)
 
 
 def is_in_debugger() -> bool:

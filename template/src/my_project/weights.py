@@ -33,7 +33,7 @@ def errors_as_sentences() -> Iterator[None]:
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         frames = frames_of(error)
         at = own_frame(frames) or frames[-1]
-        raise ConfigError(f"{error} ({at['file']}, line {at['line']})") from error
+        raise ConfigError(f"{error} ({at.file}, line {at.line})") from error
 
 
 def load(

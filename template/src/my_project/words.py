@@ -78,11 +78,3 @@ def print_block(title: str, lines: list[str], *, to: Any = None) -> None:
 def command_line(name: str, folder: Path) -> str:
     """Return what one types for a command on a run."""
     return f"python -m {PACKAGE} {name} {shlex.quote(str(folder))}"
-
-
-def place_of(at: dict[str, Any] | None) -> str:
-    """Return a frame in words: "a.py, line 3, in loss: x = 1"; "" for None."""
-    if not at:
-        return ""
-    place = f"{short_path(at['file'])}, line {at['line']}, in {at['function']}"
-    return f"{place}: {at['code']}" if at["code"] else place

@@ -18,11 +18,12 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from ..failures import first_failure
-from ..files import open_own, read_json
+from ..failures import Failure, first_failure
+from ..files import open_own
 from ..process import PREEMPTED
 from ..run_files import (
     ENDED,
+    Status,
     each_start,
     is_locked,
     last_record,
@@ -30,6 +31,7 @@ from ..run_files import (
     lock_of,
     newest_checkpoint,
     read_errors,
+    read_info,
     read_status,
 )
 
@@ -63,7 +65,7 @@ class Starts:
     _reported: int = 0
 
     def __post_init__(self) -> None:
-        self._about_before = read_json(self.folder / "run.json")
+        self._info_before = read_info(self.folder)
         if self.about and not is_locked(self.folder):
             append(self.folder, unended(self.folder))
 
@@ -75,16 +77,16 @@ class Starts:
     @property
     def has_begun(self) -> bool:
         """Return whether the current start has begun the run."""
-        return read_json(self.folder / "run.json").get("launch") == self.id
+        return read_info(self.folder).launch == self.id
 
     @property
     def is_new(self) -> bool:
         """Return whether any start of this launch has begun the run, on node 0 or another one."""
         read_status(self.folder)  # makes a network file system refresh its cache
-        about = read_json(self.folder / "run.json")
+        info = read_info(self.folder)
         if self.about:  # by its name: another launch may have begun the run meanwhile
-            return str(about.get("launch")).startswith(f"{self.launch}.")
-        return about != self._about_before
+            return info.launch.startswith(f"{self.launch}.")
+        return info != self._info_before
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
         """Return whether the processes that are left need to be waited for no longer.
@@ -107,7 +109,7 @@ class Starts:
         return seconds >= limit
 
     def refusal(
-        self, codes: dict[int, int], failures: list[dict[str, Any]], *, others_failed: bool = False
+        self, codes: dict[int, int], failures: list[Failure], *, others_failed: bool = False
     ) -> str:
         """Return why the processes are not started again; "" if they are.
 
@@ -116,14 +118,14 @@ class Starts:
             failures: the error files of this attempt.
             others_failed: those of another node have.
         """
-        cause = first_failure(failures).get("cause")
-        may_mend = cause in CAUSES or (others_failed and not failures)
+        first = first_failure(failures)
+        may_mend = first.cause in CAUSES if first else others_failed
         if not may_mend and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
         # saved steps are compared with saved ones, reported with reported ones: most failures
         # leave no report, so the first report does not show progress
         saved = newest_checkpoint(self.folder) or 0
-        reported = max((one["step"] or 0 for one in failures), default=0)
+        reported = max((one.step or 0 for one in failures), default=0)
         if saved > self._saved or 0 < self._reported < reported:
             self._in_vain = 0
         self._saved, self._reported = saved, max(self._reported, reported)
@@ -144,7 +146,7 @@ class Starts:
             line |= {"time": self._began, "job": os.environ.get("SLURM_JOB_ID", "")}
             self._lines.append(line | self.about)
 
-    def end(self, codes: Mapping[int, int], failures: list[dict[str, Any]], stop: str) -> None:
+    def end(self, codes: Mapping[int, int], failures: list[Failure], stop: str) -> None:
         """Note how the current start has ended.
 
         Args:
@@ -157,18 +159,19 @@ class Starts:
             return
         has_begun = self.has_begun
         failures = [*failures, *read_errors(self.folder, self.id)]
-        cause = first_failure(failures).get("cause", "")
+        first = first_failure(failures)
+        cause = first.cause if first else ""
         if not has_begun and (cause == "setting" or not any(codes.values())):
             self._lines = []  # a refusal, or it had finished before
             return
-        status = read_status(self.folder) if has_begun else {}
+        status = read_status(self.folder) if has_begun else Status()
         signals = [Signals(-code).name for code in codes.values() if code < 0]
-        outcome = status.get("outcome")
+        outcome = status.outcome
         if outcome not in ENDED:
             outcome = "preempted" if stop else "killed" if signals else "failed"
         cause = stop if outcome in ENDED else (signals or [cause])[0]
         line = {"event": "end", "id": self.id, "time": self._began}
-        line |= progress(self.folder, began, status, [one["step"] or 0 for one in failures])
+        line |= progress(self.folder, began, status, [one.step or 0 for one in failures])
         self._lines.append(line | {"outcome": outcome, "cause": cause})
         if has_begun:
             self.write()
@@ -210,9 +213,7 @@ def status_locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def progress(
-    folder: Path, began: float, status: dict[str, Any], steps: list[int]
-) -> dict[str, Any]:
+def progress(folder: Path, began: float, status: Status, steps: list[int]) -> dict[str, Any]:
     """Return first_step_time, from_step and step of a start, which is the newest of the run.
 
     Args:
@@ -224,8 +225,8 @@ def progress(
     last = last_record(folder)
     if last.get("time", 0) >= began:
         steps = [*steps, last["step"]]
-    known = {name: status.get(name) for name in ("first_step_time", "from_step")}
-    return known | {"step": max([0, *steps, status.get("step", 0)])}
+    known = {"first_step_time": status.first_step_time, "from_step": status.from_step}
+    return known | {"step": max([0, *steps, status.step])}
 
 
 def unended(folder: Path) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ import socket
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -46,10 +46,10 @@ from typing import Any, Literal, NoReturn, get_origin, get_type_hints
 from .. import exits, failures
 from ..config import Config, ConfigError, fits, wrong_value
 from ..exits import make_parser
+from ..failures import Failure
 from ..files import (
     check_temporary_folder,
     open_own,
-    read_json,
     read_yaml,
     wait_until,
     write_atomically,
@@ -66,7 +66,16 @@ from ..process import (
     say_that_it_imports,
     stacks_file,
 )
-from ..run_files import ENDED, last_record, read_errors, read_status
+from ..run_files import (
+    ENDED,
+    Status,
+    last_record,
+    read_errors,
+    read_failures,
+    read_info,
+    read_status,
+    write_status,
+)
 from ..run_folder import starts_over_now
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean
@@ -458,7 +467,7 @@ def run_module(
     module: str,
     logs: Path | None = None,
     starts: Starts = NO_RESTARTS,
-) -> tuple[dict[int, int], list[dict[str, Any]]]:
+) -> tuple[dict[int, int], list[Failure]]:
     """Run a module in all processes of this node.
 
     Args:
@@ -490,7 +499,7 @@ def run_module(
         settings = launch.config if is_forked else launch.arguments
         function = partial(call, module, settings, launcher=os.getpid())
         codes = workers.run(function, environments, starts.may_kill)
-        found = [one for one in map(read_json, Path(errors).glob("*.json")) if "reason" in one]
+        found = read_failures(Path(errors).glob("*.json"))
     for rank in [rank for rank, code in codes.items() if code == -signal.SIGVTALRM]:
         found.append(report_held_lock(launch, rank, logs, starts))
         codes[rank] = 1
@@ -570,7 +579,7 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
         by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
         starts.end(by_themselves, found, workers.stop_signal)
         # one may fail after the run has ended; what is left is not trained again
-        has_ended = starts.is_new and read_status(folder).get("outcome") in ENDED
+        has_ended = starts.is_new and read_status(folder).outcome in ENDED
         if workers.stop_signal or has_ended or not failed(codes):
             break
         if not starts_again(launch, starts, workers, by_themselves, found):
@@ -579,22 +588,22 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
     starts.write()
     # a network file system may be late
     if launch.nodes > 1 and codes and not lost and wait_until(lambda: starts.is_new, 5.0):
-        running = (None, "running")
-        wait_until(lambda: read_status(folder).get("outcome") not in running, STATUS_SECONDS)
+        running = ("", "running")
+        wait_until(lambda: read_status(folder).outcome not in running, STATUS_SECONDS)
     status, is_new = read_status(folder), starts.is_new
     if is_new and codes:  # else it was stopped between two starts
-        found += read_errors(folder, read_json(folder / "run.json").get("launch", ""))
+        found += read_errors(folder, read_info(folder).launch)
     if is_new and launch.node_rank == 0:
         # a process on a full disk, or on a node that is lost, has not written that it failed
-        if found and status.get("outcome") in ("failed", "running"):
+        if found and status.outcome in ("failed", "running"):
             status = as_failed(folder, status, found)
-        elif status.get("outcome") == "running" and not workers.stop_signal:  # also by os._exit(0)
-            status |= {"outcome": "failed", "reason": unexplained(codes)}
+        elif status.outcome == "running" and not workers.stop_signal:  # also by os._exit(0)
+            status = replace(status, outcome="failed", reason=unexplained(codes))
         if goodput := tool("goodput"):
-            status["goodput"] = goodput.goodput(folder)
+            status = replace(status, goodput=goodput.goodput(folder))
         with suppress(OSError), status_locked(folder):  # a full disk, or another launch
             if starts.is_new:
-                write_atomically(folder / "status.json", json.dumps(status) + "\n")
+                write_status(folder, status)
     ending = Ending(
         folder=folder,
         logs=logs,
@@ -612,13 +621,16 @@ def run(launch: Launch, workers: Workers, command: str) -> Ending:
     return ending
 
 
-def as_failed(folder: Path, status: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+def as_failed(folder: Path, status: Status, found: list[Failure]) -> Status:
     """Return the status of a run that has failed, by the error files of all ranks."""
-    hosts = read_json(folder / "run.json").get("hosts", [])
-    reported = {one["rank"] for one in found}
+    first = failures.first_failure(found)
+    if not first:
+        return replace(status, outcome="failed")
+    hosts = read_info(folder).hosts
+    reported = {one.rank for one in found}
     silent = [f"rank {n} on {host}" for n, host in enumerate(hosts) if n not in reported]
-    facts = failures.as_status(failures.first_failure(found), silent)
-    return status | facts | {"outcome": "failed"}
+    reason = failures.reason_in_status(first, silent)
+    return replace(status, outcome="failed", step=first.step or 0, reason=reason, failure=first)
 
 
 def starts_again(
@@ -626,7 +638,7 @@ def starts_again(
     starts: Starts,
     workers: Workers,
     codes: dict[int, int],
-    found: list[dict[str, Any]],
+    found: list[Failure],
 ) -> bool:
     """Return whether all nodes start their processes again, after a failure on any of them."""
     others = workers.others
@@ -647,10 +659,8 @@ def starts_again(
     return not refusal
 
 
-def report_held_lock(
-    launch: Launch, rank: int, logs: Path | None, starts: Starts
-) -> dict[str, Any]:
-    """Write the error file of a process that stopping.LastResort has ended; return its content."""
+def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Starts) -> Failure:
+    """Write the error file of a process that watchdog.LastResort has ended; return its content."""
     stacks = ""
     with suppress(OSError):
         stacks = stacks_file(str(logs or ""), rank).read_text(errors="replace")
@@ -662,14 +672,14 @@ def report_held_lock(
     )
     failure = failures.record(reason=reason, cause="stalled", details=stacks)
     step = last_record(starts.folder).get("step", 0)
-    failure |= {"rank": rank, "step": step, "launch": starts.id}
+    failure = replace(failure, rank=rank, step=step, launch=starts.id)
     with suppress(OSError):
         if starts.is_new:
             failures.write_error(starts.folder, failure)
     return failure
 
 
-def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any]:
+def report_lost_node(launch: Launch, node: Any, starts: Starts) -> Failure:
     """Print and write the error file of a node that does not answer; return its content."""
     rank = node.rank * launch.processes_per_node
     step = last_record(launch.config.folder).get("step", 0)
@@ -678,7 +688,7 @@ def report_lost_node(launch: Launch, node: Any, starts: Starts) -> dict[str, Any
         " cut off from the network"
     )
     failure = failures.record(reason=reason, cause="lost node")
-    failure |= {"rank": rank, "host": node.host, "step": step, "launch": starts.id}
+    failure = replace(failure, rank=rank, host=node.host, step=step, launch=starts.id)
     say(f"{node.host}: {reason}")
     with suppress(OSError):  # the storage may be gone too
         failures.write_error(launch.config.folder, failure)

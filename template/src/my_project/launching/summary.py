@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..failures import CONSEQUENCES, first_failure
+from ..failures import CONSEQUENCES, Failure, first_failure
 from ..files import read_yaml
 from ..manifest import read_manifest
 from ..process import PREEMPTED
-from ..run_files import checkpoints, step_of
+from ..run_files import Status, checkpoints, step_of
 from ..words import (
     PACKAGE,
     command_line,
     format_metric,
     format_seconds,
-    place_of,
     print_block,
     rows,
     say,
@@ -31,10 +30,10 @@ class Ending:
 
     folder: Path
     logs: Path
-    status: dict[str, Any]  # the content of status.json
+    status: Status
     is_new: bool  # whether this start has changed it
     is_first_node: bool  # the others show one line
-    failures: list[dict[str, Any]]  # error files of this start (failures.py), the first first
+    failures: list[Failure]  # of this start
     stop_signal: str  # which the launcher has received
     stop_signal_time: float = float("inf")  # seconds since 1970
     command: str  # what continues the run; "" where that is not known
@@ -43,19 +42,20 @@ class Ending:
     @property
     def kind(self) -> str:
         """Return finished, preempted, stopped (nothing saved), refused or failed."""
-        state = self.status.get("outcome")
+        state = self.status.outcome
         if self.is_new and state == "preempted":
             return "preempted"
         is_success = not any(self.codes.values())
         if state == "finished" and (self.is_new or is_success):
             return "finished"
         # stopped in startup, each process exits by itself, and others may report a lost connection
-        follows = self.status.get("failure", {}).get("cause") in CONSEQUENCES
+        noted, first = self.status.failure, self._first
+        follows = noted is not None and noted.cause in CONSEQUENCES
         unsaved = not self.is_new or state == "running" or follows or not self.codes
-        failed_before = any(one.get("time", 0) < self.stop_signal_time for one in self.failures)
+        failed_before = any(one.time < self.stop_signal_time for one in self.failures)
         if self.stop_signal and unsaved and not failed_before:
             return "stopped"
-        is_refused = self._first.get("cause") == "setting" and not self._first["step"]
+        is_refused = first is not None and first.cause == "setting" and not first.step
         return "refused" if is_refused else "failed"
 
     @property
@@ -66,26 +66,26 @@ class Ending:
             return PREEMPTED
         if kind == "finished":
             return 0
-        return self._first.get("exit_code", 1)
+        return self._first.exit_code if self._first else 1
 
     @property
     def _warnings(self) -> tuple[str, str]:
-        count = self.status.get("warnings") if self.is_new else 0
+        count = self.status.warnings if self.is_new else 0
         return "warnings", f"{count}, in {self.logs / 'rank_00000.log'}" if count else ""
 
     @property
-    def _first(self) -> dict[str, Any]:
+    def _first(self) -> Failure | None:
         return first_failure(self.failures)
 
     def print(self) -> None:
         """Print the block; on other nodes than the first one line."""
-        kind = self.kind
-        if kind == "refused":
-            say(f"error: {self._first['reason']}", to=sys.stderr)
+        kind, first = self.kind, self._first
+        if first and kind == "refused":
+            say(f"error: {first.reason}", to=sys.stderr)
         elif not self.is_first_node:
-            reason = self.status.get("reason", "") if self.is_new else ""
-            if not reason and self._first:
-                reason = f"{self._first['reason']}; see {self.logs}"
+            reason = self.status.reason if self.is_new else ""
+            if not reason and first:
+                reason = f"{first.reason}; see {self.logs}"
             say(f"{self.folder}: {kind}: {reason or self.stop_signal}")
         elif kind == "finished":
             print_finished(self.folder, self.status, self._warnings)
@@ -98,10 +98,9 @@ class Ending:
         title = "stopped before it could save"
         pairs = [("reason", self.stop_signal), ("run", str(self.folder))]
         if self.kind == "preempted":
-            step, steps = self.status.get("step"), self.status.get("steps")
-            title = f"stopped: saved at step {step} of {steps}"
-            pairs[0] = ("reason", self.status.get("reason", ""))
-            pairs += [("note", self.status.get("note", "")), self._warnings, *links(self.status)]
+            title = f"stopped: saved at step {self.status.step} of {self.status.steps}"
+            pairs[0] = ("reason", self.status.reason)
+            pairs += [("note", self.status.note or ""), self._warnings, *links(self.status)]
             pairs.append(("goodput", goodput_in_words(self.status)))
         print_block(title, [*rows(pairs), *self._next("the same command")])
 
@@ -112,18 +111,19 @@ class Ending:
         return [f"{what} {how}:", f"  {self.command}"] if self.command else [f"{what} {how}"]
 
     def _print_failed(self) -> None:
-        failure = self._first
-        follows = failure.get("cause") in CONSEQUENCES  # where this rank noticed it says little
-        frames = [] if follows else failure.get("frames", [])
-        calls = [f"  {place_of(one)}" for one in frames if not one["library"]]
-        step = failure.get("step")
-        title = "failed" + (f" after step {step} of {self.status.get('steps')}" if step else "")
-        if failure:
-            title += f", rank {failure['rank']} on {failure['host']}"
-        reason = failure.get("reason") or unexplained(self.codes)
-        if self.is_new and (follows or not failure):
-            reason = self.status.get("reason") or reason
-        others = len({one["rank"] for one in self.failures}) - 1
+        title, reason, calls = "failed", unexplained(self.codes), []
+        # where this rank noticed the failure of another one says little
+        says_little = True
+        if failure := self._first:
+            says_little = failure.cause in CONSEQUENCES
+            frames = () if says_little else failure.frames
+            calls = [f"  {one.place}" for one in frames if not one.library]
+            title += f" after step {failure.step} of {self.status.steps}" if failure.step else ""
+            title += f", rank {failure.rank} on {failure.host}"
+            reason = failure.reason or reason
+        if self.is_new and says_little:
+            reason = self.status.reason or reason
+        others = len({one.rank for one in self.failures}) - 1
         ranks = f"{others} more failed: {self.folder / 'errors'}" if others > 0 else ""
         doctor = command_line("doctor", self.folder) if has_tool("doctor") else ""
         pairs = [
@@ -156,14 +156,14 @@ def how_it_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}"
 
 
-def print_finished(folder: Path, status: dict[str, Any], *more: tuple[str, str]) -> None:
+def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None:
     """Show how a finished run ended, and what can be done with it."""
-    results = [f"{name} {format_metric(value)}" for name, value in status.get("result", {}).items()]
+    results = [f"{name} {format_metric(value)}" for name, value in (status.result or {}).items()]
     pairs = [
-        ("steps", f"{status.get('step')} of {status.get('steps')}, {status.get('reason')}"),
-        ("note", status.get("note", "")),
+        ("steps", f"{status.step} of {status.steps}, {status.reason}"),
+        ("note", status.note or ""),
         *more,
-        ("time", f"{format_seconds(status.get('seconds', 0))} in the last start"),
+        ("time", f"{format_seconds(status.seconds)} in the last start"),
         ("goodput", goodput_in_words(status)),
         ("best", best_of(folder)),
         ("result", ", ".join(results)),
@@ -187,12 +187,12 @@ def best_of(folder: Path) -> str:
     return ""
 
 
-def links(status: dict[str, Any]) -> list[tuple[str, str]]:
+def links(status: Status) -> list[tuple[str, str]]:
     """Return where the trackers show the run, as rows."""
-    return [("tracker", link) for link in status.get("trackers", {}).values()]
+    return [("tracker", link) for link in status.trackers.values()]
 
 
-def goodput_in_words(status: dict[str, Any]) -> str:
+def goodput_in_words(status: Status) -> str:
     """Return the goodput in a status.json as a line; "" where it is good, or nothing is known."""
     goodput = tool("goodput")
     return str(goodput.in_words(status)) if goodput else ""

@@ -25,10 +25,10 @@ from typing import Any
 
 from ..config import Config, ConfigError, each_setting
 from ..exits import run
-from ..files import read_json, read_yaml, writing
+from ..files import read_yaml, writing
 from ..loading.layout import batch_layout
 from ..process import DRY_RUN, say_that_it_imports
-from ..run_files import each_record
+from ..run_files import each_record, read_info
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean, parse
 from ..words import PACKAGE, format_seconds, print_block, rows
@@ -136,7 +136,7 @@ def print_estimate(config: Config, folder: Path) -> None:
     for record in records:
         last = record if "samples_per_second" in record else last
     rate, size = last.get("samples_per_second"), config.batches.global_batch_size
-    samples = read_json(folder / "run.json").get("lengths", {}).get("the training set", 0)
+    samples = read_info(folder).lengths.get("the training set", 0)
     steps = config.steps or max(1, round((config.epochs or 0) * (samples // size)))
     pairs = []
     if rate:

@@ -95,12 +95,12 @@ def log_start(
 def log_finished(run: Run, *, before: bool = False) -> None:
     """Log the result of a run, of an earlier start or now, unless the launcher shows it."""
     if before:
-        done, asked = run.status()["step"], run.total_steps
+        done, asked = run.status().step, run.total_steps
         length = f"finished: {done} steps, you asked for {asked}; " if done > asked else ""
         print(length + FINISHED_BEFORE, flush=True)
     if LOGS not in os.environ:
         status = run.status()
-        parts = [f"finished, {status.get('reason')}: weights in {run.folder / 'export'}"]
-        results = status.get("result", {})  # a full disk may not have taken the status
+        parts = [f"finished, {status.reason}: weights in {run.folder / 'export'}"]
+        results = status.result or {}  # a full disk may not have taken the status
         parts += [f"{name} {format_metric(value)}" for name, value in results.items()]
-        say("; ".join(filter(None, [", ".join(parts), status.get("note")])))
+        say("; ".join(filter(None, [", ".join(parts), status.note])))

@@ -99,7 +99,7 @@ def reported() -> Iterator[None]:
         yield
     except Exception as error:
         at = own_frame(frames_of(error))
-        place = f" ({short_path(at['file'])}, line {at['line']})" if at else ""
+        place = f" ({short_path(at.file)}, line {at.line})" if at else ""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         logger.warning("the samples of this evaluation are left out: %s%s", reason, place)
 

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from signal import SIGKILL, Signals
@@ -32,12 +32,14 @@ from ..failures import (
     CONSEQUENCES,
     FULL_DISK,
     SENTENCES,
+    Failure,
+    Frame,
     first_failure,
     late,
 )
 from ..files import open_own, read_json
-from ..run_files import checked, is_locked, step_of
-from ..words import format_seconds, place_of, printable, say, shortened
+from ..run_files import is_locked, read_failures, step_of
+from ..words import format_seconds, printable, say, shortened
 from . import flight_recorder
 from .reader import Run, parser_of, read_folder, read_run, run_tool, time_of
 
@@ -137,7 +139,7 @@ class Start:
     run: Run
     is_unopened: bool = False  # it ended, or is, before the run was open
     began: float = 0.0  # or later, in seconds since 1970; 0: not known
-    failures: list[dict[str, Any]] = field(default_factory=list)  # by time; "file" is the source
+    failures: list[Failure] = field(default_factory=list)  # by time
     hosts: dict[int, str] = field(default_factory=dict)  # by rank, as far as known
     world_size: int = 1
     logs: dict[int, Path] = field(default_factory=dict)  # by rank
@@ -148,7 +150,7 @@ class Start:
     @property
     def silent(self) -> list[int]:
         """Return the ranks that left no report."""
-        return sorted({*range(self.world_size)} - {one["rank"] for one in self.failures})
+        return sorted({*range(self.world_size)} - {one.rank for one in self.failures})
 
     def names(self, ranks: Iterable[int]) -> str:
         """Return ranks with their hosts: "ranks 0, 1 on gpu-a, rank 2 on gpu-b"."""
@@ -163,17 +165,17 @@ class Start:
 
 def newest_start(run: Run, locked: bool | None) -> Start:
     """Return what is left of the newest start: the one that opened the run last, or a later one."""
-    noted = checked(run.status.get("failure")) | {"file": run.folder / "status.json"}
-    launch = str(run.about.get("launch") or noted.get("launch"))  # run.json may be damaged
+    noted = [replace(one, source=run.folder / "status.json") for one in [run.status.failure] if one]
+    launch = run.info.launch or next((one.launch for one in noted), "")  # run.json may be damaged
     files = [run.folder / name for name in ("run.json", "status.json")]
     changed = [path.stat().st_mtime for path in files if path.is_file()]
     opened = changed[0] if changed else 0.0
     reports = run.failures.get(launch, [])
-    last_sign = max([*changed, *map(time_of, (*reports, *run.records[-1:]))], default=0.0)
+    last_sign = max([*changed, *map(when, reports), *map(time_of, run.records[-1:])], default=0.0)
     start = _read_logs(Start(run=run), opened)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(last_sign))
     is_later = min((folder.name[:15] for folder in start.ended), default="") > stamp
-    later = [one for one in run.failures.get("", []) if time_of(one) > last_sign]
+    later = [one for one in run.failures.get("", []) if when(one) > last_sign]
     later += start.failures * is_later
     has_failed = any(one.code for one in start.exits.values())
     if later or (is_later and (has_failed or locked or not last_sign)):
@@ -184,16 +186,20 @@ def newest_start(run: Run, locked: bool | None) -> Start:
             start = Start(run=run)
         start.began = opened
         # torchrun may have restarted the processes, which write into the same folder
-        ours = [one for one in start.failures if one["launch"] in ("", launch)]
-        reports = [*reports, *ours, *([noted] if "rank" in noted else [])]
-        hosts = run.about.get("hosts")
-        start.hosts = dict(enumerate(map(str, hosts if isinstance(hosts, list) else ())))
-    by_rank = {one["rank"]: one for one in reversed(reports)}
-    start.failures = sorted(by_rank.values(), key=lambda one: one["time"])
-    start.hosts |= {one["rank"]: one["host"] for one in start.failures}
+        ours = [one for one in start.failures if one.launch in ("", launch)]
+        reports = [*reports, *ours, *noted]
+        start.hosts = dict(enumerate(run.info.hosts))
+    by_rank = {one.rank: one for one in reversed(reports)}
+    start.failures = sorted(by_rank.values(), key=lambda one: one.time)
+    start.hosts |= {one.rank: one.host for one in start.failures}
     largest = max([0, *start.hosts, *start.logs])
     start.world_size = min(largest, MOST_RANKS) + 1
     return start
+
+
+def when(failure: Failure) -> float:
+    """Return when a process failed, in seconds since 1970; 0 where that cannot be."""
+    return time_of({"time": failure.time})
 
 
 def _read_logs(start: Start, opened: float) -> Start:
@@ -206,9 +212,7 @@ def _read_logs(start: Start, opened: float) -> Start:
             continue
         logs = folder.glob("rank_" + 5 * "[0-9]" + ".log")
         start.logs |= {int(path.stem[5:]): path for path in logs}
-        for path in sorted(folder.glob("rank_*.json")):
-            if failure := checked(read_json(path)):
-                start.failures.append(failure | {"file": path})
+        start.failures += read_failures(sorted(folder.glob("rank_*.json")))
         start.ended[folder] = ended = read_json(folder / "launcher.json")
         signals = [read_json(path) for path in sorted(folder.glob("signal_rank_*.json"))]
         told = (one.get("signal") for one in (*signals, ended))
@@ -244,10 +248,10 @@ def find_cause(start: Start) -> dict[str, Any]:
     """
     failures = start.failures
     first = first_failure(failures)
-    kind = first.get("cause", "")
+    kind = first.cause if first else ""
     if first and kind not in (*CONSEQUENCES, *WATCHED, "stopped"):
         return _reported(start, first)
-    watched = [one for one in failures if one["cause"] in WATCHED]
+    watched = [one for one in failures if one.cause in WATCHED]
     exits = {
         rank: one
         for rank, one in start.exits.items()
@@ -257,8 +261,10 @@ def find_cause(start: Start) -> dict[str, Any]:
     }
     if exits:
         return _ended(start, exits)
-    if kind == "stopped" or not first:
-        return _reported(start, first) if first else _without_report(start)
+    if not first:
+        return _without_report(start)
+    if kind == "stopped":
+        return _reported(start, first)
     cause = _of(first, "network", known=[])
     if kind == "stalled" or first in late(failures):
         cause = _stalled(start, first)
@@ -269,23 +275,24 @@ def find_cause(start: Start) -> dict[str, Any]:
     return _with_dumps(start, cause) if watched else cause
 
 
-def _of(failure: dict[str, Any], cause: str, **more: Any) -> dict[str, Any]:
+def _of(failure: Failure, cause: str, **more: Any) -> dict[str, Any]:
     """Return a cause with what an error file says."""
-    what = {"cause": cause, "what": failure["reason"], "says": str(failure["file"])}
-    return failure | what | {"known": []} | more
+    facts = {"rank": failure.rank, "host": failure.host, "step": failure.step, "at": failure.at}
+    facts |= {"time": failure.time, "what": failure.reason, "says": str(failure.source)}
+    return facts | {"cause": cause, "known": []} | more
 
 
-def _reported(start: Start, failure: dict[str, Any]) -> dict[str, Any]:
+def _reported(start: Start, failure: Failure) -> dict[str, Any]:
     """Return the cause that a failure reports."""
-    kind = failure["cause"] if failure["cause"] in CAUSES else "exception"
-    if failure.get("errno") in FULL_DISK and kind != "full shared memory":
+    kind = failure.cause if failure.cause in CAUSES else "exception"
+    if failure.errno in FULL_DISK and kind != "full shared memory":
         kind = "full disk"
-    kind = "no items" if failure.get("num_items") == 0 else kind
+    kind = "no items" if failure.num_items == 0 else kind
     cause = _of(failure, kind)
     if kind in ("not finite", "no items"):
-        steps = f"steps {failure.get('skipped_from')} to {failure.get('skipped_to')} were skipped"
+        steps = f"steps {failure.skipped_from} to {failure.skipped_to} were skipped"
         cause["known"].append(steps)
-    if failure.get("loss_is_finite") is False:
+    if failure.loss_is_finite is False:
         cause["known"].append("the loss of this rank was not finite: look at its data first")
     elif kind == "not finite":
         likely = "it overflowed in the backward pass, since no rank had a loss that is not finite"
@@ -308,7 +315,7 @@ def _ended(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
         "cause": kind,
         "rank": None if same[1:] else rank,
         "host": start.hosts.get(rank),
-        "time": min((one["time"] for one in start.failures), default=None),
+        "time": min((one.time for one in start.failures), default=None),
         "what": f"{start.names(same)} ended {how}, without a report",
         "says": first.says,
         "look_at": [f"the end of {start.logs[rank]}"] if rank in start.logs else [],
@@ -319,11 +326,11 @@ def _ended(start: Start, exits: dict[int, Exit]) -> dict[str, Any]:
     return cause
 
 
-def _stalled(start: Start, first: dict[str, Any]) -> dict[str, Any]:
+def _stalled(start: Start, first: Failure) -> dict[str, Any]:
     """Judge a rank that made no progress, while others may have waited for it."""
-    waiting = [one for one in start.failures if one["cause"] == "waiting"]
+    waiting = [one for one in start.failures if one.cause == "waiting"]
     cause = _of(first, "stalled", known=_waited(start, waiting), likely=[])
-    if first["cause"] != "stalled":
+    if first.cause != "stalled":
         why = "since it went on when the others had given up"
         cause["likely"] = [f"stopped (SIGSTOP, a debugger) or cut off for a time, {why}"]
     elif waiting:
@@ -331,21 +338,21 @@ def _stalled(start: Start, first: dict[str, Any]) -> dict[str, Any]:
     return cause
 
 
-def _waited(start: Start, waiting: list[dict[str, Any]]) -> list[str]:
+def _waited(start: Start, waiting: list[Failure]) -> list[str]:
     """Return a sentence for each line in which ranks waited for others."""
     places: dict[str, list[int]] = {}
     for one in waiting:
-        places.setdefault(place_of(one["at"]), []).append(one["rank"])
+        places.setdefault(one.at.place if one.at else "", []).append(one.rank)
     return [f"{start.names(ranks)} waited in {place}" for place, ranks in places.items()]
 
 
-def _gone(start: Start, noticed: dict[str, Any]) -> dict[str, Any]:
+def _gone(start: Start, noticed: Failure) -> dict[str, Any]:
     """Judge ranks that left no report, which the others noticed."""
     silent, hosts = start.silent, start.hosts
     gone_hosts = {hosts.get(rank, "") for rank in silent}
-    seen_hosts = {one["host"] for one in start.failures}
-    by = start.names([noticed["rank"]])
-    what = f"no report from {start.names(silent)}, as {by} noticed: {noticed['reason']}"
+    seen_hosts = {one.host for one in start.failures}
+    by = start.names([noticed.rank])
+    what = f"no report from {start.names(silent)}, as {by} noticed: {noticed.reason}"
     cause = _of(noticed, "no report", what=what, step=None, at=None)
     cause |= {"rank": None if silent[1:] else silent[0], "host": ", ".join(sorted(gone_hosts))}
     exits = [start.exits[rank] for rank in silent if rank in start.exits]
@@ -358,12 +365,12 @@ def _gone(start: Start, noticed: dict[str, Any]) -> dict[str, Any]:
     return cause
 
 
-def _all_wait(start: Start, waiting: list[dict[str, Any]]) -> dict[str, Any]:
+def _all_wait(start: Start, waiting: list[Failure]) -> dict[str, Any]:
     """Judge ranks that all wait for one another: in the loop, or one in the recipe."""
     known = _waited(start, waiting)
     kind = "mismatched collectives" if len(known) > 1 else "hang"
     modules = str(start.run.settings.get("recipe")).split(".")
-    own = [one for one in waiting if one["at"] and Path(one["at"]["file"]).stem in modules]
+    own = [one for one in waiting if one.at and Path(one.at.file).stem in modules]
     cause = _of((own or waiting)[0], kind, is_known=False, known=known)
     if own and kind != "hang":
         return cause | {"likely": ["this rank is at fault, since it waits in the recipe"]}
@@ -398,7 +405,7 @@ def _with_dumps(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
 def _without_report(start: Start) -> dict[str, Any]:
     """Return what can be said where nothing was reported."""
     status = start.run.status
-    what = status.get("reason") or "no process reported why it ended"
+    what = status.reason or "no process reported why it ended"
     cause: dict[str, Any] = {"cause": "interrupted", "what": what}
     if shutil.disk_usage(start.run.folder).free < LITTLE_BYTES:
         likely = "the disk is full, since a process that cannot write leaves no report"
@@ -406,7 +413,7 @@ def _without_report(start: Start) -> dict[str, Any]:
     if start.told:
         known = f"it was told to stop ({start.told}), and had not saved"
         return cause | {"cause": "stopped", "known": [known]}
-    return cause | ({"cause": "unknown"} if status.get("outcome") == "failed" else {})
+    return cause | ({"cause": "unknown"} if status.outcome == "failed" else {})
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -450,7 +457,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     start = newest_start(run, locked)
     outcome = _outcome(start, locked)
     cause = find_cause(start) if outcome in ("failed", "interrupted", "unknown") else {}
-    kind, note = cause.get("cause", ""), str(run.status.get("note") or "")  # on the last checkpoint
+    kind, note = cause.get("cause", ""), run.status.note or ""  # on the last checkpoint
     values = _values(start, cause)
     row = CAUSES.get("full disk" if note and not cause else kind, ("", ""))
     likely, remedy = ([text.format_map(values)] if text else [] for text in row)
@@ -464,18 +471,19 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         look_at.append(f"the log of the scheduler, where there is one{values['job']}")
     known = [note] * bool(note) + cause.get("known", []) + slow_rank(run.records)
     known = known or ["no failure"] * (outcome in ("finished", "preempted"))
-    if (count := run.status.get("warnings")) and not start.is_unopened:
+    if (count := run.status.warnings) and not start.is_unopened:
         known.append(f"rank 0 gave warnings ({count}): see {start.logs.get(0, 'what it printed')}")
     known += by_checks(run.records)
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
+    place: Frame | None = cause.get("at")
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
-    first |= {"time": time_of(cause) or None, "at": place_of(cause.get("at"))}
+    first |= {"time": time_of(cause) or None, "at": place.place if place else ""}
     return {
         "run": str(folder),
         "outcome": outcome,
         "happened": _happened(start, outcome, now or time.time(), locked),
-        "step": cause.get("step") or run.status.get("step", 0),
-        "steps": run.status.get("steps") or None,
+        "step": cause.get("step") or run.status.step,
+        "steps": run.status.steps or None,
         "time": first["time"],
         "first": first if cause else None,
         "cause": kind,
@@ -485,19 +493,19 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         "look_at": look_at,
         "remedy": remedy,
         "others": [
-            f"{start.names([one['rank']])} too: {one['cause']}"
+            f"{start.names([one.rank])} too: {one.cause}"
             for one in start.failures
-            if cause and one["rank"] != cause.get("rank")
+            if cause and one.rank != cause.get("rank")
         ],
         "damaged": [] if start.is_unopened else run.problems,
-        "earlier_failures": len(run.failures.keys() - {"", str(run.about.get("launch"))}),
+        "earlier_failures": len(run.failures.keys() - {"", run.info.launch}),
     }
 
 
 def _outcome(start: Start, locked: bool | None) -> str:
     if start.is_unopened:
         return "starting" if locked and not start.failures and not start.exits else "failed"
-    if start.run.status.get("outcome"):
+    if not start.run.status.is_damaged:
         return start.run.state
     return "failed" if start.failures else "running" if locked else "unknown"
 
@@ -505,12 +513,12 @@ def _outcome(start: Start, locked: bool | None) -> str:
 def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> str:
     """Return in a sentence or two how far the run is, and since when."""
     status, last = start.run.status, max([start.began, *map(time_of, start.run.records[-1:])])
-    text = f"step {status.get('step', '?')} of {status.get('steps') or '?'}"
+    text = f"step {'?' if status.is_damaged else status.step} of {status.steps or '?'}"
     if start.is_unopened:
-        before = f"; before it: {status.get('outcome')}, {text}" * bool(status)
+        before = f"; before it: {status.outcome}, {text}" * (not status.is_damaged)
         return f"the newest start did not open the run{before}"
     if outcome != "running":
-        reason = "" if outcome == "failed" else status.get("reason")  # that is told as the first
+        reason = "" if outcome == "failed" else status.reason  # that is told as the first
         return f"{text}: {reason}" if reason else text
     limit = start.run.settings.get("distributed.timeout_seconds", 600)
     text += f", the last record is {format_seconds(max(0.0, now - last))} old"
@@ -523,8 +531,7 @@ def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> st
 
 def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
     """Return what fills the names in the table."""
-    setting, about = start.run.settings.get, start.run.about
-    environment = _dict(about.get("environment"))
+    setting, environment = start.run.settings.get, start.run.info.environment
     job = environment.get("SLURM_JOB_ID")
     workers = setting("batches.workers", 0)
     workers = "one less than the CPUs" if workers is None else workers
@@ -544,7 +551,7 @@ def _values(start: Start, cause: dict[str, Any]) -> dict[str, Any]:
         "keep": setting("checkpoints.keep"),
         "lr": setting("optim.lr"),
         "warmup": setting("optim.warmup_steps"),
-        "safer": ", --precision no" * (_dict(about.get("numerics")).get("precision") != "no"),
+        "safer": ", --precision no" * (start.run.info.numerics.get("precision") != "no"),
         "timeout": setting("distributed.timeout_seconds"),
     }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import is_number
-from ..run_files import ENDED, each_start, kind_of, records
+from ..run_files import ENDED, Status, each_start, kind_of, records
 from ..words import format_seconds
 
 GOOD = 0.9  # the share of the time that trained kept steps, below which it is shown
@@ -82,10 +82,10 @@ def shares(seconds: dict[str, float], whole: float) -> dict[str, float]:
     return {"seconds": round(whole, 1)} | found
 
 
-def in_words(status: dict[str, Any]) -> str:
+def in_words(status: Status) -> str:
     """Return the goodput in a status.json as a line; "" where it is good or says nothing yet."""
-    calendar = status.get("goodput", {}).get("calendar")
-    if not isinstance(calendar, dict) or not {"kept", "seconds"} <= calendar.keys():
+    calendar = status.calendar
+    if not {"kept", "seconds"} <= calendar.keys():
         return ""
     text = f"{calendar['kept']:.0%} of {format_seconds(calendar['seconds'])} since the first launch"
     is_start = calendar["kept"] == 0 and calendar["seconds"] < START_SECONDS

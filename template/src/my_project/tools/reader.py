@@ -15,9 +15,18 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
-from ..failures import exit_with_error
+from ..failures import Failure, exit_with_error
 from ..files import ConfigError, read_json, read_yaml
-from ..run_files import RUN_FORMAT, checked, each_record, flat, is_locked, read_status
+from ..run_files import (
+    RUN_FORMAT,
+    RunInfo,
+    Status,
+    each_record,
+    flat,
+    is_locked,
+    read_info,
+    read_status,
+)
 from ..words import PACKAGE
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
@@ -29,9 +38,9 @@ class Run:
     """What a run folder holds."""
 
     folder: Path
-    status: dict[str, Any]  # status.json; {} where it is missing or damaged
+    status: Status
     state: str  # its outcome; interrupted: it says running, and no process holds the run; damaged
-    about: dict[str, Any]  # run.json
+    info: RunInfo
     settings: dict[str, Any]  # config.yaml by dotted name, such as optim.lr; recipe: its class
     problems: list[str] = field(default_factory=list)  # what is missing or damaged: a sentence each
 
@@ -44,15 +53,15 @@ class Run:
         return [record for record in found if record]
 
     @cached_property
-    def failures(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the error files by launch, each list sorted by time; "file" is the path."""
-        found: dict[str, list[dict[str, Any]]] = {}
+    def failures(self) -> dict[str, list[Failure]]:
+        """Return the error files by launch, each list sorted by time."""
+        found: dict[str, list[Failure]] = {}
         for path in sorted((self.folder / "errors").glob("*_rank_*_step_*.json")):
-            if failure := checked(read_json(path)):
-                found.setdefault(failure["launch"], []).append(failure | {"file": path})
+            if failure := Failure.from_json(read_json(path), path):
+                found.setdefault(failure.launch, []).append(failure)
             else:
                 self.problems.append(f"errors/{path.name} is damaged, so it is left out.")
-        return {launch: sorted(of, key=lambda one: one["time"]) for launch, of in found.items()}
+        return {launch: sorted(of, key=lambda one: one.time) for launch, of in found.items()}
 
     def each_record(self) -> Iterator[dict[str, Any]]:
         """Yield the records of metrics.jsonl one by one; {} for a damaged line."""
@@ -78,21 +87,23 @@ def read_run(folder: Path) -> Run:
 
 def read_folder(folder: Path) -> Run:
     """Read a folder that may be less than a run, such as that of a start that failed at once."""
-    status = read_status(folder)
-    state = status.get("outcome", "damaged")
+    status, info = read_status(folder), read_info(folder)
+    state = status.outcome or "damaged"
     if state == "running" and is_locked(folder) is False:
         state = "interrupted"
-    about = read_json(folder / "run.json")
-    run = Run(folder=folder, status=status, state=state, about=about, settings={})
+    run = Run(folder=folder, status=status, state=state, info=info, settings={})
     with suppress(ConfigError):
         run.settings = flat(read_yaml(folder / "config.yaml", follow=False))
-    contents = {"config.yaml": run.settings, "status.json": status, "run.json": about}
-    for name, content in contents.items():
-        if not content:
+    damaged = {
+        "config.yaml": not run.settings,
+        "status.json": status.is_damaged,
+        "run.json": info.is_damaged,
+    }
+    for name, is_damaged in damaged.items():
+        if is_damaged:
             run.problems.append(f"{name} is missing or damaged, so what it says is not known.")
-    version = about.get("format", 0)
-    if about and version != RUN_FORMAT:
-        problem = f"run.json has format {version} of a run folder, and this version reads"
+    if not info.is_damaged and info.format != RUN_FORMAT:
+        problem = f"run.json has format {info.format} of a run folder, and this version reads"
         run.problems.append(f"{problem} {RUN_FORMAT}: what it does not know is left out.")
     return run
 

@@ -47,18 +47,11 @@ def summarize(folder: Path) -> Summary:
     changes = [path.stat().st_mtime for path in paths if path.exists()]
     return Summary(
         run=run,
-        step=max(step, run.status.get("step", 0)),
+        step=max(step, run.status.step),
         best=choose(values, default=None),
-        goodput=kept_of(run),
+        goodput=run.status.calendar.get("kept"),
         age_seconds=max(0, time.time() - max(changes, default=folder.stat().st_mtime)),
     )
-
-
-def kept_of(run: Run) -> float | None:
-    """Return the share of the time that trained kept steps, if status.json has it."""
-    calendar = run.status.get("goodput", {}).get("calendar")
-    kept = calendar.get("kept") if isinstance(calendar, dict) else None
-    return kept if type(kept) in (int, float) else None
 
 
 def best_metric(run: Run) -> str:
@@ -147,7 +140,7 @@ def row_of(one: Summary, differing: list[str]) -> list[str]:
     return [
         printable(run.folder.name),
         printable(run.state),
-        printable(f"{one.step}/{run.status.get('steps') or '?'}"),
+        printable(f"{one.step}/{run.status.steps or '?'}"),
         "" if best is None else printable(f"{best_metric(run)}={format_number(best)}"),
         "" if one.goodput is None else f"{one.goodput:.0%}",
         format_seconds(one.age_seconds),

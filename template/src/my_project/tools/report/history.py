@@ -107,7 +107,7 @@ def read_history(folder: Path) -> History:
     curves = {name: np.frombuffer(column) for name, column in columns.items() if column}
     history.curves = {name: values for name, values in curves.items() if np.isfinite(values).any()}
     history.steps = history.curves.pop("step", history.steps)
-    if damaged or (history.run.status.get("step") and not history.last["step"]):
+    if damaged or (history.run.status.step and not history.last["step"]):
         problem = f"metrics.jsonl is missing or damaged: {damaged:,} lines are left out."
         history.run.problems.append(problem)
     return history

@@ -102,7 +102,7 @@ def facts(run: History) -> dict[str, str]:
     badge = state if state in ("finished", "failed", *REMARKS) else "damaged"
     known = {
         "Outcome": Html(f'<span class="state {badge}">{escape(state, 30)}</span>'),
-        "Steps": f"{max(run.last['step'], status.get('step', 0)):,} of {status.get('steps', 0):,}",
+        "Steps": f"{max(run.last['step'], status.step):,} of {status.steps:,}",
     }
     if best:
         result = format_number(best["results"][metric])
@@ -120,7 +120,7 @@ def facts(run: History) -> dict[str, str]:
 
 def remarks(run: History) -> str:
     """Return what an outcome means, the first failure, what checks found, what is not readable."""
-    reason, state = text(run.run.status.get("reason")), run.run.state
+    reason, state = text(run.run.status.reason), run.run.state
     lines = [REMARKS.get(state, ""), reason * (state == "preempted"), *run.run.problems]
     found = (f"Step {one['step']:,}: {text(one.get('problem'))}" for one in run.checks)
     lines += [*dict.fromkeys(found)][:MOST_EVENTS]
@@ -133,7 +133,7 @@ def remarks(run: History) -> str:
 
 def typed(run: History) -> str:
     """Return the command as it was typed, as far as run.json has it; no line ends in a word."""
-    command = words(run.run.about.get("launcher")) or words(run.run.about.get("command"))
+    command = words(run.run.info.launcher or run.run.info.command)
     command = [Path(word).name for word in command[:1]] + command[1:]
     spans = (f"<span>{escape(shlex.quote(word), 2000)}</span>" for word in command)
     return f"<code>{' '.join(spans)}</code>"
@@ -141,7 +141,7 @@ def typed(run: History) -> str:
 
 def words(value: Any) -> list[str]:
     """Return a recorded command; [] if there is none."""
-    return [text(word) for word in value[:MOST_WORDS]] if isinstance(value, list) else []
+    return [text(word) for word in value[:MOST_WORDS]] if isinstance(value, (list, tuple)) else []
 
 
 # ---- charts --------------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ def as_typed(value: Any) -> str:
 def provenance(run: History) -> str:
     """Return what run.json has: commit, packages, commands, hosts, environment."""
     rows = []
-    for group, value in run.run.about.items():
+    for group, value in run.run.info.to_json().items():
         for name, one in value.items() if isinstance(value, dict) else [("", value)]:
-            shown = shlex.join(words(one)) if isinstance(one, list) else as_typed(one)
+            shown = shlex.join(words(one)) if isinstance(one, (list, tuple)) else as_typed(one)
             rows.append([f"{group} {name}", shown])
     return table([], rows)
