@@ -67,7 +67,7 @@ def test_its_command_gives_every_process_of_every_node_its_place(path, monkeypat
     assert len(places) == total
     assert {p["ACCELERATE_MIXED_PRECISION"] for p in places} == {keys["mixed_precision"]}
     on_cpu = "cpu" in path.stem
-    for place in places:  # as devices.asked_for_cpu reads it: gloo or NCCL follows from it
+    for place in places:  # as accelerator.asked_for_cpu reads it: gloo or NCCL follows from it
         hidden = place.get("CUDA_VISIBLE_DEVICES", "").startswith("-1")
         assert on_cpu == (hidden or place.get("ACCELERATE_USE_CPU", "").lower() == "true")
     if total == 1:

@@ -237,7 +237,7 @@ def test_a_kill_while_a_run_is_moved_aside_loses_no_record(copied, monkeypatch, 
 def test_a_run_of_another_version_is_refused_and_left_as_it_is(copied):
     """With --resume auto and with a path; it can start over."""
     folder = folder_of(copied, 10)
-    write_manifest(folder, format=manifests.FORMAT - 1)
+    write_manifest(folder, format=manifests.FORMAT + 1)
     (copied.folder / "status.json").write_text('{"outcome": "preempted"}')
 
     def content() -> dict[str, bytes]:
