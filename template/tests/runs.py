@@ -25,7 +25,10 @@ def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> 
         recipe=recipe or Ragged(),
         batches=BatchesConfig(global_batch_size=16, micro_batch_size=4, workers=0),
         optim=OptimConfig(lr=0.05, warmup_steps=3, clip_norm=1.8),
-        telemetry=TelemetryConfig(every_steps=1, trackers=[]),
+        telemetry=TelemetryConfig(
+            every_steps=1,
+            trackers=[],
+        ),
         runs_folder=str(folder),
         steps=10,
     )

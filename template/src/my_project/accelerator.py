@@ -28,6 +28,7 @@ from torch.distributed import (  # the documentation's names, which torch does n
 )
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from . import sharding
 from .config import Config, ConfigError, fits, wrong_value
 from .files import check_temporary_folder
 from .loading.layout import batch_layout
@@ -36,15 +37,6 @@ from .optim import optimizer_class
 from .process import no_garbage_collection, world
 from .run_folder import Run
 from .settings import did_you_mean
-from .sharding import (
-    SHARDING_VARIABLES,
-    check_sharding_config,
-    kind_of_sharding,
-    release_sharding_groups,
-    set_up_sharding_on_cpu,
-    sharding_hidden_from_constructor,
-    wants_sharding,
-)
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
 TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
@@ -54,7 +46,7 @@ UNSUPPORTED = {
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
 }
-UNSUPPORTED -= {*SHARDING_VARIABLES}  # which sharding.py knows
+UNSUPPORTED -= {*sharding.VARIABLES}  # which sharding.py knows
 
 
 def check_launch(config: Config) -> None:
@@ -88,7 +80,7 @@ def check_launch(config: Config) -> None:
         raise ConfigError("mixed_precision is fp8, but must be no, bf16 or fp16.")
     if precision and not asked_for_cpu():
         check_gpus(1, count_accelerators())
-    check_sharding_config(world_size)
+    sharding.check_config(world_size)
 
 
 def count_accelerators() -> int:
@@ -160,7 +152,7 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
     limits = config.distributed
     longest = max(limits.startup_timeout_seconds, limits.timeout_seconds)
     timeout = timedelta(seconds=60 + longest)  # watchdog.py acts before it
-    with sharding_hidden_from_constructor(on_cpu=use_cpu()):
+    with sharding.hidden_from_constructor(on_cpu=use_cpu()):
         accelerator = Accelerator(
             cpu=use_cpu(),
             mixed_precision=config.precision,
@@ -174,7 +166,7 @@ def start_accelerator(config: Config) -> Iterator[Accelerator]:
     finished = False
     try:
         check_world(accelerator)
-        set_up_sharding_on_cpu(accelerator)
+        sharding.set_up_on_cpu(accelerator)
         yield accelerator
         finished = True
     finally:
@@ -195,7 +187,7 @@ def release_groups(accelerator: Accelerator) -> None:
     for model in accelerator._models:
         for name in ("logger", "reducer"):
             vars(model).pop(name, None)
-    release_sharding_groups(accelerator)
+    sharding.release_groups(accelerator)
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
@@ -213,7 +205,7 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
             raise wrong_value(f"distributed.ddp.{name}", value, kinds[name])
     accumulation = batch_layout(config.batches, world()[0]).accumulation
     is_ddp = "LOCAL_RANK" in os.environ
-    is_ddp = is_ddp and not wants_sharding()
+    is_ddp = is_ddp and not sharding.is_wanted()
     if config.distributed.ddp.get("static_graph") and accumulation > 1 and is_ddp:
         raise ConfigError(
             f"distributed.ddp.static_graph is true, but a step accumulates {accumulation}"
@@ -257,14 +249,14 @@ def numerics(accelerator: Accelerator, run: Run) -> dict[str, Any]:
     """Return the settings that affect the numbers of a run, but may change between launches."""
     config = run.config
     is_ddp = accelerator.num_processes > 1
-    is_ddp = is_ddp and kind_of_sharding(accelerator) == "none"
+    is_ddp = is_ddp and sharding.kind_of(accelerator) == "none"
     # parallel.prepare, which compiles, takes the backend out of the plugin
     plugin: Any = accelerator.state.dynamo_plugin
     return {
         "precision": accelerator.mixed_precision,
         "tf32": config.tf32,
         "deterministic": config.deterministic,
-        "sharding": kind_of_sharding(accelerator),
+        "sharding": sharding.kind_of(accelerator),
         "comm_hook": config.distributed.ddp.get("comm_hook", "no") if is_ddp else "no",
         "torch_compile": plugin.backend != DynamoBackend.NO,
         # the learning rate of a step follows from the number of all steps

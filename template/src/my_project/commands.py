@@ -52,13 +52,13 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
 
     The weights are those that training evaluates: a checkpoint's EMA, if it has one.
     """
-    import torch
-    from accelerate.utils import DistributedType, DynamoBackend
+    from accelerate.utils import DynamoBackend
 
-    from . import contract, evaluate, parallel, sharding, weights
+    from . import contract, evaluate, weights
     from .accelerator import check_launch, start_accelerator
     from .checkpoint import resuming
     from .files import finite
+    from .sharding import is_sharding, model_for_sharding
     from .words import format_metric
 
     folder = weights.weights_folder(Path(arguments.folder))
@@ -73,21 +73,19 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
             resuming.refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
             weights.refuse_trained_view(folder)
         has_own_load = is_export and optional(config.recipe, "load")
-        is_sharding = accelerator.distributed_type == DistributedType.FSDP
-        if is_sharding and not has_own_load:
-            plain, _ = parallel.build_model(accelerator, config, data_info, folder)
-            no_state = torch.optim.SGD(plain.parameters())
-            model = sharding.wrap_for_sharding(accelerator, config, plain, no_state, None)
-            weights.load_weights(folder, plain)
-        else:
+        model: Any = None
+        if is_sharding(accelerator) and not has_own_load:
+            model = model_for_sharding(accelerator, config, data_info)
+            weights.load_weights(folder, model.model)  # into its shards: sharding
+        if model is None:
             if is_export:
                 plain = weights.load_model(folder, config, data_info)
             else:
                 plain = contract.build_model(config, data_info)
                 weights.load_weights(folder, plain)
             wrapper = contract.RecipeModule(plain)
-            if is_sharding:
-                wrapper = wrapper.to(accelerator.device)  # which accelerate leaves to FSDP
+            if is_sharding(accelerator):
+                wrapper = wrapper.to(accelerator.device)  # which accelerate leaves to sharding
             model = accelerator.prepare_model(wrapper, evaluation_mode=True)
         step = weights.step_of_weights(folder)
         results = evaluate.evaluate(accelerator, config, model, datasets, step)
@@ -241,7 +239,10 @@ def write_one_file(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path} {problem}; give the name of a new file.")
     readers: dict[str, TensorReader] = {}
     metadata = {"format": "pt"}
-    for kind in ["model", "ema"] if arguments.ema else ["model"]:
+    kinds = ["model"]
+    if arguments.ema:
+        kinds.append("ema")
+    for kind in kinds:
         reader = TensorReader(folder, kind)
         readers |= dict.fromkeys(reader.shapes.keys() - reader.aliases.keys(), reader)
         metadata |= reader.aliases

@@ -82,6 +82,13 @@ class EMA:
             self._swap()
 
 
+def load_ema(folder: Path, model: nn.Module) -> None:
+    """Fill a plain or a sharded module with the averages of a checkpoint."""
+    averages = TensorReader(folder, "ema")
+    named = {plain_name(name): p.detach() for name, p in model.named_parameters()}
+    averages.fill({name: p for name, p in named.items() if name in averages.shapes})
+
+
 LEFT = 0.05  # of the initial weights in an average
 
 

@@ -19,12 +19,7 @@ from .contract import RecipeModule
 from .loading.layout import batch_layout
 from .optim import has_sparse_gradients
 from .process import world
-from .sharding import (
-    build_for_sharding,
-    is_sharding,
-    set_gradient_sharding,
-    wrap_for_sharding,
-)
+from .sharding import build_for_sharding, is_sharding, set_gradient_sharding, wrap_for_sharding
 
 
 def build_model(
@@ -60,7 +55,7 @@ def build_model(
 def build_on_device(
     accelerator: Accelerator, build_whole: Callable[[], nn.Module], config: Config
 ) -> tuple[nn.Module, None]:
-    """Build the model, and move it to the device. Arguments as of sharding.build_for_sharding."""
+    """Build the model, and move it to the device; no weights are left to be filled in."""
     # several CPU processes have cpu:0, and a move there copies what is on the CPU, each buffer by
     # itself: those that share memory would part
     on_cpu = accelerator.device.type == "cpu"

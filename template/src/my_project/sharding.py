@@ -15,6 +15,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .blocks import blocks, compile_blocks_in_place
 from .config import Config, ConfigError
-from .contract import RecipeModule
+from .contract import RecipeModule, build_model
 from .ranks import on_main_then_broadcast
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 # ---- what the accelerate config says -------------------------------------------------------------
 USES_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-SHARDING_VARIABLES = ("ACCELERATE_USE_FSDP", USES_MESH)
+VARIABLES = ("ACCELERATE_USE_FSDP", USES_MESH)
 
 
 def uses_mesh() -> bool:
@@ -45,25 +46,25 @@ def uses_mesh() -> bool:
     return parse_flag_from_env(USES_MESH)
 
 
-def wants_sharding() -> bool:
+def is_wanted() -> bool:
     """Return whether the accelerate config asks for FSDP."""
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
-def check_sharding_config(world_size: int) -> None:
+def check_config(world_size: int) -> None:
     """Refuse a config that asks for FSDP 1, or for a mesh of another size than the launch.
 
     Raises:
         ConfigError: what is wrong.
     """
-    asked = [name for name in SHARDING_VARIABLES if parse_flag_from_env(name)]
+    asked = [name for name in VARIABLES if parse_flag_from_env(name)]
     is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ
     if asked and not is_launched:
         raise ConfigError(
             f"{asked[0]} is set in the environment, but no launcher started this process: unset"
             " it, or start with an accelerate config that asks for it, such as fsdp2.yaml."
         )
-    if wants_sharding() and os.environ.get("FSDP_VERSION", "1") != "2":
+    if is_wanted() and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
             "the accelerate config (or the variable ACCELERATE_USE_FSDP) asks for FSDP 1, and this"
             " loop shards by FSDP 2: set fsdp_version: 2 in its fsdp_config."
@@ -87,7 +88,7 @@ def is_sharding(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
-def kind_of_sharding(accelerator: Accelerator) -> str:
+def kind_of(accelerator: Accelerator) -> str:
     """Return none, FSDP2 or HSDP."""
     mesh = accelerator.parallelism_config
     kind = "HSDP" if mesh and mesh.dp_replicate_enabled else "FSDP2"
@@ -95,9 +96,9 @@ def kind_of_sharding(accelerator: Accelerator) -> str:
 
 
 @contextmanager
-def sharding_hidden_from_constructor(*, on_cpu: bool) -> Iterator[None]:
+def hidden_from_constructor(*, on_cpu: bool) -> Iterator[None]:
     """Hide the sizes of a mesh, which accelerate's constructor refuses on a CPU, for the block."""
-    value = os.environ.pop(USES_MESH, None) if on_cpu and wants_sharding() else None
+    value = os.environ.pop(USES_MESH, None) if on_cpu and is_wanted() else None
     try:
         yield
     finally:
@@ -105,9 +106,9 @@ def sharding_hidden_from_constructor(*, on_cpu: bool) -> Iterator[None]:
             os.environ[USES_MESH] = value
 
 
-def set_up_sharding_on_cpu(accelerator: Accelerator) -> None:
+def set_up_on_cpu(accelerator: Accelerator) -> None:
     """Set up sharding on CPU processes, where accelerate would use DDP without a word."""
-    is_on_cpu = accelerator.device.type == "cpu" and wants_sharding()
+    is_on_cpu = accelerator.device.type == "cpu" and is_wanted()
     if is_on_cpu and accelerator.num_processes > 1:
         shard_on_cpu(accelerator, is_hsdp=uses_mesh())
 
@@ -124,7 +125,7 @@ def shard_on_cpu(accelerator: Accelerator, *, is_hsdp: bool) -> None:
     state.device_mesh = state.parallelism_config.build_device_mesh("cpu")
 
 
-def release_sharding_groups(accelerator: Accelerator) -> None:
+def release_groups(accelerator: Accelerator) -> None:
     """Drop the references to process groups that would outlive destroy_process_group.
 
     FSDP's modules, in cycles, and its mesh, in torch's caches (2.15), would hold theirs while the
@@ -214,6 +215,17 @@ def wrap_for_sharding(
     parameters = dict(model.named_parameters())
     for group, named in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in named]
+    return wrapper
+
+
+def model_for_sharding(
+    accelerator: Accelerator, config: Config, data_info: dict[str, Any]
+) -> RecipeModule:
+    """Return a sharded model for evaluation, whose shards are to be filled in."""
+    build_whole = partial(build_model, config, data_info)
+    model, _ = build_for_sharding(accelerator, build_whole, config)
+    no_state = torch.optim.SGD(model.parameters())
+    wrapper: RecipeModule = wrap_for_sharding(accelerator, config, model, no_state, None)
     return wrapper
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from . import contract
-from .checkpoint.shards import TensorReader, model_tensors, plain_name
+from .checkpoint.shards import TensorReader, model_tensors
 from .config import Config, ConfigError
+from .ema import load_ema
 from .failures import frames_of, own_frame
 from .files import read_json, read_own
 from .manifest import read_manifest
@@ -94,12 +95,10 @@ def step_of_weights(folder: Path) -> int:
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load an export's or a checkpoint's weights, or its EMA, into a plain or a sharded module."""
+    """Load an export's or a checkpoint's evaluated weights into a plain or a sharded module."""
     TensorReader(folder, "model").fill(model_tensors(model))
     if any(folder.glob("ema.*")):
-        averages = TensorReader(folder, "ema")
-        named = {plain_name(name): p.detach() for name, p in model.named_parameters()}
-        averages.fill({name: p for name, p in named.items() if name in averages.shapes})
+        load_ema(folder, model)
 
 
 def refuse_trained_view(folder: Path) -> None:

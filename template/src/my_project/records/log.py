@@ -76,9 +76,10 @@ def log_start(
     """Log the devices, the batch layout, the model's size and the checkpoint to resume from."""
     if not accelerator.is_main_process:
         return
-    device, sharding = accelerator.device, run.numerics["sharding"]
+    device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    words = [f"{processes(layout.world_size)} on {name}", sharding * (sharding != "none")]
+    words = [f"{processes(layout.world_size)} on {name}"]
+    words += [kind for kind in [run.numerics["sharding"]] if kind != "none"]
     words.append({"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision))
     logger.info("%s: %s", run.folder, ", ".join(filter(None, words)))
     size = sum(p.numel() for p in model.parameters())

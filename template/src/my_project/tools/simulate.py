@@ -41,16 +41,16 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import blocks, contract, ema, optim, parallel, sharding
+from .. import blocks, contract, optim, parallel, sharding
 from ..accelerator import check_launch, ddp_options
 from ..config import Config, ConfigError
+from ..ema import EMA
 from ..launching import launch
 from ..launching.train import find_where
 from ..loading import prepare
 from ..loading.layout import batch_layout, is_stream
 from ..process import no_garbage_collection
 from ..settings import parse
-from ..sharding import shard_on_cpu, uses_mesh, wants_sharding
 
 # What torch's trackers call the kinds of memory, and what is printed.
 KINDS = {
@@ -252,7 +252,7 @@ class _Step:
         self.recipe = config.recipe
         self.world_size = world_size
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        self.is_sharded = wants_sharding()
+        self.is_sharded = sharding.is_wanted()
         # some of these functions read values, which fake tensors lack
         names = [name for name in vars(init) if name[0] != "_" and name[-1] == "_"]
         untouched: dict[str, Any] = {name: lambda tensor, *_, **__: tensor for name in names}
@@ -278,9 +278,9 @@ class _Step:
                 self._make_buckets(ddp_options(config))
         self.ema: Any = None
         if config.optim.ema_decay:
-            self.ema = ema.EMA(self.raw_model, config.optim.ema_decay)
-            for index, average in enumerate(self.ema.averages):  # so that the trackers know them
-                self.model.register_buffer(f"average_{index}", average)
+            self.ema = EMA(self.raw_model, config.optim.ema_decay)
+            named = {f"ema_{index}": average for index, average in enumerate(self.ema.averages)}
+            register_buffers(self.model, named)  # of the EMA, so that the trackers know them
 
     def _make_buckets(self, options: Any) -> None:
         """Make the gradients views of buckets, as DDP does; it reads values, so is not here."""
@@ -325,6 +325,12 @@ class _Step:
             self.ema.update()
 
 
+def register_buffers(model: torch.nn.Module, named: dict[str, torch.Tensor]) -> None:
+    """Register tensors as buffers of a model."""
+    for name, tensor in named.items():
+        model.register_buffer(name, tensor)
+
+
 def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
     """Return what sharding.py reads of an Accelerator."""
     accelerator: Any = SimpleNamespace(
@@ -339,7 +345,7 @@ def _accelerator(precision: str, world_size: int, *, is_sharded: bool) -> Any:
             raise ConfigError(refusal)
         # the mesh reads the ranks from a tensor
         with patch.dict(PartialState._shared_state), unset_fake_temporarily():
-            shard_on_cpu(accelerator, is_hsdp=uses_mesh())
+            sharding.shard_on_cpu(accelerator, is_hsdp=sharding.uses_mesh())
         accelerator.parallelism_config = accelerator.state.parallelism_config
         accelerator.torch_device_mesh = accelerator.state.device_mesh
     return accelerator
