@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MOST_LINES = 10  # of other files that go with a room
-MOST_LINES_OF_RECORDS = 3  # for what hangs on the recorder
+FEW_LINES = 3  # for what hangs on the recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,14 @@ class Room:
     code of the core matches it then. "" for a room that no other module knows."""
     lines: dict[str, int] = field(default_factory=dict)
     """Files, and how many of their lines match the word."""
+    settings: tuple[str, ...] = ()
+    """Classes and fields of config.py, which are deleted with their docstrings."""
+    most: int = MOST_LINES
+    """How many lines of other files may go with it."""
     tests: tuple[str, ...] = ()
     """The test files of the room, below tests/."""
     needs: tuple[str, ...] = ()
     """Rooms that this one cannot be without: it is deleted with any of them."""
-    is_record: bool = False
-    """Whether it hangs on the recorder (records/)."""
 
 
 ROOMS = (
@@ -77,6 +79,130 @@ ROOMS = (
         word=r"provenance|\binstalled\(|code_digest",
         lines={"run_folder.py": 2, "tools/preflight.py": 3},
     ),
+    Room(
+        name="ema",
+        goes="There is no average of the weights.",
+        files=("ema.py",),
+        word=r"\bema\b|EMA|\bema_|_ema\b",
+        lines={
+            "train.py": 9,
+            "checkpoint/saving.py": 10,
+            "checks/recipe.py": 4,
+            "commands.py": 4,
+            "weights.py": 3,
+            "launching/train.py": 2,
+            "tools/simulate.py": 8,
+        },
+        settings=("ema_decay",),
+        most=40,  # it is saved, resumed, evaluated and exported
+    ),
+    Room(
+        name="watchdog",
+        goes="A run that hangs does not end itself, and nobody says where it hangs.",
+        files=("watchdog.py",),
+        word="Watchdog",
+        lines={"train.py": 3},
+    ),
+    Room(
+        name="statistics",
+        goes="On several processes, the running statistics of BatchNorm are those of rank 0.",
+        files=("statistics.py",),
+        word=r"\bstatistics\b|exact_statistics",
+        lines={"train.py": 8},
+    ),
+    Room(
+        name="streams",
+        goes="Training data is map-style only.",
+        files=("loading/streams.py",),
+        word="is_stream|of_stream|of a stream|stream_states|StreamBatches|reads_streams",
+        lines={
+            "train.py": 6,
+            "state.py": 1,
+            "contract.py": 2,
+            "loading/layout.py": 7,
+            "checks/agreement.py": 3,
+            "checks/data.py": 4,
+            "checks/recipe.py": 3,
+            "tools/simulate.py": 3,
+        },
+        most=40,
+    ),
+    Room(
+        name="sharding",
+        goes="There is DDP only; an accelerate config with FSDP ends in a sentence.",
+        files=("sharding.py", "tools/planner.py", "tools/simulate.py"),
+        word="sharding",
+        lines={
+            "accelerator.py": 9,
+            "parallel.py": 6,
+            "evaluate.py": 3,
+            "commands.py": 7,
+            "records/log.py": 1,
+        },
+        needs=("blocks",),
+        most=40,
+    ),
+    Room(
+        name="blocks",
+        goes="No activations are recomputed, and torch.compile compiles nothing.",
+        files=("blocks.py",),
+        word=r"(?<!model)_blocks|\bblocks_|\bblocks import",
+        lines={"parallel.py": 3, "records/performance.py": 2},
+        settings=("activation_checkpointing",),
+    ),
+    Room(
+        name="checks",
+        goes="What is wrong trains in silence again.",
+        files=("checks/",),
+        word=r"\b[Cc]hecks\b",
+        lines={"train.py": 10},
+        settings=("ChecksConfig", "checks"),
+        most=12,
+    ),
+    Room(
+        name="screen",
+        goes="A terminal shows the lines of the log, without a bar.",
+        files=("records/screen.py",),
+        word="[Ss]creen",
+        lines={"records/recorder.py": 3},
+        most=FEW_LINES,
+    ),
+    Room(
+        name="trackers",
+        goes="There is no TensorBoard and no other tracker.",
+        files=("records/trackers.py",),
+        word=r"Trackers|trackers=\[\]",
+        lines={"records/recorder.py": 3, "tests/runs.py": 1},
+        settings=("trackers",),
+        most=FEW_LINES + 1,  # the tests name the setting
+    ),
+    Room(
+        name="profiling",
+        goes="No steps are profiled.",
+        files=("records/profiling.py",),
+        word="Profiler",
+        lines={"records/recorder.py": 3},
+        settings=("ProfileConfig", "profile"),
+        most=FEW_LINES,
+    ),
+    Room(
+        name="performance",
+        goes="Records do not say how fast the run is, nor what ranks differ in.",
+        files=("records/performance.py",),
+        word="[Pp]erformance",
+        lines={"records/recorder.py": 3},
+        settings=("peak_tflops",),
+        most=FEW_LINES,
+    ),
+    Room(
+        name="samples",
+        goes="Evaluations show no answers for samples.",
+        files=("records/samples.py",),
+        word=r"import samples|samples\.show",
+        lines={"train.py": 2},
+        settings=("samples",),
+        most=FEW_LINES,
+    ),
 )
 BY_NAME = {room.name: room for room in ROOMS}
 
@@ -93,6 +219,9 @@ def table() -> str:
         words = " or ".join(map(_code, room.word.split("|"))) if room.word else "none"
         places = ", ".join(f"`{file}` ({count})" for file, count in room.lines.items())
         lines = f"{words} in {places}" if places else "none"
+        if room.settings:
+            names = ", ".join(map(_code, room.settings))
+            lines = f"{lines}; in `config.py` {names}"
         rows.append(
             [room.name, ", ".join(map(_code, files)), lines, ", ".join(room.needs), room.goes]
         )
@@ -150,6 +279,9 @@ def delete(project: Path, names: Iterable[str]) -> None:
             words = [room.word for room in rooms if file in room.lines]
             gone = {number for word in words for number in matching(path, word)}
             path.write_text(without(path.read_text(encoding="utf-8"), gone), encoding="utf-8")
+    names = {name for room in rooms for name in room.settings}
+    path = package_of(project) / "config.py"
+    path.write_text(without_settings(path.read_text(encoding="utf-8"), names), encoding="utf-8")
     for command in (["check", "--fix"], ["format"]):
         subprocess.run(
             [sys.executable, "-m", "ruff", *command, "--quiet", "."], cwd=project, check=False
@@ -186,6 +318,29 @@ def without(text: str, gone: set[int]) -> str:
         else:
             kept.append(line[4 * len(opened) :] if line.strip() else line)
     return "".join(kept)
+
+
+def without_settings(text: str, names: set[str]) -> str:
+    """Return config.py without some classes and fields, and the docstrings of the fields."""
+    gone: set[int] = set()
+    tree = ast.parse(text)
+    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
+    for body in bodies:
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            is_class = isinstance(node, ast.ClassDef) and node.name in names
+            is_field = isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names
+            if is_class or (is_field and body is not tree.body):
+                decorators = getattr(node, "decorator_list", [])
+                first = min([node.lineno, *(one.lineno for one in decorators)])
+                last = after if is_field and _is_docstring(after) else node
+                gone |= {*range(first - 1, last.end_lineno or first)}
+    lines = text.splitlines(keepends=True)
+    return "".join(line for number, line in enumerate(lines) if number not in gone)
+
+
+def _is_docstring(node: ast.stmt | None) -> bool:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text and isinstance(node.value.value, str)
 
 
 def _code_of(line: str) -> str:

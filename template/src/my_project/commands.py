@@ -72,9 +72,9 @@ def print_evaluation(arguments: argparse.Namespace, output: Any = None) -> int:
         if not is_export:
             resuming.refuse_damaged(folder, resuming.find_damage_together(accelerator, folder))
             weights.refuse_trained_view(folder)
-        has_own_load = is_export and optional(config.recipe, "load")
         model: Any = None
-        if is_sharding(accelerator) and not has_own_load:
+        loads_shards = not (is_export and optional(config.recipe, "load"))  # for sharding
+        if is_sharding(accelerator) and loads_shards:
             model = model_for_sharding(accelerator, config, data_info)
             weights.load_weights(folder, model.model)  # into its shards: sharding
         if model is None:

@@ -28,7 +28,13 @@ from .checks.start import Checks
 from .contract import check_best_metric
 from .ema import EMA, build_ema
 from .evaluate import evaluate, sanity_check
-from .loading.layout import BatchLayout, batch_layout, is_stream, lengths, total_steps
+from .loading.layout import (
+    BatchLayout,
+    batch_layout,
+    is_stream,
+    lengths,
+    total_steps,
+)
 from .loading.loader import IndexedBatches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward

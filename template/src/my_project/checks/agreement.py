@@ -104,7 +104,7 @@ class Agreement:
         self.reading = self._read() if is_on and not self.is_restart_in_place else None
 
     def _read(self, *, is_backward: bool = False) -> Reading:
-        """Read samples, those of a stream on one rank of each node.
+        """Read samples, those in lanes on one rank of each node.
 
         Not of a dataset with an open file, whose position another process would move.
         """

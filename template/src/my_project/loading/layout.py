@@ -51,10 +51,10 @@ def is_stream(data: Any) -> bool:
 
 
 def lengths(train_set: Any, validation_sets: dict[str, Any]) -> dict[str, int]:
-    """Count the samples of each dataset, or the lanes of a stream."""
+    """Count the samples of each dataset, or its lanes."""
     counts = {f"validation set {name}": len(data) for name, data in validation_sets.items()}
     if is_stream(train_set):
-        return {"the lanes of the stream": train_set.lanes} | counts
+        return {"the lanes of the stream": train_set.lanes} | counts  # of a stream
     return {"the training set": len(train_set)} | counts
 
 

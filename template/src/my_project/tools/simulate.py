@@ -48,7 +48,10 @@ from ..ema import EMA
 from ..launching import launch
 from ..launching.train import find_where
 from ..loading import prepare
-from ..loading.layout import batch_layout, is_stream
+from ..loading.layout import (
+    batch_layout,
+    is_stream,
+)
 from ..process import no_garbage_collection
 from ..settings import parse
 
@@ -248,7 +251,7 @@ class _Step:
     def __init__(
         self, config: Config, world_size: int, precision: str, data_info: dict[str, Any]
     ) -> None:
-        """Build and prepare the model and its optimizer as train.py does, and the EMA."""
+        """Build and prepare the model and its optimizer as train.py does."""
         self.recipe = config.recipe
         self.world_size = world_size
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -312,7 +315,7 @@ class _Step:
                 dist.all_reduce(bucket.to(self.sent_dtype))
 
     def update(self) -> None:
-        """Update the weights and the EMA as train.py does, without reading the norm."""
+        """Update the weights as train.py does, without reading the norm."""
         gradients = [p.grad for p in self.raw_model.parameters() if p.grad is not None]
         norm: Any = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore
         if isinstance(norm, DTensor):
