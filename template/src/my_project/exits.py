@@ -14,13 +14,14 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .config import ConfigError
-from .failures import exit_with_error, library_of, report_once
+from .failures import library_of, report_once, say_error
 from .process import (
     LOGS,
     PREEMPTED,
@@ -46,40 +47,61 @@ def make_parser(description: str | None, command: str = "") -> argparse.Argument
     )
 
 
-def run(main: Callable[..., int | None], *arguments: Any, failures: Any = Exception) -> NoReturn:
-    """Run a command and exit with its code.
+@dataclass
+class Outcome:
+    """How a command ends."""
 
-    A ConfigError, which the user can fix, exits with a message and its own code. Any other
-    exception exits after an error file is written (failures.py) and the traceback printed: with 2
-    where it would come again, else with 1.
+    code: int | None = 1
+
+
+@contextmanager
+def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[None]:
+    """Report what the block raises, and turn it into an exit code.
+
+    A ConfigError, which the user can fix, gives a message and its own code. Any other exception
+    gives an error file (failures.py) and the traceback: 2 where it would come again, otherwise 1.
     """
-    code = 1
     try:
-        code = main(*arguments) or 0
+        yield
     except ConfigError as error:
-        exit_with_error(error)
+        outcome.code = say_error(error)
     except KeyboardInterrupt as error:
         print(f"interrupted {error}".strip(), file=sys.stderr)
-        code = 130
+        outcome.code = 130
     except failures as error:
         failure = report_once(error)
         name = f"[{process_name()}] " * (world()[0] > 1)
         say(f"{name}{failure.details}", to=sys.stderr)
-        code = failure.exit_code
-    raise SystemExit(code)
+        outcome.code = failure.exit_code
+
+
+def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
+    """Run a command and exit with its code."""
+    outcome = Outcome()
+    with errors_reported(outcome):
+        outcome.code = main(*arguments)
+    raise SystemExit(outcome.code or 0)
 
 
 def run_on_all_ranks(main: Callable[..., int], *arguments: Any) -> NoReturn:
     """Run a command that each rank of a launch runs."""
+    with on_all_ranks() as outcome:
+        outcome.code = main(*arguments)
+    raise AssertionError("on_all_ranks ends the process")
+
+
+@contextmanager
+def on_all_ranks() -> Iterator[Outcome]:
+    """Run the block as a rank of a launch: with its log, and exit with its code."""
     gc.enable()  # parse_command_line has turned it off for the imports
     write_logs()
     set_up_logging()
-    try:
-        run(main, *arguments, failures=(Exception, SystemExit))  # a sys.exit(0) is no success
-    except SystemExit as end:
-        code: Any = end.code
+    outcome = Outcome()
+    with errors_reported(outcome, (Exception, SystemExit)):  # a sys.exit(0) is not a success
+        yield outcome
+    code = outcome.code or 0
     if code == PREEMPTED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-        code = 0  # on another code torchrun would restart the preempted run at once
+        code = 0  # on another code torchrun would immediately restart the preempted run
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:  # how the run has ended stays, however its teardown is told
             signal.signal(number, signal.SIG_IGN)

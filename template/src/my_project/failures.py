@@ -392,15 +392,20 @@ def write_to_logs(kind: str, content: dict[str, Any]) -> None:
             write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
-def exit_with_error(error: ConfigError) -> NoReturn:
-    """Print the error and exit with its code.
+def say_error(error: ConfigError) -> int:
+    """Print the error; return its exit code.
 
-    All processes of a launch meet the same error. Local rank 0 prints it at once; the others print
-    it only if the launcher has not ended them within 5 s. Launchers return 1 for any exit code of
-    their processes, so the launcher reads code and message from the error file.
+    All processes of a launch meet the same error. Local rank 0 prints it immediately; the others
+    print it only if the launcher has not ended them within 5 s. Launchers return 1 for any exit
+    code of their processes, so the launcher reads code and message from the error file.
     """
     report_once(error)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)
     say(mask(f"error: {error}"), to=sys.stderr)
-    raise SystemExit(error.exit_code)
+    return error.exit_code
+
+
+def exit_with_error(error: ConfigError) -> NoReturn:
+    """Print the error, and exit with its code."""
+    raise SystemExit(say_error(error))

@@ -458,7 +458,8 @@ def call(module: str, settings: Config | tuple[str, ...], *, launcher: int) -> N
     LAUNCHER.watch(launcher)
     main = importlib.import_module(module).main
     config = parse_settings([*settings]) if isinstance(settings, tuple) else settings
-    exits.run_on_all_ranks(main, config)
+    with exits.on_all_ranks() as outcome:
+        outcome.code = main(config)
 
 
 def run_module(
@@ -511,25 +512,23 @@ def main(arguments: list[str]) -> int:
     prepare_environment()
     say_that_it_imports()
     launch = parse(arguments)
-    if not launch.own.requeue:
-        return end(start(launch))
     folder = launch.config.folder
     marks = [-1] if starts_over_now(launch.config) else attempts.marks(folder)
-    code, why = attempts.requeue(folder, marks, end(start(launch)))
+    workers = get_ready(launch)
+    code = workers if isinstance(workers, int) else run(launch, workers).tell()
+    if not launch.own.requeue:
+        return code
+    code, why = attempts.requeue(folder, marks, code)
     if why and not launch.node_rank:
         print(why, flush=True)
     return code
 
 
-def start(launch: Launch, command: str = "") -> Ending | int:
-    """Run this node's part of the run.
-
-    Args:
-        launch: the settings.
-        command: what continues the run, as it is typed; "" where that is not known.
+def get_ready(launch: Launch) -> Workers | int:
+    """Look for the GPUs, wait for the other nodes, and check the cluster if that is asked for.
 
     Returns:
-        How the run ended, or the exit code of what is no run.
+        What starts the processes of this node; the exit code where nothing is to be trained.
     """
     if launch.gpus and launch.nodes == 1:
         from ..accelerator import check_gpus, count_accelerators
@@ -547,20 +546,17 @@ def start(launch: Launch, command: str = "") -> Ending | int:
         if any(codes.values()):
             print("preflight failed, so nothing was trained; see the errors above", flush=True)
             return next(max(code, 1) for code in codes.values() if code)
-    return run(launch, workers, command) if launch.module == TRAIN else 0
+    return workers if launch.module == TRAIN else 0
 
 
-def end(ending: Ending | int) -> int:
-    """Print how a run ended, below all output of its processes; return the exit code."""
-    if isinstance(ending, int):
-        return ending
-    with suppress(OSError):  # a closed terminal
-        ending.print()
-    return ending.exit_code
+def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
+    """Train, and again after failures that need not repeat.
 
-
-def run(launch: Launch, workers: Workers, command: str) -> Ending:
-    """Train, and again after failures that need not repeat."""
+    Args:
+        launch: the settings.
+        workers: of get_ready.
+        command: what continues the run, as it is typed; "" where that is not known.
+    """
     folder = launch.config.folder
     began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     logs = folder / "logs" / f"node_{launch.node_rank}" / f"{began}_{os.getpid()}"

@@ -77,6 +77,12 @@ class Ending:
     def _first(self) -> Failure | None:
         return first_failure(self.failures)
 
+    def tell(self) -> int:
+        """Print how a run ended, below all output of its processes; return the exit code."""
+        with suppress(OSError):  # a closed terminal
+            self.print()
+        return self.exit_code
+
     def print(self) -> None:
         """Print the block; on other nodes than the first one line."""
         kind, first = self.kind, self._first

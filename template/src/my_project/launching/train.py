@@ -120,9 +120,12 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
             ]
         )
         os.environ[DRY_RUN] = "1"
-        ending = launch.start(started, command=command)
-        if isinstance(ending, int) or ending.kind != "finished":
-            return launch.end(ending)
+        workers = launch.get_ready(started)
+        if isinstance(workers, int):
+            return workers
+        ending = launch.run(started, workers, command)
+        if ending.kind != "finished":
+            return ending.tell()
         print_estimate(config, started.config.folder)
     return 0
 
@@ -174,7 +177,8 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         return dry_run(config, flags, settings, command)
     started = launch.parse([*flags, "-m", launch.TRAIN, *settings])
-    return launch.end(launch.start(started, command=command))
+    workers = launch.get_ready(started)
+    return workers if isinstance(workers, int) else launch.run(started, workers, command).tell()
 
 
 if __name__ == "__main__":
