@@ -16,6 +16,7 @@ from test_size import code_lines
 from test_wheel import IMPORT_ALL
 
 EVERY = [*BY_NAME]
+CORE_LINES, CORE_FILES = 5_120, 33  # of code, when all rooms are deleted
 # In a project of before: a run to the end, and one that is stopped after its first step.
 BEFORE = """
 import sys
@@ -70,6 +71,7 @@ COMMANDS_OF = {
     "tools": {"runs", "report", "doctor", "planner", "preflight"},
     "launching": {"train", "launch", "planner"},
     "commands": {"evaluate", "predict", "export"},
+    "sharding": {"planner"},
 }
 QUICK = ("resume", "same_curve", "metrics", "evaluation", "loader", "damage")
 
@@ -150,7 +152,8 @@ def test_the_core_is_small(template: Path, tmp_path: Path, capsys):
     sizes = [code_lines(path) for path in rooms.core(rooms.package_of(project))]
     with capsys.disabled():
         print(f"\nthe core: {sum(sizes)} lines of code in {sum(map(bool, sizes))} files")
-    assert sum(sizes)
+    assert 0 < sum(sizes) <= CORE_LINES
+    assert sum(map(bool, sizes)) <= CORE_FILES
 
 
 # ---- by running ----------------------------------------------------------------------------------

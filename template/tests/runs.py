@@ -19,6 +19,11 @@ def quick(count: int, cases: Any) -> list[Any]:
     return [pytest.param(*c, marks=[pytest.mark.slow] * (i >= count)) for i, c in enumerate(listed)]
 
 
+def averaged(decay: float) -> dict[str, Any]:
+    """Return the setting of an EMA; none where its room was deleted."""
+    return {"optim__ema_decay": decay} if hasattr(OptimConfig, "ema_decay") else {}
+
+
 def make_config(folder: Path, recipe: Ragged | None = None, **settings: Any) -> Config:
     """Make the config of a short run; dotted settings such as optim__lr override."""
     config = Config(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, records, status, train, values
+from runs import assert_same_weights, averaged, change, make_config, records, status, train, values
 from test_resume import make_disk_slow
 from world import run_world
 
@@ -148,7 +148,7 @@ def test_the_last_save_is_on_the_disk_before_the_last_evaluation(tmp_path):
 JUDGED = {  # a run whose last evaluations are its best
     "steps": 8, "evaluation__every_steps": 2, "checkpoints__every_steps": 2,
     "evaluation__best_metric": "validation/accuracy", "checkpoints__keep": 1,
-    "optim__ema_decay": 0.5,
+    **averaged(0.5),
 }  # fmt: skip
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 from ragged import Ragged
-from runs import assert_same_weights, change, make_config, quick, records, status, train, values
+from runs import (
+    assert_same_weights,
+    averaged,
+    change,
+    make_config,
+    quick,
+    records,
+    status,
+    train,
+    values,
+)
 from world import run_world
 
 from my_project import files
@@ -45,7 +55,7 @@ def assert_same(run: Config, reference: Config, tolerance: float) -> None:
 def uninterrupted(tmp_path_factory) -> Config:
     recipe = Ragged(dtype="float64", dropout=0.2, noise=0.1)
     saves = {"checkpoints__every_steps": FIRST, "checkpoints__keep": 9}
-    config = make_config(tmp_path_factory.mktemp("runs"), recipe, optim__ema_decay=0.8, **saves)
+    config = make_config(tmp_path_factory.mktemp("runs"), recipe, **averaged(0.8), **saves)
     run_world(2, train, config)
     return config
 

@@ -42,6 +42,7 @@ def test_any_split_gives_the_same_curve(tmp_path, optimizer, dtype):
 
 def test_any_split_gives_the_same_batch_norm(tmp_path):
     """Weights, running statistics and what evaluations find with them; a step is skipped."""
+    pytest.importorskip("my_project.statistics")
     recipe = Ragged(dtype="float64", batch_norm=True, explode_at=(4,))
     settings, runs = OPTIMIZERS["sgd"] | {"evaluation__every_steps": 3}, []
     for processes in (1, 2, 4):
