@@ -235,7 +235,7 @@ def initial_loss_scale(config: Config) -> GradScalerKwargs:
 
 
 def check_world(accelerator: Accelerator) -> None:
-    """Raise an error at once if the process group lacks processes of this launch."""
+    """Raise an error if the process group lacks processes of this launch."""
     expected, rank = world()
     if accelerator.num_processes != expected:
         raise ConfigError(

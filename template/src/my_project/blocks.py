@@ -27,7 +27,7 @@ from .recipe import Recipe, optional
 def blocks(recipe: Recipe, model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: what the recipe's model_blocks returns, or outermost modules.
 
-    These are of the classes that transformers leaves on one device, else of those of which a
+    These are of the classes that transformers leaves on one device, or of those of which a
     ModuleList or a Sequential holds several, leaves such as a Linear aside. A module that shares a
     weight with another part of the model is none: FSDP2 could not gather it alone.
     """

@@ -1,7 +1,7 @@
 """The commands on the weights of a run: evaluate, predict, export.
 
 Code in an untrusted folder of weights is never run (safety/trust.py). What needs torch is imported
-when it is used, so that --help and a wrong path answer at once.
+when it is used, so that --help and a wrong path answer immediately.
 """
 
 import argparse

@@ -158,7 +158,7 @@ class DistributedConfig:
     ddp: dict[str, Any] = field(default_factory=dict, metadata={"changes_curve": False})
     """Options of accelerate's DistributedDataParallelKwargs, by their own names."""
     sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over the micro-batches of all ranks at once, so that the curve
+    """Compute BatchNorm statistics over the micro-batches of all ranks together, so that the curve
     depends on the number of processes. GPUs only. Without it, each micro-batch has its own, and the
     running statistics are those of all micro-batches in order."""
     activation_checkpointing: bool = may_change(False)
@@ -224,8 +224,8 @@ class ChecksConfig:
     """
 
     recipe: str | bool = may_change("warn")
-    """`loss` and `num_items` that are no sums over samples, and settings of no effect, before the
-    first step of a new run (checks/recipe.py)."""
+    """`loss` and `num_items` that are not sums over samples, and settings without effect, before
+    the first step of a new run (checks/recipe.py)."""
     data: str | bool = may_change("warn")
     """A run that continues with other data (checks/agreement.py)."""
     code: str | bool = may_change("warn")

@@ -253,7 +253,9 @@ def scalars(recipe: Recipe, name: str, value: Any) -> dict[str, float]:
     try:
         return {f"{name}/{key}" if key else name: float(part) for key, part in parts.items()}
     except (TypeError, ValueError, RuntimeError) as error:
-        problem = f"returned a metric {name} whose result is no number or dict of numbers: {error}."
+        problem = (
+            f"returned a metric {name} whose result is not a number or dict of numbers: {error}."
+        )
         _refuse(recipe, "build_metrics", problem)
 
 

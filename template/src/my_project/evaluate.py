@@ -66,7 +66,7 @@ def evaluate(
         for name, data in datasets.items():
             count = math.ceil(len(data) / size)
             count = min(count, world_size) if is_sanity_check else count
-            # Each rank makes the same number of forward passes, else FSDP deadlocks; surplus ones
+            # Each rank makes the same number of forward passes, or FSDP deadlocks; surplus ones
             # go to metrics that are discarded.
             rounds = math.ceil(count / world_size)
             numbers = range(accelerator.process_index, rounds * world_size, world_size)

@@ -1,6 +1,6 @@
 """What a process that fails leaves behind: an error file, read by the launcher and the tools.
 
-docs/run-folder.md describes its fields. It lies in <run folder>/errors/ and, under the launcher, in
+docs/run-folder.md describes its fields. It is in <run folder>/errors/ and, under the launcher, in
 the log folder of the start, there from before the run folder is open, and in a temporary folder.
 The same is written for torchrun, whose last block shows the first failure of all processes.
 """

@@ -127,7 +127,7 @@ def from_object(kind: type[T], content: Any, *, is_strict: bool = True) -> T:
         is_strict: refuse a field of another type; else it gets its default.
 
     Raises:
-        TypeError: it is no object, or lacks a field that has no default.
+        TypeError: it is not an object, or lacks a field that has no default.
     """
     found = {}
     for name, hint in get_type_hints(kind).items():

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1  # of a checkpoint
 BUSY = (errno.EBUSY, errno.ENOTEMPTY)  # a file in a folder is open on another host (NFS)
 PIECE_BYTES = 64 << 20  # hashed by itself, so that ranks and threads share a large file
-CHUNK_BYTES = 1 << 20  # read at once
+CHUNK_BYTES = 1 << 20  # of one read
 HASHING_THREADS = 4
 
 

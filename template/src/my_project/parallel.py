@@ -105,7 +105,7 @@ def wrap_in_ddp(
     optimizer: torch.optim.Optimizer,
     _: None,
 ) -> Any:
-    """Wrap the model in DDP, where there are several processes. Arguments as of prepare."""
+    """Wrap the model in DDP, where there are several processes. Same arguments as `prepare`."""
     keep_gradients_in_buckets(config, model, optimizer)
     wrapper = RecipeModule(model)
     compile_blocks_in_place(accelerator, wrapper, config)

@@ -7,10 +7,10 @@ order:
     prepare_data() -> dict
         Return what the model must know of the data, as plain JSON (class names, vocabulary size).
         Downloads and tokenizes once per cache, before any process group: one process of the run
-        goes first, then one on each node, then all others at once, which find the work done.
+        goes first, then one on each node, then all others together, which find the work done.
     build_datasets(data_info) -> (train, {name: validation})
         Return map-style datasets: `len(data)` and `data[index]`; {} for no validation. A dataset
-        with `__getitems__(indices)` is asked for a whole micro-batch at once, unless it draws
+        with `__getitems__(indices)` is asked for a whole micro-batch in one call, unless it draws
         random numbers (batches.seed_samples). `data[index]` may be called twice where it first
         draws, so it must not keep what it has drawn. A dataset with `set_epoch(epoch)`, itself or
         in a Subset or ConcatDataset, is told the epoch before its first sample of each epoch, in

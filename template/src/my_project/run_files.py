@@ -167,7 +167,7 @@ NEEDED = ("metrics.jsonl", "starts.jsonl", "status.json")
 def each_record(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
 
-    A last line cut off by a kill is no damage.
+    A last line that a kill has cut off does not count as damaged.
     """
     with open_own(path) as file:
         while line := file.readline(MOST_LINE_BYTES):

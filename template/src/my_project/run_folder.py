@@ -136,7 +136,7 @@ class Run:
     def fail(self, failure: Failure) -> None:
         """Write a failure into the status, unless that of another rank came first.
 
-        Two ranks may do this at once; the launcher, which has all error files, corrects it.
+        Two ranks may do this simultaneously; the launcher, which has all error files, corrects it.
         """
         noted = self.status().failure
         if self.token and (not noted or first_failure([noted, failure]) is failure):

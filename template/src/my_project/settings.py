@@ -46,7 +46,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
     """Return the config files, and the names of options with their texts, which may be repeated.
 
-    A name may have - for _: --overfit-batches. A word that is no option is a config file.
+    A name may have - for _: --overfit-batches. A word that is not an option is a config file.
     """
     files: list[Path] = []
     options: list[tuple[str, str | None]] = []
@@ -267,7 +267,7 @@ def wrong_setting(sources: Iterable[dict[str, Any]], recipe: Any) -> ConfigError
 def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> str:
     """Return jsonargparse's message in plain words, as far as it is known what it means.
 
-    Of a name that does not exist with the most similar one, of a wrong value with what is right.
+    For a name that does not exist it gives the most similar one, for a wrong value what is right.
     """
     unknown = re.search(
         r"(?:(?:Group '|^Parser key \")([\w.]+).*)?(?:ption '|arguments: (--))([^'=\s]+)", message

@@ -161,9 +161,11 @@ def wrap_for_sharding(
     optimizer: torch.optim.Optimizer,
     weights: dict[str, Tensor] | None,
 ) -> Any:
-    """Shard by torch's `fully_shard`, then allocate and fill the shards. Arguments as of prepare.
+    """Shard by torch's `fully_shard`, then allocate and fill the shards.
 
-    Not by accelerate's `prepare`, which chooses what is gathered at once by looking into our
+    Same arguments as parallel.prepare.
+
+    Not by accelerate's `prepare`, which chooses what is gathered together by looking into our
     wrapper, and finds the optimizer's parameters by their addresses: on the meta device all have
     the same. Here they are found by name.
     """
@@ -204,7 +206,7 @@ def wrap_for_sharding(
         fully_shard(norm, reshard_after_forward=reshard, mp_policy=whole, **options)
     for block in block_list:
         fully_shard(block, reshard_after_forward=reshard, mp_policy=block_policy, **options)
-    # the backward pass needs the root at once
+    # the backward pass needs the root immediately
     fully_shard(wrapper, reshard_after_forward=False, mp_policy=root_policy, **options)
     if is_on_meta:
         is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)

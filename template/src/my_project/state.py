@@ -90,7 +90,7 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def restore(self, saved: dict[str, Any], config: Config) -> None:
-        """Take the fields of a checkpoint; of another metric than the config's there is no best."""
+        """Take the fields of a checkpoint, but for a best value of another metric."""
         for f in dataclasses.fields(self):
             value, before = saved.get(f.name), getattr(self, f.name)
             is_number = isinstance(before, NUMBER)

@@ -97,7 +97,7 @@ class StepSums:
 
 
 def timestamp(tensor: Tensor) -> Any:
-    """Return a CUDA event for a tensor on a GPU, else the clock of the host in seconds."""
+    """Return a CUDA event for a tensor on a GPU, otherwise the clock of the host in seconds."""
     if not tensor.is_cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

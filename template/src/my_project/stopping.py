@@ -26,8 +26,8 @@ class StopRequest:
     """A request to stop, made by a signal, by config.stop_after or by the end of the launcher.
 
     The loop votes for a stop in the step's all-reduce, so all ranks exit after the same step. A
-    second signal ends the process at once; it counts only 5 s after the first, since launchers pass
-    on to their workers what the terminal or the scheduler has sent them already.
+    second signal ends the process immediately; it counts only 5 s after the first, since launchers
+    pass on to their workers what the terminal or the scheduler has sent them already.
     """
 
     def __init__(self, config: Config) -> None:

@@ -111,7 +111,7 @@ def refuse_trained_view(folder: Path) -> None:
 
 
 def weights_folder(folder: Path) -> Path:
-    """Return the weights that a path means: of a run best/, else export/, else the newest save."""
+    """Return the weights that a path means: for a run best/, export/ or the newest checkpoint."""
     for candidate in (folder, folder / "best", folder / "export"):
         if is_export(candidate) or (candidate / "manifest.json").is_file():
             return candidate

@@ -69,7 +69,7 @@ def export(
 
     def write(folder: Path, read: Read) -> None:
         def value(key: str) -> Tensor:
-            tensor = weights[key]  # of an empty one there is no shard
+            tensor = weights[key]  # an empty one has no shard
             return read(key) if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
 
         if not needs_whole:

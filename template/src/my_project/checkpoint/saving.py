@@ -57,7 +57,7 @@ from .shards import (
 )
 
 logger = logging.getLogger(__name__)
-# Of the thread, not of the process: training takes the cores first, and the save what is left.
+# of the thread that saves, not of the process: training takes the cores first
 NICENESS = 10
 FIRST_SAVES = 3  # which have failed when a start ends for it, before it loses more steps
 END_SECONDS = 20  # waited for other ranks when a save has failed, or one of them is gone
@@ -214,12 +214,12 @@ class Checkpoints:
         """Replace best/ or export/, after the jobs before it. Called by every rank.
 
         The weights are read from the checkpoint of this step. Where there is none, the thread of
-        each rank writes its shards to a temporary folder, as of a checkpoint and without a
+        each rank writes its shards to a temporary folder, as for a checkpoint and without a
         collective.
 
         Args:
             folder: best/ or export/.
-            fill: writes files into the temporary folder; called by rank 0, at once.
+            fill: writes files into the temporary folder; called by rank 0, immediately.
             weights: to write, with the same names on all ranks; {} if `fill` writes them.
             saved_names: their names in a checkpoint; None for a tensor that it does not hold.
             write: writes them into that folder, and gets a function that reads one by its name;

@@ -204,7 +204,7 @@ class TensorReader:
             offsets = json.loads(metadata.pop("offsets"))
             del metadata["format"]
             self.aliases |= metadata
-            for name in file.keys():  # noqa: SIM118 - it is no dictionary
+            for name in file.keys():  # noqa: SIM118 - it is not a dictionary
                 shape = file.get_slice(name).get_shape()
                 offset, whole = offsets.get(name, [[0] * len(shape), shape])
                 self.shards.setdefault(name, []).append((file, offset, shape))

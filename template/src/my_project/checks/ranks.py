@@ -23,7 +23,7 @@ from ..step_sums import dtype_of_sums
 from .findings import Findings
 
 ROUNDING, MOST = 1e-5, 1e-3  # relative to the norm: equal up to the first, unequal above the second
-CHUNK = 2**18  # elements of a tensor that are converted at once
+CHUNK = 2**18  # elements of a tensor that are converted together
 
 REMEDY = (
     "Only the optimizer may change a parameter: set it in build_model, from samples read there, or"
@@ -218,4 +218,4 @@ def sketch(tensor: Tensor) -> Tensor:
     norms, products = torch.stack(numbers).to(wide).unbind(1)
     norm = norms.norm() if is_float else torch.ones_like(norms[0])
     product = products @ fixed_numbers(tensor.device, wide)[: len(products)]
-    return torch.stack([norm, product]).nan_to_num(1e30, 1e30, 1e30)  # as of a mask of -inf
+    return torch.stack([norm, product]).nan_to_num(1e30, 1e30, 1e30)  # as for a mask of -inf

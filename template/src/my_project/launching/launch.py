@@ -344,7 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     parser.add_argument("--join_timeout_seconds", type=float, default=600, help="for other nodes")
     parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
-    help_text = "75 also after an error that a newer checkpoint precedes, not after three in vain"
+    help_text = "75 also after an error, if a checkpoint is newer; not after three without one"
     parser.add_argument("--requeue", action="store_true", help=help_text)
     return parser
 

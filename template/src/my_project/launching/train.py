@@ -6,7 +6,7 @@
 Config files may stand anywhere; several are read one after the other. Options of its own:
 
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default all GPUs
-                       of this machine that divide the global batch, else one CPU process
+                       of this machine that divide the global batch, or one CPU process
   --num_processes N    processes on this machine; by default one per GPU, or those of the file
   --preflight          check the machine before training
   --dry-run            all checks, two steps, an evaluation, a save and an export in a temporary

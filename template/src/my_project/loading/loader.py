@@ -81,7 +81,7 @@ class Fetch:
         self.data = data
         self.seeds = SampleSeeds(seed, seed_samples)
         self.collate = collate or default_collate
-        # a whole micro-batch at once, as long as nothing is drawn
+        # a whole micro-batch in one call, as long as nothing is drawn
         self.at_once = seed_samples is not True and reads_at_once(data)
         self.is_of_tensors = collate is None and is_of_tensors(data)  # which draw nothing
         self.is_first = True
@@ -90,7 +90,7 @@ class Fetch:
         if self.is_of_tensors:
             batch = read_rows(self.data, [index for _, index in keys])
         else:
-            epoch = keys[0][0]  # a micro-batch lies within one
+            epoch = keys[0][0]  # a micro-batch belongs to one
             tell_epoch(self.data, epoch if isinstance(epoch, int) else 0, self.seeds.seed)
             batch = self._read(keys)
             if self.seeds.missed_a_draw():
@@ -111,7 +111,7 @@ class Fetch:
 
 
 def reads_at_once(data: Any) -> bool:
-    """Return whether a dataset has a `__getitems__` that reads several samples at once."""
+    """Return whether a dataset has a `__getitems__` that reads several samples in one call."""
     while isinstance(data, Subset):  # whose own one calls that of its dataset, if there is one
         data = data.dataset
     return callable(getattr(data, "__getitems__", None))

@@ -72,7 +72,7 @@ def in_turn(folder: Path) -> Iterator[None]:
     """Wait for this process's turn.
 
     One process of the run goes first; then one of each node, since caches may be local to a node;
-    then all others at once. The first of a node has its terminal, for a progress bar. Where the
+    then all others together. The first of a node has its terminal, for a progress bar. Where the
     first one fails or dies, the next one does the work. The
     locks are files in the runs folder, which the nodes share, so no process group is needed. The
     operating system releases a lock when its process ends, for whatever reason.
@@ -85,7 +85,7 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def first_alone(path: Path) -> Iterator[bool]:
-    """Let one process go first, alone, then all others at once; yield whether this one is first."""
+    """Let one process go first, alone, then all others together; yield whether this one is."""
     unfinished = path.with_suffix(".unfinished")  # it is there until the first one has finished
     lock = FileLock(path, mode=0o666, poll_interval=0.2)
     held: AbstractContextManager

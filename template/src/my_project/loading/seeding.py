@@ -19,7 +19,7 @@ import torch
 
 from .layout import BatchLayout
 
-BLOCK = 8192  # samples that are looked up at once
+BLOCK = 8192  # samples that are looked up together
 ROUNDS = 12  # with 8, the 120 orders of five samples are not equally frequent
 KNOWN_SEED = 20_261_122  # any number that nobody else is likely to take
 FROM_KNOWN_SEED = random.Random(KNOWN_SEED).random()
@@ -136,7 +136,7 @@ class SampleSeeds:
         self.mode = mode
         self.epoch: Any = None
         self.of_epoch: Any = None  # the hash of what its seeds have in common
-        self.torch_state: Any = None  # before samples that are read at once
+        self.torch_state: Any = None  # before samples that are read together
 
     def each(self, keys: Iterable[tuple[Any, int]]) -> Iterator[int]:
         """Seed the generators for each sample, by derive_seed(seed, "sample", epoch, index).
@@ -165,7 +165,7 @@ class SampleSeeds:
             yield index
 
     def at_once(self, keys: Sequence[tuple[Any, int]]) -> list[int]:
-        """Seed for a micro-batch whose samples are read at once, as for its first sample."""
+        """Seed for a micro-batch whose samples are read together, as for its first sample."""
         next(self.each(keys))
         self.torch_state = torch.default_generator.get_state()
         return [index for _, index in keys]

@@ -143,7 +143,7 @@ def compilations() -> int:
 
 # ---- speed ---------------------------------------------------------------------------------------
 # Peak TFLOP/s of a device without sparsity, from the makers' data sheets: 16 bit (bf16; fp16 where
-# there is no bf16), TF32, float32. The first that stands in the device's name as a word decides.
+# there is no bf16), TF32, float32. The first whose name is a word of the device's name decides.
 PEAK_TFLOPS = {
     "B200": (2250, 1125, 75),
     "GB200": (2500, 1250, 80),
@@ -320,7 +320,7 @@ def gpu_utilization(device: torch.device) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has held: on the GPU, or on the host for a CPU."""
+    """Return the peak memory of this process: on the GPU, or on the host for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -55,7 +55,7 @@ class Profiler:
             logger.warning("no step of profile.steps is left after step %d: none is profiled", step)
             return
         plan = schedule(wait=first - 1, warmup=1, active=self.last - first + 1, repeat=1)
-        # else it reports on stderr of a CPU, as an error, that there is no GPU
+        # otherwise it reports an error on stderr on a machine without a GPU
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self.profile = torch.profiler.profile(

@@ -5,7 +5,7 @@
 
 Reads the files that docs/run-folder.md describes, of all ranks; changes nothing. What a file says
 is marked as known, what only follows from it as likely, with the reason. Exit code 0 if it could
-say something, also of a run that goes on or has finished; 2 for a folder that is no run.
+say something, also of a run that goes on or has finished; 2 for a folder that is not a run.
 
 --json prints one object: run, outcome (finished, preempted, running, starting, failed, interrupted,
 unknown), happened, step, steps, time (seconds since 1970), first (null, or rank, host, step, time,
@@ -449,7 +449,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     """Return what --json prints.
 
     Raises:
-        ConfigError: the folder is no run.
+        ConfigError: the folder is not a run.
     """
     is_started = any(folder.glob("logs/node_*/*")) or (folder / "errors").is_dir()
     run = read_folder(folder) if is_started else read_run(folder)

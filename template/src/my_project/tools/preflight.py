@@ -13,7 +13,7 @@ measurements are saved for planner.py in <runs_folder>/preflight.json.
 from ..config import Config
 from ..settings import parse_command_line
 
-# read before torch is imported, so that --help and errors in the config appear at once
+# read before torch is imported, so that --help and errors in the config appear immediately
 CONFIG = parse_command_line(__doc__ or "") if __name__ == "__main__" else None
 
 import hashlib
@@ -154,7 +154,7 @@ def folder_problem(accelerator: Accelerator, config: Config) -> str:
 
 # ---- the network ---------------------------------------------------------------------------------
 def all_reduce(device: torch.device, size: int, groups: list[list[int]]) -> tuple[float, int]:
-    """Measure all-reduces that run in all groups at once, and count the wrong sums.
+    """Measure all-reduces that run in all groups together, and count the wrong sums.
 
     The bus bandwidth is 2 (n-1)/n x size / time, as nccl-tests defines it: comparable to the
     bandwidth of the slowest link (github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
@@ -173,7 +173,7 @@ def all_reduce(device: torch.device, size: int, groups: list[list[int]]) -> tupl
 def shifted(accelerator: Accelerator, size: int) -> list[float]:
     """Send a tensor to each other node, first rank to first rank; return the seconds by distance.
 
-    At distance d, node i sends to node i + d and receives from node i - d, all nodes at once.
+    At distance d, node i sends to node i + d and receives from node i - d, all nodes together.
     """
     firsts = [ranks[0] for ranks in nodes()]
     sent, received = (torch.zeros(size // 4, device=accelerator.device) for _ in range(2))

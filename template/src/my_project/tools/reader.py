@@ -86,7 +86,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_folder(folder: Path) -> Run:
-    """Read a folder that may be less than a run, such as that of a start that failed at once."""
+    """Read a folder that may be less than a run, such as that of a start that failed early."""
     status, info = read_status(folder), read_info(folder)
     state = status.outcome or "damaged"
     if state == "running" and is_locked(folder) is False:
