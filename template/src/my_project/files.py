@@ -1,7 +1,6 @@
-"""Atomic writes of files and folders, JSON, YAML, records, manifests. Imports no other module.
+"""Open and write files safely, read JSON and YAML, and the errors that a user can fix.
 
-A folder is written under a temporary name, flushed to disk, given a manifest with the size and hash
-of each file, and renamed: a folder under its final name is complete, and damage is detected.
+A file is written under a temporary name, flushed to disk and renamed. Imports no other module.
 """
 
 import errno

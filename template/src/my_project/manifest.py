@@ -1,4 +1,8 @@
-"""A checkpoint is complete or not there: manifests, hashes, atomic folders."""
+"""A checkpoint is complete or not there: manifests, hashes, atomic folders.
+
+A folder is written under a temporary name, flushed to disk, given a manifest with the size and hash
+of each file, and renamed: a folder under its final name is complete, and damage is detected.
+"""
 
 import errno
 import hashlib

@@ -36,7 +36,7 @@ def build_model(
         accelerator: of this process.
         config: of the run.
         data_info: from the recipe's prepare_data.
-        resume_from: the checkpoint that the weights come from; None for new ones.
+        resume_from: the checkpoint whose weights are loaded later; None for new ones.
 
     Returns:
         The model, and what `prepare` needs to fill the shards.

@@ -62,7 +62,9 @@ class Run:
         self.first_step_time: float | None = None  # when the first step of this start ended
         self.from_step: int | None = None  # the steps done before it
         self.id = uuid.uuid4().hex[:8]  # of the run, for trackers; set by its first launch
-        self.token = ""  # of this launch, set by begin() or sees()
+        self.token = (
+            ""  # of this attempt of a launch, set by begin() or sees(); "launch" in run.json
+        )
         self.hosts: list[str] = []  # by rank
         self.numerics: dict[str, Any] = {}  # of this launch, see accelerator.numerics
         self.notes: list[dict[str, Any]] = []  # records that are to be written to metrics.jsonl

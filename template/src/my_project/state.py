@@ -66,7 +66,7 @@ NUMBER = (int, float, NoneType)
 
 @dataclass(kw_only=True)
 class TrainState:
-    """All that a checkpoint holds besides tensors: the fields of `state` in its manifest."""
+    """What a checkpoint holds of the loop besides tensors, in `state` of its manifest."""
 
     step: int = 0  # optimizer steps done; data, schedule and random numbers follow from it
     stream_states: list[Any] = field(default_factory=list)  # of lanes with a state_dict

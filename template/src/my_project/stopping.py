@@ -1,7 +1,4 @@
-"""Preemption, the watchdog, and failure reports. Early stopping is in state.py.
-
-runs/<run_name>/errors/ gathers, for all nodes, one file for each rank that failed.
-"""
+"""A request to stop, by a signal, a time limit or the end of the launcher (preemption)."""
 
 import os
 import signal
@@ -19,7 +16,7 @@ from .process import (
     STOP_SIGNALS,
 )
 
-SECOND_SIGNAL_AFTER_SECONDS = 5.0  # seconds
+SECOND_SIGNAL_AFTER_SECONDS = 5.0
 
 
 class StopRequest:

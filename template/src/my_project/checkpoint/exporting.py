@@ -4,6 +4,7 @@
       model.safetensors        with the keys of the plain module, without wrappers
       config.yaml              of the run
       data_info.json           what the recipe's prepare_data has returned
+      step.json                the step of the weights
 
 A recipe may write other files than model.safetensors, see recipe.py. weights.py reads exports.
 """

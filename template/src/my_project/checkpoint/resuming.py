@@ -1,4 +1,7 @@
-"""Choose the checkpoint to continue from, and remove those that are no longer needed."""
+"""Choose the checkpoint to continue from, and move or remove others. saving.py loads it.
+
+With --resume never, Run.begin has moved the checkpoints of the run aside before.
+"""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Save, rotate and restore the state of a run.
+"""Save, rotate and load the state of a run.
 
     checkpoints/step_00000100/
       model.safetensors        with the keys of the plain module, without wrappers
@@ -59,7 +59,7 @@ from .shards import (
 logger = logging.getLogger(__name__)
 # of the thread that saves, not of the process: training takes the cores first
 NICENESS = 10
-FIRST_SAVES = 3  # which have failed when a start ends for it, before it loses more steps
+FIRST_SAVES = 3  # a start ends when its first saves have all failed, before it loses more steps
 END_SECONDS = 20  # waited for other ranks when a save has failed, or one of them is gone
 
 Read = Callable[[str], Tensor]  # reads a tensor by its name
@@ -158,7 +158,9 @@ class Checkpoints:
         shards = self._copied(kinds)
         scale = self.scaler.state_dict() if self.scaler else None
         state = train_state.to_dict() | {"optimizer": settings, "scaler": scale}
-        text = json.dumps(state | {"numerics": self.run.numerics})  # training goes on
+        text = json.dumps(
+            state | {"numerics": self.run.numerics}
+        )  # now: training changes the state
         step = train_state.step
         folder = self.folder / f"step_{step:08d}"
         # a name of this launch: where there are no locks, another one may write the same step
@@ -234,7 +236,7 @@ class Checkpoints:
             self.wait()  # until no job uses the buffers, and the temporary folder
         if self.rank >= self.writers:
             return
-        temporary = folder.with_name(f".{folder.name}.partial")  # of files.fill_temporary
+        temporary = folder.with_name(f".{folder.name}.partial")  # of manifest.fill_temporary
         parts = folder.with_name(f".{folder.name}_{self.run.step:08d}_{self.run.token}.partial")
         saved = self.folder / f"step_{self.run.step:08d}"
         shards = {} if is_saved or not weights else self._copied({"model": weights})
