@@ -93,14 +93,14 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     run = Run(make_config(tmp_path), rank=0)
     run.begin()
     run.hosts = ["here", "here"]
-    run.step, run.progress_time = 7, 123.5
-    run.first_step_time = 100.0 if has_stepped else None
+    step = 7 if has_stepped else 0
+    run.step, run.progress_time = step, 123.5
     monkeypatch.setattr(failures.LAUNCHER, "stop_signal", "SIGTERM")
     with pytest.raises((Exception, KeyboardInterrupt)), failures_recorded(run):
         KINDS[kind]()
     (found,) = run_files.read_errors(run.folder, run.token)
     facts = (found.rank, found.step, found.launch, found.progress_time, found.cause, found.signal)
-    assert facts == (0, 7, run.token, 123.5, cause, "SIGTERM")
+    assert facts == (0, step, run.token, 123.5, cause, "SIGTERM")
     if cause in ("setting", "not finite", "loader worker"):
         assert found.at is None
     else:
@@ -113,7 +113,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     would_repeat = cause == "setting" or (kind == "exception" and not has_stepped)
     assert found.exit_code == (2 if would_repeat else 1)
     noted = run.status()
-    assert (noted.outcome, noted.step) == ("failed", 7)
+    assert (noted.outcome, noted.step) == ("failed", step)
     assert noted.failure == replace(found, frames=(), details="", source=None)
 
 

@@ -271,7 +271,7 @@ def _is_of_semaphore(error: BaseException) -> bool:
 
 # ---- error files ---------------------------------------------------------------------------------
 def record_of(error: BaseException, without: CodeType | None = None) -> Failure:
-    """Return the content of the error file for an exception before the first step.
+    """Return the content of the error file for an exception before the run's first step.
 
     Args:
         error: the exception.

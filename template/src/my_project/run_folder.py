@@ -406,8 +406,8 @@ def failures_recorded(run: Run) -> Iterator[None]:
                 " same."
             )
         failure = failures.record_of(error, without=sys._getframe().f_code)
-        if run.first_step_time and failure.cause == "exception":
-            # what has worked for some steps may work again
+        if run.step and failure.cause == "exception":
+            # what has worked for some steps, in an earlier start too, may work again
             failure = replace(failure, exit_code=1)
         failure = run.record_error(failure)
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once

@@ -400,7 +400,7 @@ def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> A
         refusal: why this node will not start its processes again; "" if it will start them.
 
     Returns:
-        The connections to the other launchers, rendezvous.OtherNodes.
+        The connections to the other launchers, nodes.OtherNodes.
 
     Raises:
         ConfigError: on every node, why no process starts.

@@ -8,6 +8,7 @@ Config files may stand anywhere; several are read one after the other. Options o
   --where NAME         accelerate_configs/NAME.yaml, or the path of such a file; by default all GPUs
                        of this machine that divide the global batch, or one CPU process
   --num_processes N    processes on this machine; by default one per GPU, or those of the file
+  --max_restarts N     restarts in place without a new step in between, 3 by default
   --preflight          check the machine before training
   --dry-run            all checks, two steps, an evaluation, a save and an export in a temporary
                        folder
@@ -51,6 +52,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog=COMMAND, add_help=False, allow_abbrev=False)
     parser.add_argument("--where", default="")
     parser.add_argument("--num_processes", "--num-processes", type=int)
+    parser.add_argument("--max_restarts", "--max-restarts", type=int)
     parser.add_argument("--preflight", action="store_true")
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
     return parser.parse_known_args(arguments)
@@ -169,6 +171,8 @@ def main(arguments: list[str]) -> int:
     flags = ["--config_file", str(path)]
     if processes != (read_yaml(path).get("num_processes") or 1):
         flags += ["--num_processes", str(processes)]
+    if options.max_restarts is not None:
+        flags += ["--max_restarts", str(options.max_restarts)]
     if options.preflight:
         flags.append("--preflight")
     typed = shlex.join(mask_command(arguments))

@@ -47,7 +47,7 @@ class Workers:
         self.stop_signal_time = float("inf")  # time.time(), as error files have it
         self._stopped_at = float("inf")  # time.monotonic(), which no clock step changes
         self._may_raise = True  # nothing has to be ended or written when a signal comes
-        self.others: Any = None  # with several nodes rendezvous.OtherNodes
+        self.others: Any = None  # with several nodes: nodes.OtherNodes
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process
         self._handle_signals()
 
