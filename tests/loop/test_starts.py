@@ -206,7 +206,7 @@ def test_a_run_is_started_again_only_where_it_can_get_further(
 def test_the_launcher_says_why_a_scheduler_starts_a_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
-    monkeypatch.setattr(launch, "start", lambda _: 75)
+    monkeypatch.setattr(launch, "get_ready", lambda _: 75)
     Path("tiny.yaml").write_text(CONFIG)
     Path("cpu.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
     words = ["--config_file", "cpu.yaml", "--requeue", "-m", "my_project.train"]

@@ -67,8 +67,8 @@ def test_a_where_for_several_nodes_or_of_another_name_is_refused():
 
 def test_config_files_come_first_and_options_in_any_order():
     words = "configs/tiny.yaml b.yaml --seed 1 --where=gpu --optim.lr=2 --num-processes 2"
-    options, settings = read_options(words.split())
-    assert (options.where, options.num_processes) == ("gpu", 2)
+    options, settings = read_options([*words.split(), "--max_restarts", "0"])
+    assert (options.where, options.num_processes, options.max_restarts) == ("gpu", 2, 0)
     assert settings == ["configs/tiny.yaml", "b.yaml", "--seed", "1", "--optim.lr=2"]
     assert split(settings)[0] == [Path("configs/tiny.yaml"), Path("b.yaml")]
 

@@ -74,7 +74,7 @@ class Training:
     model: nn.Module  # the recipe's
     wrapped_model: Any  # in DDP or FSDP2, autocast and torch.compile
     eval_model: Any  # without DDP, since batches of an evaluation are ragged
-    forward: Callable[..., Any]  # what training calls: the wrapped model
+    forward: Callable[..., Any]  # what training calls: wrapped_model, or what wraps it
     parameters: list[nn.Parameter]  # that are trained
     optimizer: torch.optim.Optimizer
     scaler: Any  # the GradScaler of fp16, or None
