@@ -292,7 +292,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
         t.statistics.finish(sums, norm)
     if t.scaler:
         t.scaler.update()
-    t.optimizer.zero_grad()
+    t.optimizer.zero_grad()  # zeros in DDP's buckets: parallel.keep_gradients_in_buckets
     if t.ema:
         t.ema.update()  # also after a skipped step
     state.step = t.run.step = step + 1  # steps done; a skipped one counts
