@@ -122,7 +122,7 @@ class Wrong(Ragged):
         ("build_model", "mask", "has the buffer mask, whose values are not finite"),
         ("loss", "one value", "it must return (loss_sum, num_items)"),
         ("loss", "negative", ", -1); it must return (loss_sum, num_items)"),
-        ("build_metrics", "vector", "a metric per_class whose result is no number"),
+        ("build_metrics", "vector", "a metric per_class whose result is not a number"),
     ],
 )
 def test_a_wrong_return_value_is_refused_before_the_first_step(tmp_path, method, wrong, sentence):
