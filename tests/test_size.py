@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_355,
+    "lines of train.py and all that it imports": 7_358,
     "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 9_287,
+    "lines of the package without tools/": 9_290,
     "lines of tools/": 2_339,
     "lines of template/tests": 3_615,
-    "lines of template/tests and tests": 18_547,
+    "lines of template/tests and tests": 18_557,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of launching/": 1_473,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from my_project import failures, run_files, watchdog
+from my_project import exits, failures, run_files, watchdog
 from my_project.config import ConfigError
 from my_project.launching.launch import as_failed
 from my_project.run_files import Status
@@ -130,6 +130,18 @@ def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
     (found,) = run_files.read_failures([tmp_path / "logs/rank_00003.json"])
     assert (found.rank, found.cause, found.signal) == (3, "exception", "SIGUSR1")
     failures.LAUNCHER.stop_signal = ""
+
+
+def test_the_context_that_reports_an_error_is_not_among_its_frames(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCH_LOGS", str(tmp_path))
+    outcome = exits.Outcome()
+    with exits.errors_reported(outcome):
+        KINDS["exception"]()
+    found = failures.Failure.from_json(json.loads((tmp_path / "rank_00000.json").read_text()))
+    assert found
+    assert "raise_" in [frame.function for frame in found.frames]
+    assert not [frame for frame in found.frames if frame.file == exits.__file__]
+    assert outcome.code == 2
 
 
 def test_a_rank_that_went_on_when_the_others_had_given_up_is_the_first_failure():

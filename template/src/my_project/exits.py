@@ -69,7 +69,10 @@ def errors_reported(outcome: Outcome, failures: Any = Exception) -> Iterator[Non
         print(f"interrupted {error}".strip(), file=sys.stderr)
         outcome.code = 130
     except failures as error:
-        failure = report_once(error)
+        frames = error.__traceback__
+        while frames and frames.tb_frame.f_code.co_filename == __file__:  # of the contexts here
+            frames = frames.tb_next
+        failure = report_once(error.with_traceback(frames))
         name = f"[{process_name()}] " * (world()[0] > 1)
         say(f"{name}{failure.details}", to=sys.stderr)
         outcome.code = failure.exit_code
