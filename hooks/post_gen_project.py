@@ -186,6 +186,7 @@ TEMPLATE_FILES = (
     "tests/test_accelerate_configs.py",
     "tests/test_commands.py",
     "tests/test_damage.py",
+    "tests/test_ema.py",
     "tests/test_evaluation.py",
     "tests/test_export.py",
     "tests/test_gpu.py",
@@ -195,7 +196,9 @@ TEMPLATE_FILES = (
     "tests/test_overfit.py",
     "tests/test_resume.py",
     "tests/test_same_curve.py",
+    "tests/test_sharding.py",
     "tests/test_stopping.py",
+    "tests/test_watchdog.py",
     "tests/world.py",
     "tests/world_imports.py",
 )

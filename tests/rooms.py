@@ -94,6 +94,7 @@ ROOMS = (
             "tools/simulate.py": 8,
         },
         settings=("ema_decay",),
+        tests=("test_ema.py",),
         most=40,  # it is saved, resumed, evaluated and exported
     ),
     Room(
@@ -102,6 +103,7 @@ ROOMS = (
         files=("watchdog.py",),
         word="Watchdog",
         lines={"train.py": 3},
+        tests=("test_watchdog.py",),
     ),
     Room(
         name="statistics",
@@ -140,6 +142,7 @@ ROOMS = (
             "records/log.py": 1,
         },
         needs=("blocks",),
+        tests=("test_sharding.py",),
         most=40,
     ),
     Room(

@@ -73,7 +73,6 @@ COMMANDS_OF = {
     "commands": {"evaluate", "predict", "export"},
     "sharding": {"planner"},
 }
-QUICK = ("resume", "same_curve", "metrics", "evaluation", "loader", "damage")
 
 
 # ---- by reading ----------------------------------------------------------------------------------
@@ -232,7 +231,5 @@ def test_without_all_rooms_lint_types_and_the_other_tests_pass(desk: Desk, bare:
     desk.environment["PYTHONPATH"] = ""
     for command in (["ruff", "check"], ["ruff", "format", "--check"], ["pyright"]):
         desk.succeed(*command, cwd=bare)
-    tests = [f"tests/test_{name}.py" for name in QUICK]
-    pytest_ = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu"]
-    desk.succeed(*pytest_, *tests, cwd=bare)
-    desk.succeed(*pytest_, "--collect-only", cwd=bare)
+    quick = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu"]
+    desk.succeed(*quick, cwd=bare)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ragged import Ragged
-from runs import change, make_config, train, weights
+from runs import make_config, train, weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 from world import run_world
@@ -45,20 +45,6 @@ def test_exports_have_the_plain_keys_whatever_wrapped_the_model(tmp_path, export
             torch.testing.assert_close(value, weights(export)[key], rtol=1e-4, atol=1e-5)
 
 
-def test_the_average_of_the_weights_is_what_is_exported(tmp_path):
-    every = {"checkpoints__every_steps": 1, "checkpoints__keep": 9}
-    averaged = make_config(tmp_path, steps=3, optim__ema_decay=0.5, **every)
-    still = change(averaged, run_name="still", optim__ema_decay=1.0)
-    for config in (averaged, still):
-        run_world(1, train, config)
-    initial = weights(still.folder / "export")
-    steps = [weights(averaged.folder / f"checkpoints/step_{n:08d}") for n in (1, 2, 3)]
-    for key, value in weights(averaged.folder / "export").items():
-        first, second, last = (step[key] for step in steps)
-        average = initial[key] / 8 + first / 8 + second / 4 + last / 2
-        torch.testing.assert_close(value, average)
-
-
 class Chosen(Ragged):
     def export(self, model: Any, data_info: Any, tensors: Any, folder: Any) -> Any:
         if folder:
@@ -72,6 +58,6 @@ def test_a_recipe_names_the_file_and_the_tensors_and_writes_what_is_beside_them(
     run.folder.mkdir(parents=True, exist_ok=True)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    exporting.export(run, {"features": 6}, model, Checkpoints(run, model, optimizer, None, None))
+    exporting.export(run, {"features": 6}, model, Checkpoints(run, model, optimizer, None))
     assert load_file(run.folder / "export/mine.safetensors").keys() == {"my.weight", "my.bias"}
     assert (run.folder / "export/beside.txt").is_file()

@@ -85,7 +85,6 @@ def test_two_processes_train_into_one_folder_and_show_the_result(tmp_path):
         assert shown.count(line) >= 1
     assert shown.count("step 4 of 8: loss") == 1, "only the main process reports"
     assert [p.name for p in (tmp_path / "runs").iterdir() if p.is_dir()] == ["tiny"]
-    assert list((tmp_path / "runs/tiny").glob("events*"))
     lines = (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds.count("start") == 1, "only the main process records"

@@ -56,55 +56,6 @@ def with_fault(folder: Path, fault: str, at: int = 3, **settings) -> Config:
     return make_config(folder, recipe, distributed__timeout_seconds=2, **settings)
 
 
-# ---- hangs ---------------------------------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "limit"), [(3, 2), (0, 4)])
-def test_a_hang_ends_the_run_and_every_process_says_where_it_stands(tmp_path, step, limit):
-    config = with_fault(tmp_path, "hang", step, distributed__startup_timeout_seconds=4)
-    started = time.monotonic()
-    fails(config)
-    assert time.monotonic() - started < 300, "long before gloo's own timeout"
-    found = errors(config)
-    assert found.keys() == {0, 1}
-    for rank, text in found.items():
-        assert text.startswith(f"rank {rank} on {HERE}, step {step}\n")
-        assert f"no progress for {limit} s" in text
-    assert "in strike" in found[1], "the one that hangs"
-    assert "in strike" not in found[0]
-    places = ("sums.wait()", "in backward", "in check_sums")  # of the one that waits for it
-    assert any(place in found[0] for place in places)
-    failed = first_of(config)
-    assert failed.at
-    assert (failed.rank, failed.cause, failed.at.function) == (1, "stalled", "strike")
-    assert failed.idle_seconds >= limit
-
-
-class StuckExport(Ragged):
-    def export(self, model, data_info, tensors, folder):
-        if folder:
-            ragged.strike("hang")
-
-
-@pytest.mark.slow
-def test_an_export_that_hangs_is_blamed_on_the_main_process(tmp_path):
-    """The other ranks have nothing left to do: one that had left was named in its place."""
-    limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 4}
-    config = make_config(tmp_path, StuckExport(), steps=1, **limits)
-    fails(config)
-    failed = first_of(config)
-    assert failed.at
-    assert (failed.rank, failed.cause, failed.at.function) == (0, "stalled", "strike")
-
-
-def test_data_that_cannot_be_opened_ends_the_run_in_time(tmp_path):
-    recipe = Ragged(fault="hang", fault_in="build_datasets", fault_on_rank=0)
-    limits = {"distributed__timeout_seconds": 2, "distributed__startup_timeout_seconds": 2}
-    config = make_config(tmp_path, recipe, **limits)
-    with pytest.raises(RuntimeError, match="the process died"):
-        run_world(1, train, config)
-    assert "no progress for 2 s; stalled at strike (" in errors(config)[0]
-
-
 # ---- failures ------------------------------------------------------------------------------------
 def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     config = with_fault(tmp_path, "leave")

@@ -114,7 +114,7 @@ def test_a_model_with_sync_batch_norm_is_exported_as_the_plain_one(tmp_path, mon
     run = Run(config, 0)
     run.folder.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.SGD(converted.parameters())
-    saver = Checkpoints(run, converted, optimizer, None, None)
+    saver = Checkpoints(run, converted, optimizer, None)
     exporting.export(run, {"features": 6}, converted, saver)
     found = weights(config.folder / "export")
     assert found.keys() == state.keys()

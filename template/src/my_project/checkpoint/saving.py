@@ -77,7 +77,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: Any,
-        ema: EMA | None,
+        ema: EMA | None = None,
     ) -> None:
         self.run = run
         self.config = run.config
