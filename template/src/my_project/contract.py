@@ -167,6 +167,12 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
     return names
 
 
+def without_weight(returned: Any) -> tuple[Any, ...]:
+    """Return what loss has returned, with zeros: a backward pass that adds nothing."""
+    loss_sum, _, *more = returned
+    return loss_sum * 0, 0, *(dict.fromkeys(scalars, 0) for scalars in more)
+
+
 # ---- metrics -------------------------------------------------------------------------------------
 def build_metrics(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's metrics by name; by default the mean loss.

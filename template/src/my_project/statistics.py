@@ -90,7 +90,9 @@ class RunningStatistics:
         returned = self.model(*arguments)
         # read here, since a forward that the backward pass computes again would count twice
         statistics, calls = self._read()
-        if self.has_parts:
+        if self.number >= self.layout.micro_batches:
+            pass  # repeated
+        elif self.has_parts:
             self._add(self.reader.current.rest, statistics, calls)
         else:
             self.start = statistics, calls
@@ -121,7 +123,7 @@ class RunningStatistics:
         before = torch.where((calls == 0)[self.layer_of], statistics, before)
         self.start = before, calls_before
         decay = self._decay(calls)
-        weight = decay ** (self.layout.micro_batches_per_step - 1 - self.number)
+        weight = decay ** (self.layout.micro_batches - 1 - self.number)
         part = statistics - decay[self.layer_of] * before
         parts += torch.cat([part * weight[self.layer_of], weight * (1 - decay), calls])
 

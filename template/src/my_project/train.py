@@ -262,7 +262,8 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     for j in range(layout.accumulation):
         batch = next(micro_batches)
         # dropout follows from (seed, step, micro-batch)
-        seed_forward(config.seed, step, j * layout.world_size + t.run.rank, t.accelerator.device)
+        micro_batch = layout.micro_batch(j, t.run.rank)
+        seed_forward(config.seed, step, micro_batch, t.accelerator.device)
         is_last = j == layout.accumulation - 1
         with parallel.gradient_sync(t.wrapped_model, is_last=is_last):
             # recipe.loss(t.model, batch, step), in the forward that DDP, FSDP2, autocast and
@@ -271,6 +272,8 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
             if step == t.first_step and j == 0:
                 t.sums.set_names(contract.check_loss(recipe, returned))
             t.checks.after_forward(step)
+            if layout.is_repeated(j, t.run.rank):  # DDP and FSDP2 need it, but it has no weight
+                returned = contract.without_weight(returned)
             loss_sum, num_items, *scalars = returned
             sums.add(loss_sum, num_items, *scalars)
             if is_last:  # the sums' all-reduce overlaps with the last backward

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, ConfigError, each_setting
+from ..config import BatchesConfig, Config, ConfigError, each_setting
 from ..exits import run
 from ..files import read_yaml, writing
 from ..loading.layout import batch_layout
@@ -79,13 +79,14 @@ def find_where(name: str) -> Path:
     return found
 
 
-def choose(options: argparse.Namespace, global_batch_size: int) -> tuple[Path, int]:
+def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, int]:
     """Choose the path of the accelerate config and the number of processes."""
     if options.num_processes is not None and options.num_processes < 1:
         raise ConfigError(f"--num_processes is {options.num_processes}, but must be at least 1.")
     gpus = count_gpus()
-    dividing = [n for n in range(1, gpus + 1) if global_batch_size % n == 0]
-    fitting = options.num_processes or max(dividing, default=1)
+    micro_batches = batch_layout(batches, 1).micro_batches if batches.micro_batch_size else gpus
+    useful = min(gpus, micro_batches, batches.global_batch_size)
+    fitting = options.num_processes or max(1, useful)
     if not options.where:
         kinds = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
         path = find_where(kinds[fitting > 1])
@@ -166,7 +167,7 @@ def main(arguments: list[str]) -> int:
     say_that_it_imports()
     with opened_files_noted():
         config = parse(settings, __doc__ or "", COMMAND)
-    path, processes = choose(options, config.batches.global_batch_size)
+    path, processes = choose(options, config.batches)
     batch_layout(config.batches, processes)
     flags = ["--config_file", str(path)]
     if processes != (read_yaml(path).get("num_processes") or 1):

@@ -1,6 +1,8 @@
 """How a global batch is divided into micro-batches, and how many steps a run has.
 
-global batch = micro-batch x world size x accumulation.
+Micro-batch m of a step goes to rank m % world size. Where the world size does not divide their
+number, some ranks have one less: they repeat their first one without weight, since DDP and FSDP2
+need the same number of forward and backward passes on every rank.
 """
 
 from dataclasses import dataclass
@@ -15,34 +17,62 @@ class BatchLayout:
     """The division of a global batch into the micro-batches of all ranks."""
 
     global_batch_size: int  # samples per optimizer step
-    micro_batch_size: int  # samples per forward pass on a rank
+    micro_batches: int  # per step, over all ranks
     world_size: int
-    accumulation: int  # micro-batches per step on a rank
 
     @property
-    def micro_batches_per_step(self) -> int:
-        """Micro-batches per step over all ranks."""
-        return self.world_size * self.accumulation
+    def micro_batch_size(self) -> int:
+        """Samples of the largest micro-batch: a forward pass on a rank."""
+        return -(-self.global_batch_size // self.micro_batches)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step on a rank, with one that it may repeat."""
+        return -(-self.micro_batches // self.world_size)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the forward and backward passes of all ranks that repeat a micro-batch."""
+        return 1 - self.micro_batches / (self.accumulation * self.world_size)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether micro-batches differ in size, or ranks in the number that they have."""
+        passes = self.accumulation * self.world_size
+        return self.global_batch_size != self.micro_batch_size * passes
+
+    def is_repeated(self, j: int, rank: int) -> bool:
+        """Return whether the micro-batch j of a rank is its first again, and has no weight."""
+        return j * self.world_size + rank >= self.micro_batches
+
+    def micro_batch(self, j: int, rank: int) -> int:
+        """Return the number of micro-batch j of a rank, counted over all ranks."""
+        return rank if self.is_repeated(j, rank) else j * self.world_size + rank
+
+    def positions(self, micro_batch: int) -> range:
+        """Return the positions of a micro-batch's samples in the global batch."""
+        first, last = (
+            self.global_batch_size * m // self.micro_batches for m in (micro_batch, micro_batch + 1)
+        )
+        return range(first, last)
 
 
 def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
-    """Derive the micro-batch and the accumulation, or refuse with the arithmetic."""
-    total = config.global_batch_size
-    share = total // world_size  # samples per step and rank
-    micro = min(config.micro_batch_size or share, share) or 1
-    if total % (micro * world_size):
+    """Divide the global batch, or refuse with the arithmetic.
+
+    With a `micro_batch_size` the micro-batches are the same for any number of processes, otherwise
+    each process has one.
+    """
+    total, size = config.global_batch_size, config.micro_batch_size
+    micro_batches = -(-total // size) if size else min(world_size, total)
+    if micro_batches < world_size:
+        parts = f"{micro_batches} micro-batches of {size}" if size else f"{total} samples"
+        smaller = f", or set batches.micro_batch_size to at most {total // world_size}"
         raise ConfigError(
-            f"batches.global_batch_size {total} does not split into micro-batches of {micro} on"
-            f" {processes(world_size)}: {total} / ({micro} x {world_size}) ="
-            f" {total / (micro * world_size):g}. Choose a number of processes that divides it, and"
-            " a batches.micro_batch_size that divides the part of each, or 0 for all of it at once."
+            f"batches.global_batch_size {total} gives {parts}, fewer than {processes(world_size)}:"
+            f" start at most {micro_batches}{smaller if size and total >= world_size else ''}."
         )
-    return BatchLayout(
-        global_batch_size=total,
-        micro_batch_size=micro,
-        world_size=world_size,
-        accumulation=share // micro,
-    )
+    return BatchLayout(global_batch_size=total, micro_batches=micro_batches, world_size=world_size)
 
 
 def is_stream(data: Any) -> bool:

@@ -1,8 +1,8 @@
 """What follows from the run's seed: the samples of each step, and all random numbers.
 
 Step k is global batch k, always: one seeded permutation per epoch, cut into global batches, the
-tail dropped. Micro-batch j of rank r is slice j * world_size + r of the global batch, so the
-samples of a step are the same for any world size. A start at any step costs nothing. To draw
+tail dropped. Each global batch is cut into micro-batches, which the ranks take in turn (layout.py),
+so the samples of a step are the same for any world size. A start at any step costs nothing. To draw
 samples by weights, a recipe returns a dataset that draws (docs/how-to).
 
 What is drawn at random follows from the sample or the micro-batch, not from the process. So it
@@ -97,19 +97,20 @@ def keys_of(
 
     The epoch travels with the index, since persistent loader workers learn of it no other way.
     """
-    size, micro = layout.global_batch_size, layout.micro_batch_size
+    size = layout.global_batch_size
+    slices = [layout.positions(layout.micro_batch(j, rank)) for j in range(layout.accumulation)]
+    places = np.concatenate([np.arange(s.start, s.stop) for s in slices])  # in a global batch
+    ends = np.cumsum([len(s) for s in slices])[:-1]
     steps_per_epoch = samples // size
-    slices = np.arange(layout.accumulation) * layout.world_size + rank
-    places = slices[:, None] * micro + np.arange(micro)  # in a global batch
     step = steps.start
     while step < steps.stop:
         epoch, batch = divmod(step, steps_per_epoch)
         last = min(batch + max(1, BLOCK // places.size), steps_per_epoch)
         last = min(last, batch + steps.stop - step)
         starts = np.arange(batch, last) * size
-        order = permutation(samples, seed, epoch)(starts[:, None, None] + places)
-        for indices in order.reshape(-1, micro).tolist():
-            yield [(epoch, index) for index in indices]
+        for row in permutation(samples, seed, epoch)(starts[:, None] + places):
+            for indices in np.split(row, ends):
+                yield [(epoch, index) for index in indices.tolist()]
         step += last - batch
 
 

@@ -26,14 +26,19 @@ from .seeding import SampleSeeds, derive_seed, seed_rng
 
 def steps_of_stream(config: Config, stream: Any, layout: BatchLayout) -> int:
     """Return the number of steps, which the config must state; refuse lanes that do not divide."""
-    size, micro_batches = layout.global_batch_size, layout.micro_batches_per_step
-    lanes = stream.lanes
-    if lanes < 1 or size % lanes or lanes % micro_batches:
+    size, lanes = layout.global_batch_size, stream.lanes
+    if lanes < 1 or size % lanes or lanes % layout.micro_batches:
+        numbers = [n for n in range(layout.world_size, lanes + 1) if lanes % n == size % lanes == 0]
+        sizes = ", ".join(str(size // n) for n in reversed(numbers))
         raise ConfigError(
             f"the stream's {lanes} lanes must divide batches.global_batch_size {size}, and be a"
-            f" multiple of {micro_batches} micro-batches per step"
-            f" ({processes(layout.world_size)} x accumulation {layout.accumulation}); choose"
-            " another number of lanes, or another batches.micro_batch_size."
+            f" multiple of the {layout.micro_batches} micro-batches of a step: "
+            + (
+                f"with these lanes and {processes(layout.world_size)}, batches.micro_batch_size can"
+                f" be {sizes}."
+                if sizes
+                else "choose another number of lanes."
+            )
         )
     if config.steps is None:
         raise ConfigError("a stream has no length, so epochs cannot be counted; set steps.")
@@ -137,9 +142,9 @@ class StreamBatches:
         self.layout = layout
         self.steps = steps
         self.accelerator = accelerator
-        of_each = data.lanes // layout.micro_batches_per_step
-        slices = range(accelerator.process_index, layout.micro_batches_per_step, layout.world_size)
-        self.lanes = [range(m * of_each, (m + 1) * of_each) for m in slices]
+        of_each = data.lanes // layout.micro_batches
+        own = range(accelerator.process_index, layout.micro_batches, layout.world_size)
+        self.lanes = [range(m * of_each, (m + 1) * of_each) for m in own]
         if len(states) != data.lanes:  # of a stream that was divided differently, or none
             states = [None] * data.lanes
         # of this rank's lanes after the last micro-batch
@@ -162,6 +167,7 @@ class StreamBatches:
 
     def _batches(self) -> Iterator[Any]:
         config, device = self.config, self.accelerator.device
+        rank = self.accelerator.process_index
         collate = optional(config.recipe, "collate") or default_collate
         per_step = self.layout.global_batch_size // self.data.lanes
         reader = LaneReader(
@@ -183,13 +189,16 @@ class StreamBatches:
         )
         parts = iter(loader)
         for step in self.steps:
-            for j, lanes in enumerate(self.lanes):
-                samples: dict[int, list[Any]] = {}
-                for _ in range(max(1, loader.num_workers)):  # which a DataLoader asks in turn
+            samples: dict[int, list[Any]] = {}
+            for j in range(self.layout.accumulation):
+                is_repeated = self.layout.is_repeated(j, rank)
+                lanes = self.lanes[0 if is_repeated else j]
+                # which a DataLoader asks in turn
+                for _ in range(0 if is_repeated else max(1, loader.num_workers)):
                     for lane, (read, state) in next(parts).items():
                         samples[lane] = read
                         self.states[lane] = state  # None: the older position no longer holds
-                micro_batch = j * self.layout.world_size + self.accelerator.process_index
+                micro_batch = self.layout.micro_batch(j, rank)
                 seed_rng(derive_seed(config.seed, "collate", step, micro_batch))
                 batch = collate([sample for lane in lanes for sample in samples[lane]])
                 if device.type == "cuda":

@@ -237,7 +237,7 @@ class Throughput:
             self.hook.remove()
             self.counter.__exit__(None, None, None)
             flops = self.counter.get_total_flops()
-            self.flops_per_sample = flops / self.layout.micro_batch_size
+            self.flops_per_sample = flops / len(self.layout.positions(0))
             self.counter = None
 
     def add(self, steps: int, items: float, seconds: float) -> dict[str, float]:
