@@ -47,8 +47,18 @@ def batches(
         list(IndexedBatches(config, data or Drawing(), layout, steps, on_cpu(rank)))
         for rank in range(processes)
     ]
-    # micro-batch j of process r is slice j * processes + r of a global batch
-    return torch.stack([parts[i % processes][i // processes] for i in range(4 * len(steps))])
+    # micro-batch m of a global batch is the m // processes-th of process m % processes
+    rounds, number = layout.accumulation, layout.micro_batches
+    places = [
+        (m % processes, k * rounds + m // processes)
+        for k in range(len(steps))
+        for m in range(number)
+    ]
+    return torch.stack([parts[rank][j] for rank, j in places])
+
+
+def batches_of(processes: int) -> torch.Tensor:
+    return batches(processes=processes)
 
 
 def test_every_sample_once_per_epoch_in_another_order_each_time():
@@ -61,7 +71,7 @@ def test_every_sample_once_per_epoch_in_another_order_each_time():
 
 def test_same_samples_and_draws_for_any_number_of_processes_and_workers():
     reference = batches()
-    for variant in (batches(processes=2), batches(processes=4), batches(workers=2)):
+    for variant in (*map(batches_of, (2, 3, 4)), batches(workers=2)):
         assert torch.equal(variant, reference)
 
 

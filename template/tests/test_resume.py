@@ -62,7 +62,7 @@ def uninterrupted(tmp_path_factory) -> Config:
 
 @pytest.mark.parametrize(
     ("processes", "tolerance", "newest"),
-    quick(2, [(2, 0.0, 6), (1, 1e-9, 6), (4, 1e-9, 6), (2, 0.0, 10)]),
+    quick(2, [(2, 0.0, 6), (3, 1e-9, 6), (1, 1e-9, 6), (4, 1e-9, 6), (2, 0.0, 10)]),
 )
 def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tolerance, newest):
     """A run that was killed at step 8, or at its end, and its newest checkpoint."""
@@ -76,6 +76,21 @@ def test_resume_equals_uninterrupted_run(tmp_path, uninterrupted, processes, tol
     assert_same(config, uninterrupted, tolerance)
     results = [status(one)["result"]["validation/auroc"] for one in (config, uninterrupted)]
     assert results[0] == pytest.approx(results[1])
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_on_any_numbers_of_processes_in_turn(tmp_path):
+    recipe = Ragged(dtype="float64", dropout=0.2, noise=0.1)
+    settings = averaged(0.8) | {"batches__micro_batch_size": 2}
+    whole = make_config(tmp_path, recipe, run_name="whole", **settings)
+    assert run_world(1, train, whole) == [0]
+    config = change(whole, run_name="resumed")
+    for processes, step in ((4, 0), (3, 2), (7, 4), (2, 6)):
+        stopped = interrupted_at(config, step)
+        assert run_world(processes, train, stopped) == [75] * processes
+        assert status(config)["step"] == step + 2
+    assert run_world(1, train, config) == [0]
+    assert_same(config, whole, 1e-9)
 
 
 def test_signal_on_one_process_stops_all_and_the_same_command_continues(tmp_path, uninterrupted):

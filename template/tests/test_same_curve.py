@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ragged import Noting, Ragged
-from runs import assert_same_weights, make_config, quick, records, train, weights
+from runs import assert_same_weights, averaged, change, make_config, quick, records, train, weights
 from world import run_world
 
 # SGD sees a wrong gradient scale, to which AdamW is blind; clipping binds in both.
@@ -20,7 +20,7 @@ def test_any_split_gives_the_same_curve(tmp_path, optimizer, dtype):
     tolerance = {"float64": 1e-9, "float32": 2e-5}[dtype]
     curves, finals = [], []
     recipe = Noting(dtype=dtype, dropout=0.2, noise=0.1)
-    for processes in (1, 2, 4):  # with 4, 2 and 1 micro-batches each
+    for processes in (1, 2, 3, 4):  # with 4, 2, 2 or 1, and 1 micro-batches each
         config = make_config(tmp_path / str(processes), recipe, **OPTIMIZERS[optimizer])
         run_world(processes, train, config)
         curves.append(records(config))
@@ -45,7 +45,7 @@ def test_any_split_gives_the_same_batch_norm(tmp_path):
     pytest.importorskip("my_project.statistics")
     recipe = Ragged(dtype="float64", batch_norm=True, explode_at=(4,))
     settings, runs = OPTIMIZERS["sgd"] | {"evaluation__every_steps": 3}, []
-    for processes in (1, 2, 4):
+    for processes in (1, 3, 4):
         config = make_config(tmp_path / str(processes), recipe, **settings)
         run_world(processes, train, config)
         runs.append(config)
@@ -56,3 +56,25 @@ def test_any_split_gives_the_same_batch_norm(tmp_path):
             assert ours == pytest.approx(theirs, abs=1e-6)
     calls = weights(config.folder / "export")["1.num_batches_tracked"]
     assert calls == 9 * 4, "of all processes, without the step that is skipped"
+
+
+@pytest.mark.parametrize("processes", quick(1, [(3,), (5,), (7,)]))
+@pytest.mark.parametrize("size", [0, 2, 3])
+def test_a_number_of_processes_that_does_not_divide_the_batch(tmp_path, size, processes):
+    """Micro-batches of unequal size, or ranks that repeat one without weight."""
+    if size == 3 and processes == 7:
+        pytest.skip("16 samples are 6 micro-batches of 3")
+    recipe = Noting(dtype="float64", dropout=0.2 * bool(size), explode_at=(4,))
+    settings = OPTIMIZERS["sgd"] | averaged(0.8) | {"batches__micro_batch_size": size}
+    one = make_config(tmp_path, recipe, run_name="one", **settings)
+    several = change(one, run_name="several")
+    run_world(1, train, one)
+    run_world(processes, train, several)
+    assert_same_weights(several, one, 1e-9)
+    for name in ("loss", "gradient_norm", "train/root", "train/twice"):
+        ours, theirs = ([r.get(name) for r in records(c)] for c in (several, one))
+        assert len(ours) == 10
+        compared = zip(ours, theirs, strict=True)
+        # a sum of roots depends on the micro-batches
+        for found, wanted in compared if size or name != "train/root" else ():
+            assert found == (wanted and pytest.approx(wanted, rel=1e-9, abs=1e-9))

@@ -15,22 +15,50 @@ LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}  #
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
 
-def test_a_batch_that_does_not_split_is_refused_with_the_arithmetic():
-    batches = make_config(TESTS).batches
-    assert batch_layout(batches, 2).accumulation == 2
-    for micro_batch_size, processes in ((4, 3), (5, 1), (0, 32)):
-        with pytest.raises(ConfigError, match=r"does not split|16 / \(5 x 1\)"):
-            batch_layout(change(batches, micro_batch_size=micro_batch_size), processes)
-
-
 @pytest.mark.parametrize(
-    ("given", "processes", "micro", "accumulation"),
-    [(4, 2, 4, 2), (4, 4, 4, 1), (4, 8, 2, 1), (4, 16, 1, 1), (0, 2, 8, 1), (32, 2, 8, 1)],
+    ("size", "processes", "sentence"),
+    [
+        (4, 5, "16 gives 4 micro-batches of 4, fewer than 5 processes: start at most 4, or set"),
+        (4, 17, "16 gives 4 micro-batches of 4, fewer than 17 processes: start at most 4."),
+        (32, 2, "16 gives 1 micro-batch of 32, fewer than 2 processes: start at most 1, or set"),
+        (0, 17, "16 gives 16 samples, fewer than 17 processes: start at most 16."),
+    ],
 )
-def test_a_rank_takes_at_most_its_part_of_the_global_batch(given, processes, micro, accumulation):
-    """So one config starts on any number of processes that divides the global batch."""
-    layout = batch_layout(change(make_config(TESTS).batches, micro_batch_size=given), processes)
-    assert (layout.micro_batch_size, layout.accumulation) == (micro, accumulation)
+def test_more_processes_than_parts_of_a_batch_are_refused(size, processes, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        batch_layout(change(make_config(TESTS).batches, micro_batch_size=size), processes)
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 16, 20])
+@pytest.mark.parametrize("total", [1, 7, 12, 16])
+def test_any_number_of_processes_divides_a_global_batch(total, size):
+    """Each sample once; every rank has equally many passes, and what it repeats is its own."""
+    batches = change(make_config(TESTS).batches, global_batch_size=total, micro_batch_size=size)
+    divisions = set()
+    for processes in range(1, total + 1):
+        try:
+            layout = batch_layout(batches, processes)
+        except ConfigError:
+            assert processes > -(-total // size)
+            continue
+        counted, passes = [], 0
+        for rank in range(processes):
+            own = [layout.micro_batch(j, rank) for j in range(layout.accumulation)]
+            repeated = [layout.is_repeated(j, rank) for j in range(layout.accumulation)]
+            passes += sum(repeated)
+            assert not repeated[0]
+            assert {m for m, is_again in zip(own, repeated, strict=True) if is_again} <= {rank}
+            counted += [m for m, is_again in zip(own, repeated, strict=True) if not is_again]
+        assert sorted(counted) == [*range(layout.micro_batches)]
+        parts = [layout.positions(m) for m in range(layout.micro_batches)]
+        assert [p for part in parts for p in part] == [*range(total)]
+        assert max(map(len, parts)) == layout.micro_batch_size <= (size or total)
+        assert min(map(len, parts)) >= 1
+        assert layout.idle_share == pytest.approx(passes / (processes * layout.accumulation))
+        assert layout.is_uneven == bool(passes or len({*map(len, parts)}) > 1)
+        divisions.add(tuple(parts))
+    assert len(divisions) == (1 if size else total), "the config's, whatever the processes"
 
 
 @pytest.mark.parametrize(

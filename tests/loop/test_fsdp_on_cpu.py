@@ -154,9 +154,9 @@ def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
     norms = [record["gradient_norm"] for record in records(ddp)]
     assert min(norms) < 8.0 < max(norms), "clipping must bind in some steps and not in others"
     for name, replicas, first, then in (
-        ("fsdp", 1, 4, (2, train_sharded)),
-        ("hsdp", 2, 4, (2, train)),
-        ("back", 1, 2, (4, train_sharded)),
+        ("fsdp", 1, 4, (3, train_sharded)),
+        ("hsdp", 2, 4, (3, train)),
+        ("back", 1, 3, (4, train_sharded)),
     ):
         ours = change(ddp, run_name=name, steps=5)
         if name == "fsdp":

@@ -145,8 +145,8 @@ def errors(config: Config) -> list[float]:
 
 
 WORLDS: dict[str, list[tuple[int, Callable, tuple]]] = {
-    "ddp": [(2, train, ()), (4, train, ())],
-    "fsdp": [(2, train_sharded, (1,)), (4, train_sharded, (2,))],
+    "ddp": [(2, train, ()), (3, train, ())],
+    "fsdp": [(3, train_sharded, (1,)), (4, train_sharded, (2,))],
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from documents import HAS_TOOLS, PROJECT
-from my_project.config import ConfigError
+from my_project.config import BatchesConfig, ConfigError
 from my_project.launching import train as train_command
 from my_project.launching.train import choose, read_options
 from my_project.settings import split
@@ -39,30 +39,37 @@ def project(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "options", "batch", "chosen"),
     [
-        (0, "", 16, ("cpu", 1)),
-        (8, "", 64, ("multi_gpu", 8)),
-        (8, "", 12, ("multi_gpu", 6)),
-        (4, "--where cpu_2_processes", 64, ("cpu_2_processes", 2)),
-        (0, "--where multi_gpu", 64, ("multi_gpu", 8)),
-        (4, "--num_processes 2", 64, ("multi_gpu", 2)),
-        (0, "--num_processes 3", 64, ("cpu_2_processes", 3)),
+        (0, "", (16, 0), ("cpu", 1)),
+        (8, "", (64, 0), ("multi_gpu", 8)),
+        (7, "", (64, 0), ("multi_gpu", 7)),
+        (7, "", (64, 4), ("multi_gpu", 7)),
+        (8, "", (64, 16), ("multi_gpu", 4)),
+        (8, "", (64, 24), ("multi_gpu", 3)),
+        (8, "", (6, 0), ("multi_gpu", 6)),
+        (8, "", (64, 64), ("gpu", 1)),
+        (4, "--where cpu_2_processes", (64, 0), ("cpu_2_processes", 2)),
+        (0, "--where multi_gpu", (64, 0), ("multi_gpu", 8)),
+        (4, "--num_processes 2", (64, 0), ("multi_gpu", 2)),
+        (0, "--num_processes 3", (64, 0), ("cpu_2_processes", 3)),
     ],
 )
 def test_where_follows_from_the_gpus_and_the_global_batch(
     monkeypatch, gpus, options, batch, chosen
 ):
     monkeypatch.setattr(train_command, "count_gpus", lambda: gpus)
-    path, processes = choose(read_options(options.split())[0], batch)
+    total, size = batch
+    batches = BatchesConfig(global_batch_size=total, micro_batch_size=size)
+    path, processes = choose(read_options(options.split())[0], batches)
     assert (path.stem, processes) == chosen
 
 
 def test_a_where_for_several_nodes_or_of_another_name_is_refused():
     with pytest.raises(ConfigError, match=r"multi_node.* is for 2 nodes, but this command starts"):
-        choose(read_options(["--where", "multi_node"])[0], 16)
+        choose(read_options(["--where", "multi_node"])[0], BatchesConfig(global_batch_size=16))
     with pytest.raises(ConfigError, match=r"cpuu.*did you mean cpu\?"):
-        choose(read_options(["--where", "cpuu"])[0], 16)
+        choose(read_options(["--where", "cpuu"])[0], BatchesConfig(global_batch_size=16))
     with pytest.raises(ConfigError, match="--num_processes is 0"):
-        choose(read_options(["--num_processes", "0"])[0], 16)
+        choose(read_options(["--num_processes", "0"])[0], BatchesConfig(global_batch_size=16))
 
 
 def test_config_files_come_first_and_options_in_any_order():
@@ -79,11 +86,11 @@ def typed(words: str, folder: Path) -> Terminal:
 
 
 def test_what_is_refused_before_the_first_step_is_one_line(project):
-    words = "--where cpu_2_processes --num_processes 3"
+    words = "--where cpu_2_processes --num_processes 5"
     lines, code = typed(f"configs/tiny.yaml {words}", project).end()
     assert code == 2
     assert lines[-1].startswith("error: ")
-    assert "16 does not split into micro-batches of 4 on 3 processes" in lines[-1]
+    assert "16 gives 4 micro-batches of 4, fewer than 5 processes" in lines[-1]
     assert not (project / "runs").exists(), "a refused launch leaves no folder"
 
 

@@ -170,7 +170,7 @@ def check_loss(recipe: Recipe, returned: Any) -> tuple[str, ...]:
 def without_weight(returned: Any) -> tuple[Any, ...]:
     """Return what loss has returned, with zeros: a backward pass that adds nothing."""
     loss_sum, _, *more = returned
-    return loss_sum * 0, 0, *(dict.fromkeys(scalars, 0) for scalars in more)
+    return loss_sum.nan_to_num(0, 0, 0) * 0, 0, *(dict.fromkeys(scalars, 0) for scalars in more)
 
 
 # ---- metrics -------------------------------------------------------------------------------------

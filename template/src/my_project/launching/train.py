@@ -27,7 +27,7 @@ from typing import Any
 from ..config import BatchesConfig, Config, ConfigError, each_setting
 from ..exits import run
 from ..files import read_yaml, writing
-from ..loading.layout import batch_layout
+from ..loading.layout import batch_layout, max_processes
 from ..process import DRY_RUN, say_that_it_imports
 from ..run_files import each_record, read_info
 from ..safety.redaction import mask_command
@@ -84,9 +84,7 @@ def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, i
     if options.num_processes is not None and options.num_processes < 1:
         raise ConfigError(f"--num_processes is {options.num_processes}, but must be at least 1.")
     gpus = count_gpus()
-    micro_batches = batch_layout(batches, 1).micro_batches if batches.micro_batch_size else gpus
-    useful = min(gpus, micro_batches, batches.global_batch_size)
-    fitting = options.num_processes or max(1, useful)
+    fitting = options.num_processes or max(1, min(gpus, max_processes(batches)))
     if not options.where:
         kinds = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
         path = find_where(kinds[fitting > 1])

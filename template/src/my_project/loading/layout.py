@@ -57,6 +57,11 @@ class BatchLayout:
         return range(first, last)
 
 
+def max_processes(config: BatchesConfig) -> int:
+    """Return how many processes a global batch has work for: its micro-batches, or its samples."""
+    return -(-config.global_batch_size // (config.micro_batch_size or 1))
+
+
 def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     """Divide the global batch, or refuse with the arithmetic.
 
@@ -64,14 +69,14 @@ def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     each process has one.
     """
     total, size = config.global_batch_size, config.micro_batch_size
-    micro_batches = -(-total // size) if size else min(world_size, total)
-    if micro_batches < world_size:
-        parts = f"{micro_batches} micro-batches of {size}" if size else f"{total} samples"
+    if (most := max_processes(config)) < world_size:
+        parts = f"{most} micro-batch{'es' * (most != 1)} of {size}" if size else f"{total} samples"
         smaller = f", or set batches.micro_batch_size to at most {total // world_size}"
         raise ConfigError(
             f"batches.global_batch_size {total} gives {parts}, fewer than {processes(world_size)}:"
-            f" start at most {micro_batches}{smaller if size and total >= world_size else ''}."
+            f" start at most {most}{smaller if size and total >= world_size else ''}."
         )
+    micro_batches = most if size else world_size
     return BatchLayout(global_batch_size=total, micro_batches=micro_batches, world_size=world_size)
 
 
