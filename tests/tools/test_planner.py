@@ -70,12 +70,12 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
         return steps_of(10**9)(*words)
 
     where = ("multi_node", 4, 8)
-    step, limit = planner.largest_that_fits(take, where, 64, math.inf, 78e9)
+    step, limit = planner.largest_that_fits(take, where, 2048, math.inf, 78e9)
     assert limit == 62
     assert (step.micro_batch, step.accumulation) == (32, 2)
     assert tried == [64, 32], "16 GB of state and 64 of activations leave no more than 62"
     tried.clear()
-    step, _ = planner.largest_that_fits(take, where, 64, math.inf, 13e9)
+    step, _ = planner.largest_that_fits(take, where, 2048, math.inf, 13e9)
     assert step.peak_bytes > 13e9
     assert tried == [64, 1], "since the state alone is larger"
 
@@ -97,6 +97,15 @@ def test_what_is_chosen_for_a_model_and_a_network(parameters, speed, network, ba
     given = cluster(over_nodes_gb_per_second=network, latency_us=20, samples_per_second=speed)
     rows = planner.plan(steps_of(parameters), given, batch)
     assert planner.advice(rows)[0].removeprefix("Choose ").startswith(choice)
+
+
+def test_gpus_that_do_not_divide_the_batch_are_planned_with_what_idles():
+    given = cluster(nodes=1, gpus_per_node=7, latency_us=0)
+    rows = planner.plan(steps_of(10**9), given, 16)
+    (row,) = [row for row in rows if row["gpus_per_node"] == 7 and row["kind"] == "DDP"]
+    assert (row["micro_batch"], row["accumulation"]) == (1, 3)
+    assert row["idle"] == pytest.approx(1 - 16 / 21)
+    assert 0 < row["efficiency"] < 16 / 21
 
 
 def test_the_seconds_of_a_step_by_hand():
@@ -163,5 +172,5 @@ def test_the_interval_between_saves_is_the_one_with_the_highest_goodput():
 def test_more_gpus_than_samples_in_the_global_batch_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(PROJECT)
     words = arguments(tmp_path, "--batches.global_batch_size", "8", "--nodes", "2")
-    with pytest.raises(ConfigError, match=r"8 does not split into .* 16 processes"):
+    with pytest.raises(ConfigError, match=r"8 gives 1 micro-batch of 8, fewer than 16 processes"):
         plan(capsys, words)

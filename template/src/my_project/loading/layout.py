@@ -41,6 +41,16 @@ class BatchLayout:
         passes = self.accumulation * self.world_size
         return self.global_batch_size != self.micro_batch_size * passes
 
+    def __str__(self) -> str:
+        """Describe it in words."""
+        size, accumulation = self.micro_batch_size, f"accumulation {self.accumulation}"
+        total, on = f"global batch {self.global_batch_size}", processes(self.world_size)
+        if not self.is_uneven:
+            return f"{total} = micro-batch {size} x {on} x {accumulation}"
+        idle = f", idle {self.idle_share:.0%}" if self.idle_share else ""
+        number = f"{self.micro_batches} micro-batches of at most {size}"
+        return f"{total} = {number} on {on}, {accumulation}{idle}"
+
     def is_repeated(self, j: int, rank: int) -> bool:
         """Return whether the micro-batch j of a rank is its first again, and has no weight."""
         return j * self.world_size + rank >= self.micro_batches

@@ -85,26 +85,13 @@ def log_start(
     size = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trained:,} of them trained" if trained < size else ""
-    logger.info(f"{division(layout)}; {run.total_steps:,} steps; {size:,} parameters{part}")
+    logger.info(f"{layout}; {run.total_steps:,} steps; {size:,} parameters{part}")
     if layout.micro_batches == layout.world_size and layout.is_uneven:
         logger.info(
             "dropout, BatchNorm and losses that compare samples follow from how the global batch is"
             " divided; with a batches.micro_batch_size, any number of processes gives the same"
         )
     logger.info(f"resumed from {resume_from}" if resume_from else "starting at step 0")
-
-
-def division(layout: BatchLayout) -> str:
-    """Return how a global batch is divided."""
-    size, world, accumulation = layout.micro_batch_size, layout.world_size, layout.accumulation
-    total = f"global batch {layout.global_batch_size}"
-    if not layout.is_uneven:
-        return f"{total} = micro-batch {size} x {processes(world)} x accumulation {accumulation}"
-    idle = f", idle {layout.idle_share:.0%}" if layout.idle_share else ""
-    return (
-        f"{total} = {layout.micro_batches} micro-batches of at most {size} on {processes(world)},"
-        f" accumulation {accumulation}{idle}"
-    )
 
 
 def log_finished(run: Run, *, before: bool = False) -> None:

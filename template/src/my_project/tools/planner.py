@@ -56,7 +56,8 @@ def parser() -> argparse.ArgumentParser:
 
 ARGUMENTS = parser().parse_known_args() if __name__ == "__main__" else None  # before torch
 
-from ..loading.layout import batch_layout
+from ..config import BatchesConfig
+from ..loading.layout import BatchLayout, batch_layout, max_processes
 from .reader import format_number, print_table
 from .simulate import Collective, Simulation, Simulator, sharding_refusal
 
@@ -127,8 +128,26 @@ def config_name(kind: str, nodes: int, gpus_per_node: int) -> str:
     return {"DDP": "multi_node", "HSDP": "multi_node_hsdp", "FSDP2": "multi_node_fsdp2"}[kind]
 
 
+def fastest_layout(total: int, world_size: int, limit: float) -> BatchLayout:
+    """Return how a global batch is divided so that a rank computes for the fewest samples.
+
+    Args:
+        total: samples of the global batch.
+        world_size: of them all.
+        limit: of the samples in a micro-batch.
+    """
+    layouts = []
+    for size in range(1, min(-(-total // world_size), max(1, int(min(limit, total)))) + 1):
+        batches = BatchesConfig(global_batch_size=total, micro_batch_size=size)
+        if max_processes(batches) >= world_size:
+            layouts.append(batch_layout(batches, world_size))
+    return min(
+        layouts, key=lambda one: (one.micro_batch_size * one.accumulation, -one.micro_batch_size)
+    )
+
+
 def largest_that_fits(
-    take: TakeStep, where: tuple[str, int, int], share: int, limit: float, free_bytes: float
+    take: TakeStep, where: tuple[str, int, int], total: int, limit: float, free_bytes: float
 ) -> tuple[Simulation, float]:
     """Return the step with the largest micro-batch that fits into a GPU, or else one of 1 sample.
 
@@ -140,14 +159,14 @@ def largest_that_fits(
     Args:
         take: simulates a step.
         where: the accelerate config, the nodes, and the GPUs of each.
-        share: samples of a GPU in a step.
+        total: samples of a global batch.
         limit: of the micro-batch.
         free_bytes: memory of a GPU.
     """
     while True:
-        sizes = [size for size in range(1, share + 1) if share % size == 0 and size <= limit]
-        micro_batch = max(sizes, default=1)
-        step = take(*where, micro_batch, share // micro_batch)
+        layout = fastest_layout(total, where[1] * where[2], limit)
+        micro_batch = layout.micro_batch_size
+        step = take(*where, micro_batch, layout.accumulation)
         if step.peak_bytes <= free_bytes or micro_batch == 1:
             return step, limit
         activations = step.memory_bytes["activations"]
@@ -169,22 +188,26 @@ def plan(
     rows = []
     limits: dict[Any, float] = {}  # of the micro-batch; 0 where not even 1 sample fits
     for nodes, gpus in reversed(sizes):  # a micro-batch too large for many GPUs is so for fewer
-        share, rest = divmod(global_batch, nodes * gpus)
-        for kind in () if rest else kinds:
+        for kind in kinds if global_batch >= nodes * gpus else ():
             if (kind == "HSDP" and 1 in (nodes, gpus)) or (kind == "FSDP2" and nodes * gpus == 1):
                 continue
             key = (kind, nodes * gpus == 1)
             if (limit := limits.get(key, math.inf)) == 0:
                 continue
             where = config_name(kind, nodes, gpus)
-            step, limit = largest_that_fits(take, (where, nodes, gpus), share, limit, free_bytes)
+            step, limit = largest_that_fits(
+                take, (where, nodes, gpus), global_batch, limit, free_bytes
+            )
             fits = step.peak_bytes <= free_bytes
             limits[key] = limit if fits else 0
             compute, seconds = step_seconds(kind, step, cluster)
-            row = {"kind": kind, "config": where, "fits": fits, "seconds": seconds}
+            computed = step.micro_batch * step.accumulation * nodes * gpus  # samples
+            idle = 1 - global_batch / computed
+            row = {"kind": kind, "config": where, "fits": fits, "seconds": seconds, "idle": idle}
             # DDP builds the model in each process; else rank 0 does, and scatters it
             row |= {"host_bytes": step.model_bytes * (gpus if kind == "DDP" else 1)}
-            rows.append(row | {"efficiency": compute / seconds} | step.as_dict())
+            efficiency = compute * (1 - idle) / seconds
+            rows.append(row | {"efficiency": efficiency} | step.as_dict())
             if fits and (nodes, gpus) != whole:
                 break
     return sorted(rows, key=lambda row: row["nodes"] * row["gpus_per_node"])
@@ -250,11 +273,10 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     """Predict and print."""
     nodes, gpus = arguments.nodes, arguments.gpus_per_node
     simulator = Simulator(["--config", arguments.config, *settings])
-    # refuses what does not divide
-    global_batch = batch_layout(simulator.config.batches, nodes * gpus).global_batch_size
+    layout = batch_layout(simulator.config.batches, nodes * gpus)  # refuses too many GPUs
     if arguments.simulate:
         step = simulator.step(arguments.where, nodes, gpus)
-        print(json.dumps(step.as_dict())) if arguments.json else show_step(step, arguments)
+        print(json.dumps(step.as_dict())) if arguments.json else show_step(step, layout, arguments)
         return
     if arguments.measured:
         measured = json.loads(arguments.measured.read_text(encoding="utf-8"))
@@ -262,7 +284,7 @@ def main(arguments: argparse.Namespace, settings: list[str]) -> None:
             if speed := measured.get(f"{name}_bytes_per_second"):
                 setattr(arguments, f"{name}_gb_per_second", speed / GB)
     refusal = sharding_refusal()
-    rows = plan(simulator.step, arguments, global_batch, ("DDP",) if refusal else KINDS)
+    rows = plan(simulator.step, arguments, layout.global_batch_size, ("DDP",) if refusal else KINDS)
     sentences = advice(rows)
     if refusal:
         sentences.append(f"FSDP2 and HSDP are not predicted: {refusal}")
@@ -285,7 +307,8 @@ def show_plan(rows: list[dict[str, Any]], cluster: argparse.Namespace) -> None:
         cells = [f"{row['nodes']} x {row['gpus_per_node']}", row["config"], memory]
         if row["fits"]:
             sizes = (sum(row["sent"].values()), row["sent"]["network"])
-            cells += [f"{row['micro_batch']} x {row['accumulation']}"]
+            idle = f", idle {row['idle']:.0%}" if row["idle"] else ""
+            cells += [f"{row['micro_batch']} x {row['accumulation']}{idle}"]
             cells += [f"{format_number(size)}B" for size in sizes]
             cells += [f"{row['seconds']:.3g} s", f"{row['efficiency']:.0%}"]
         else:
@@ -294,16 +317,12 @@ def show_plan(rows: list[dict[str, Any]], cluster: argparse.Namespace) -> None:
     print_table("A GPU, with the largest micro-batch that fits x accumulation", table)
 
 
-def show_step(step: Simulation, cluster: argparse.Namespace) -> None:
+def show_step(step: Simulation, layout: BatchLayout, cluster: argparse.Namespace) -> None:
     """Print the memory of a GPU at the peak, and the collectives of a step."""
     world_size = step.nodes * step.gpus_per_node
-    global_batch = step.micro_batch * world_size * step.accumulation
     print(f"one step of rank 0 of {world_size}, on {step.nodes} x {step.gpus_per_node} GPUs")
     print(f"{format_number(step.parameters)} parameters, precision {step.precision}")
-    print(
-        f"global batch {global_batch} = micro-batch {step.micro_batch} x processes {world_size} x"
-        f" accumulation {step.accumulation}"
-    )
+    print(layout)
     sizes = [*step.memory_bytes.values(), step.peak_bytes]
     memory = [[*step.memory_bytes, "sum"], [f"{size / GB:.3g}" for size in sizes]]
     print_table("Memory of a GPU at the peak, in GB", memory)
