@@ -41,8 +41,9 @@ class BatchesConfig:
     global_batch_size: int = limited(least=1)
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0, least=0)
-    """The most samples per forward pass and rank; 0: no limit. A rank whose part of the global
-    batch is smaller takes all of it. global = micro x world size x accumulation."""
+    """Samples per forward pass; 0: each rank takes its part of the global batch at once. The global
+    batch is cut into micro-batches of this size, which the ranks take in turn, so that dropout and
+    BatchNorm are the same for any number of processes up to that of the micro-batches."""
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"
