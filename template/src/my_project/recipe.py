@@ -38,8 +38,8 @@ order:
         tokens) in it, a number or scalar tensor. Never a mean: only sums give the right gradient
         when the number of items differs between micro-batches. Sum in float32, also where autocast
         leaves bf16: `losses.float().sum()`. `model` is the plain module; any of
-        its methods may be called. Called equally often on every rank, once per micro-batch; a rank
-        that has one less than others calls it with its first again, without weight. Where there is no
+        its methods may be called. Called once per micro-batch and equally often on every rank: one
+        that has a micro-batch less repeats its first, without weight. Where there is no
         `update_metrics`, by evaluations too, without gradients (a gradient penalty needs
         `if torch.is_grad_enabled()`) and with the steps that the weights were trained for.
         scalars, {name: sum}, are recorded as train/<name>: each is summed over the step's
