@@ -88,7 +88,7 @@ def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
 def test_a_cut_cable_is_noticed_by_the_launchers_and_the_run_goes_on_once_it_is_back(hosts):
     """Long before gloo and the watchdog would; also by a launcher that was stopped meanwhile."""
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
-    launch(hosts, "--steps", "200", launcher=OWN)
+    launch(hosts, "--steps", "200", launcher=(*OWN, "--wait_for_node_0", "60"))
     hosts.wait_for(lambda: hosts.steps() >= 30)
     launchers = [command.pid for command in hosts.commands]
     os.kill(launchers[1], signal.SIGSTOP)
@@ -105,20 +105,25 @@ def test_a_cut_cable_is_noticed_by_the_launchers_and_the_run_goes_on_once_it_is_
     assert line["cause"] == "lost node"
 
 
-def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts):
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts, lost):
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     launch(hosts, *STOPS_AT, launcher=OWN)
     hosts.wait_for(lambda: hosts.steps() >= 30)
     hosts.cable("down")
-    for pid in hosts.pids(1):  # as in a power failure
+    for pid in hosts.pids(lost):  # as in a power failure
         os.kill(pid, signal.SIGKILL)
-    assert hosts.wait(300)[0] == 1
+    assert hosts.wait(300)[1 - lost] == 1
     left = hosts.status()
     assert left["outcome"] == "failed"
     assert left["failure"]["cause"] == "lost node"
-    assert left["reason"].startswith("rank 2 on host1, step "), left["reason"]
-    assert "node 1 of 2 did not connect to 10.77.0.1 within 60 s" in hosts.output(0)
-    assert "rank 2, host host1" in doctor(hosts), doctor(hosts)
+    assert left["reason"].startswith(f"rank {2 * lost} on host{lost}, step "), left["reason"]
+    shown = {
+        0: "the run ends, since node 0 is lost",
+        1: "node 1 of 2 did not connect to 10.77.0.1 within 60 s",
+    }
+    assert shown[lost] in hosts.output(1 - lost)
+    assert f"rank {2 * lost}, host host{lost}" in doctor(hosts), doctor(hosts)
 
 
 def test_a_process_that_hangs_is_ended_once_one_on_the_other_host_was_killed(hosts):

@@ -50,7 +50,8 @@ def send(port: int, message: bytes) -> None:
 
 
 def test_all_nodes_know_each_other_and_a_failure_reaches_all_but_an_end_is_none():
-    third, first, *others = meet(*(node(rank, 4) for rank in (3, 0, 1, 2)))
+    third, first, *others = meet(*(node(rank, 4, start=f"of_{rank}.0") for rank in (3, 0, 1, 2)))
+    assert {one.start for one in (third, first, *others)} == {"of_0.0"}
     others.append(third)
     for one in (first, *others):
         watched = [connection.node.host for connection in one._connections]
@@ -101,6 +102,16 @@ def test_a_restarted_node_replaces_its_first_connection_and_foreign_ones_are_ign
         meeting.wait_for_nodes(node(2), "127.0.0.1", port, 20)
         assert [one.node.host for one in main.result()._connections] == ["host1", "host2"]
         assert len(again.result()._connections) == 1
+
+
+def test_a_node_0_that_lacks_the_address_of_node_0_says_so(capsys):
+    """Two hosts that were both started as node 0 would wait for each other."""
+    told = {}
+    for address in ("127.0.0.1", "192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(ConfigError):
+            meeting.wait_for_nodes(node(0), address, free_port(), 0.1)
+        told[address] = "was started as node 0, but has no address" in capsys.readouterr().out
+    assert told == {"127.0.0.1": False, "192.0.2.1": True, "no-such-host.invalid": False}
 
 
 def test_what_another_node_says_of_itself_does_not_control_the_terminal():

@@ -65,7 +65,6 @@ class Starts:
     _reported: int = 0
 
     def __post_init__(self) -> None:
-        self._info_before = read_info(self.folder)
         if self.about and not is_locked(self.folder):
             append(self.folder, unended(self.folder))
 
@@ -73,6 +72,11 @@ class Starts:
     def id(self) -> str:
         """Return the name of the current start, which run.json and error files have as launch."""
         return f"{self.launch}.{self.count}"
+
+    def follow(self, start: str) -> None:
+        """Take over the name of the current start from node 0, whose launcher may be a new one."""
+        self.launch, _, count = start.rpartition(".")
+        self.count = int(count)
 
     @property
     def has_begun(self) -> bool:
@@ -83,10 +87,8 @@ class Starts:
     def is_new(self) -> bool:
         """Return whether any start of this launch has begun the run, on node 0 or another one."""
         read_status(self.folder)  # makes a network file system refresh its cache
-        info = read_info(self.folder)
-        if self.about:  # by its name: another launch may have begun the run meanwhile
-            return info.launch.startswith(f"{self.launch}.")
-        return info != self._info_before
+        # by its name: another launch may have begun the run meanwhile
+        return read_info(self.folder).launch.startswith(f"{self.launch}.")
 
     def may_kill(self, codes: dict[int, int | None], seconds: float) -> bool:
         """Return whether the processes that are left need to be waited for no longer.

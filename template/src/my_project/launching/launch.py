@@ -36,6 +36,7 @@ import signal
 import socket
 import tempfile
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -343,6 +344,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     parser.add_argument("--join_timeout_seconds", type=float, default=600, help="for other nodes")
+    help_text = "to be back, where its host is lost; otherwise the run ends"
+    parser.add_argument("--wait_for_node_0", type=float, default=0, help=help_text)
     parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
     help_text = "75 also after an error, if a checkpoint is newer; not after three without one"
     parser.add_argument("--requeue", action="store_true", help=help_text)
@@ -391,13 +394,14 @@ def summary(launch: Launch, interface: str = "") -> str:
     return ", ".join(parts)
 
 
-def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> Any:
+def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "", start: str = "") -> Any:
     """Set the network interface, and wait until all nodes are there and reach each other.
 
     Args:
         launch: the settings.
         seconds: how long to wait.
         refusal: why this node will not start its processes again; "" if it will start them.
+        start: Starts.id; "" for the first one of a launch.
 
     Returns:
         The connections to the other launchers, nodes.OtherNodes.
@@ -420,6 +424,7 @@ def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "") -> A
         interface=interface,
         ip=ip,
         refusal=refusal,
+        start=start or f"{uuid.uuid4().hex[:12]}.0",
     )
     return nodes.wait_for_nodes(me, launch.address, launch.port, seconds)
 
@@ -567,6 +572,8 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         about=None if launch.node_rank else about,
     )
     while True:
+        if workers.others:
+            starts.follow(workers.others.start)
         codes, found = run_module(launch, workers, TRAIN, logs, starts)
         lost = workers.others.lost if codes and workers.others else None
         if lost:
@@ -589,7 +596,7 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
     status, is_new = read_status(folder), starts.is_new
     if is_new and codes:  # else it was stopped between two starts
         found += read_errors(folder, read_info(folder).launch)
-    if is_new and launch.node_rank == 0:
+    if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0)):
         # a process on a full disk, or on a node that is lost, has not written that it failed
         if found and status.outcome in ("failed", "running"):
             status = as_failed(folder, status, found)
@@ -641,10 +648,14 @@ def starts_again(
     refusal = starts.refusal(failed(codes), found, others_failed=bool(others and others.failed))
     if others:
         others.tell_failure()
+        seconds = max(RESTART_SECONDS, launch.own.wait_for_node_0)
+        if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:
+            say("the run ends, since node 0 is lost; --wait_for_node_0 SECONDS would wait for it")
+            return False
         try:
             with workers.stoppable():
                 if launch.own.max_restarts:
-                    workers.others = wait_for_other_nodes(launch, RESTART_SECONDS, refusal)
+                    workers.others = wait_for_other_nodes(launch, seconds, refusal, starts.id)
         except ConfigError as error:
             say(error)
             return False

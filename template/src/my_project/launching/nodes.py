@@ -45,6 +45,7 @@ class Node:
     ip: str
     port: int = 0  # to which the other nodes try to connect
     refusal: str = ""  # why it will not start its processes again after a failure
+    start: str = ""  # Starts.id on node 0, which all nodes take over
 
 
 def received(message: dict[str, Any]) -> Node:
@@ -99,6 +100,19 @@ def interface_to(address: str) -> tuple[str, str]:
     return (up[0], usable[up[0]]) if len(up) == 1 else ("", ip)
 
 
+def is_own(address: str) -> bool:
+    """Return whether an address or name is one of this host, or is not known."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+    except OSError:  # the name does not resolve yet
+        return True
+    for family, kind, _, _, at in found:
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(at)
+            return True
+    return False
+
+
 # ---- the rendezvous ------------------------------------------------------------------------------
 def wait_for_nodes(me: Node, address: str, port: int, seconds: float) -> "OtherNodes":
     """Wait until all nodes are there, and check that each reaches each.
@@ -124,7 +138,7 @@ def wait_for_nodes(me: Node, address: str, port: int, seconds: float) -> "OtherN
         for connection in connections:
             connection.close()
         raise (TransientError if answer["is_transient"] else ConfigError)(answer["error"])
-    return OtherNodes(connections)
+    return OtherNodes(connections, connections[0].node.start if me.rank else me.start)
 
 
 def _listen(me: Node, port: int) -> socket.socket:
@@ -149,6 +163,11 @@ def _serve(
     refused: list[_Connection] = []
     error: ConfigError | None = None
     deadline = time.monotonic() + seconds
+    if not is_own(address):
+        say(
+            f"{me.host} was started as node 0, but has no address {address}, which the others were"
+            " given: if that is another host, give this one another --machine_rank."
+        )
     with _listen(me, port) as server:
         while len(joined) + len(refused) < me.nodes - 1 and time.monotonic() < deadline:
             server.settimeout(max(0.01, min(SAY_SECONDS, deadline - time.monotonic())))
@@ -355,7 +374,8 @@ class OtherNodes:
     waits for storage is not lost. Nor is one that has ended, since its processes save first.
     """
 
-    def __init__(self, connections: list[_Connection]) -> None:
+    def __init__(self, connections: list[_Connection], start: str) -> None:
+        self.start = start  # Node.start of node 0
         self.lost: Node | None = None  # its host does not answer
         self.failed: Node | None = None  # it does not answer, or its processes have failed
         self._connections = connections
