@@ -12,6 +12,7 @@ import threading
 import time
 from argparse import Namespace
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +149,9 @@ def test_a_path_whose_checkpoint_does_not_fit_moves_nothing_aside(copied, tmp_pa
     assert folder_of(copied, 10).is_dir()
 
 
-def fingerprint(path: Path) -> dict[str, object]:
-    written = manifests.Fingerprint()
-    written.update(memoryview(path.read_bytes()))
-    return written.listed()
-
-
 def write_manifest(folder: Path, **changed: object) -> None:
     content = manifests.read_manifest(folder)
-    listed = {name: fingerprint(folder / name) for name in content["files"]}
+    listed = {name: sha256((folder / name).read_bytes()).hexdigest() for name in content["files"]}
     (folder / "manifest.json").write_text(
         manifests.manifest_text(content | {"files": listed} | changed)
     )
@@ -172,7 +167,7 @@ def rename(folder: Path) -> None:
     [
         (rename, "its manifest.json has step 8"),
         (lambda folder: (folder / "manifest.json").write_bytes(DEEP), "manifest.json is damaged"),
-        (lambda folder: write_manifest(folder, step=None), "manifest.json is damaged"),
+        (lambda folder: write_manifest(folder, step=None), "its manifest.json has step None"),
     ],
 )
 def test_a_checkpoint_of_another_step_is_passed_over(copied, damage, sentence, caplog):
@@ -293,7 +288,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(copied, name, tmp_path,
     (newest / name).write_bytes(evil)
     assert manifests.find_damage(newest)
     if name != "manifest.json":
-        listed = {file: fingerprint(newest / file) for file in FILES}
+        listed = {file: sha256((newest / file).read_bytes()).hexdigest() for file in FILES}
         text = manifests.manifest_text(content | {"files": listed})
         (newest / "manifest.json").write_text(text)
         assert not manifests.find_damage(newest), "hashes alone do not help here"
@@ -677,7 +672,7 @@ def test_a_save_is_not_waited_for_once_another_rank_is_gone(tmp_path, monkeypatc
     lost = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     saver.__exit__(RuntimeError, lost, None)
     assert not writing.is_alive(), "it would wait for startup_timeout_seconds"
-    assert "rank(s) [1] have not written their shards" in str(saver.failures["checkpoint"])
+    assert "written.rank_00001 are missing" in str(saver.failures["checkpoint"])
     assert names(saver.config) == []
 
 

@@ -95,38 +95,36 @@ def test_a_shard_that_is_missing_is_noticed(tmp_path):
     assert not list(tmp_path.glob("*merged*")), "no incomplete file is left"
 
 
-def pieces_hashed(config: Config) -> list[tuple[str, int]]:
-    """Train with pieces of 256 bytes; return those of step 2 that this rank has checked."""
-    manifests.PIECE_BYTES = 256
-    real, hashed = manifests._hash_piece, []
+def train_counting_hashes(config: Config) -> list[str]:
+    """Train; return the files of step 2 that this rank has checked."""
+    real, hashed = manifests.open_own, []
 
-    def hash_piece(path: Path, number: int) -> str:
+    def open_counted(path: Path, **options: Any) -> Any:
         if path.parent == folder_of(config, 2):
-            hashed.append((path.name, number))
-        return real(path, number)
+            hashed.append(path.name)
+        return real(path, **options)
 
-    manifests._hash_piece = hash_piece
+    manifests.open_own = open_counted
     train_sharded(config)
     return hashed
 
 
 @pytest.mark.slow
-def test_each_rank_hashes_a_share_of_the_pieces_and_all_go_back(tmp_path):
+def test_each_rank_hashes_a_share_of_the_files_and_all_go_back(tmp_path):
     whole = odd(tmp_path / "whole", checkpoints__every_steps=1)
-    run_world(2, pieces_hashed, whole)
-    listed = manifests.read_manifest(folder_of(whole, 2))["files"].items()
-    pieces = [(name, i) for name, file in listed for i in range(-(-file["size"] // 256))]
+    run_world(2, train_sharded, whole)
+    listed = manifests.read_manifest(folder_of(whole, 2))["files"]
     for processes in (2, 1, 3):
         config = change(whole, runs_folder=str(tmp_path / f"on_{processes}"))
         shutil.copytree(whole.folder, config.folder)
         shutil.rmtree(config.folder / "export")  # else the run has finished
         shard = folder_of(config, 3) / "optimizer.rank_00001.safetensors"
         flip_one_bit(shard, shard.stat().st_size - 1)
-        by_rank = run_world(processes, pieces_hashed, config)
+        by_rank = run_world(processes, train_counting_hashes, config)
         assert [r["step"] for r in records(config, "resumed_from")] == [0, 2]
         assert_same_weights(config, whole, 1e-9)
         assert "step_00000003.old-1" in names(config)
-        assert sorted(chain(*by_rank)) == sorted(pieces), "each once"
+        assert sorted(chain(*by_rank)) == sorted(listed), "each once"
         assert max(map(len, by_rank)) - min(map(len, by_rank)) <= 1
 
 

@@ -173,7 +173,7 @@ def test_a_save_is_tried_in_each_file_system_of_a_run(tmp_path):
         run.begin()
     path.unlink()
     path.touch()
-    with pytest.raises(ConfigError, match="has to make a folder"):
+    with pytest.raises(ConfigError, match="no save would work"):
         run.begin()
     assert path.is_file()
     path.unlink()

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import ConfigError
 from ..files import discard, unused_name
-from ..manifest import BUSY, find_damage, read_manifest
+from ..manifest import find_damage, read_manifest
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..run_files import step_of
 from ..run_folder import Run
@@ -85,9 +85,11 @@ def refuse_damaged(folder: Path, problem: str) -> None:
 def clean_up(run_folder: Path) -> None:
     """Remove what a killed save has left. Called by rank 0, before anything is saved."""
     for name in ("export", "best"):
-        before = run_folder / f".{name}.before"
-        if before.is_dir() and not os.path.lexists(run_folder / name):
-            os.replace(before, run_folder / name)
+        for before in sorted(run_folder.glob(f".{name}.before-*"), reverse=True):
+            if os.path.lexists(run_folder / name):
+                discard(before)
+            else:
+                os.replace(before, run_folder / name)
         discard(run_folder / f".{name}.partial")
     for path in (*run_folder.glob(".*"), *(run_folder / "checkpoints").glob(".step_*")):
         if re.fullmatch(r"\.(best|export|step)_\d+(_[\w.]+)?\.(partial|removed)", path.name):
@@ -116,9 +118,5 @@ def remove(folder: Path) -> None:
         # Renamed first: a kill while files are removed must not leave a partial checkpoint.
         removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
-        try:
-            os.replace(folder, removed)
-        except OSError as error:
-            if error.errno not in BUSY:  # by a reader on another host: at a later save
-                raise
+        os.replace(folder, removed)
         discard(removed)

@@ -4,9 +4,9 @@
       model.safetensors        with the keys of the plain module, without wrappers
       optimizer.safetensors    "<parameter>/<slot>", independent of the world size
       ema.safetensors          the EMA, with optim.ema_decay
-      manifest.json            size and SHA-256 of each file, written last, with the rest of the
-                               state: the step, the optimizer's numbers, the results of evaluations,
-                               the fp16 loss scale, the numerics of the run, the states of lanes
+      manifest.json            the SHA-256 of each file, written last, with the rest of the state:
+                               the step, the optimizer's numbers, the results of evaluations, the
+                               fp16 loss scale, the numerics of the run, the states of lanes
 
 A tied weight is written once, under its first name; the metadata of the file has its other names.
 
@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from ..config import ConfigError
 from ..ema import EMA
 from ..failures import CONSEQUENCES, cause_of
 from ..files import TransientError, discard, flush_to_disk, write_atomically
-from ..manifest import read_manifest
+from ..manifest import Manifest, read_manifest
 from ..optim import has_two_views
 from ..run_files import step_of
 from ..run_folder import Run
@@ -158,9 +158,7 @@ class Checkpoints:
         shards = self._copied(kinds)
         scale = self.scaler.state_dict() if self.scaler else None
         state = train_state.to_dict() | {"optimizer": settings, "scaler": scale}
-        text = json.dumps(
-            state | {"numerics": self.run.numerics}
-        )  # now: training changes the state
+        text = json.dumps(state | {"numerics": self.run.numerics})  # before training changes it
         step = train_state.step
         folder = self.folder / f"step_{step:08d}"
         # a name of this launch: where there are no locks, another one may write the same step
@@ -171,8 +169,13 @@ class Checkpoints:
             if self.rank != 0:
                 return
             self.run.check_lock()
-            content = {"format": manifests.FORMAT, "step": step, "files": listed}
-            content |= {"resumed_from": self.run.resumed_from, "state": json.loads(text)}
+            content: Manifest = {
+                "format": manifests.FORMAT,
+                "step": step,
+                "files": listed,
+                "resumed_from": self.run.resumed_from,
+                "state": json.loads(text),
+            }
             manifests.complete(temporary, folder, content)
             self._rotate(content["state"])
 
@@ -236,16 +239,18 @@ class Checkpoints:
             self.wait()  # until no job uses the buffers, and the temporary folder
         if self.rank >= self.writers:
             return
-        temporary = folder.with_name(f".{folder.name}.partial")  # of manifest.fill_temporary
+        temporary = folder.with_name(f".{folder.name}.partial")
         parts = folder.with_name(f".{folder.name}_{self.run.step:08d}_{self.run.token}.partial")
         saved = self.folder / f"step_{self.run.step:08d}"
         shards = {} if is_saved or not weights else self._copied({"model": weights})
         failure: Exception | None = None
         if self.rank == 0:
             self.run.check_lock()
+            discard(temporary)
             try:
-                manifests.fill_temporary(folder, fill)
-            except (OSError, SafetensorError) as error:
+                temporary.mkdir(parents=True)
+                fill(temporary)
+            except Exception as error:
                 failure = error  # of this rank: the others write their shards
 
         def write_all() -> None:
@@ -260,7 +265,9 @@ class Checkpoints:
                 read = self._reader(saved)
                 write(temporary, lambda name: read(saved_names[name] or ""))
             self.run.check_lock()
-            manifests.put_in_place(folder)
+            for path in temporary.iterdir():
+                flush_to_disk(path)
+            manifests.put_in_place(temporary, folder)
 
         self._start(folder.name, f"{folder.name}/", write_all, parts, temporary)
 
@@ -405,15 +412,14 @@ class Checkpoints:
 
     def _write_shards(
         self, temporary: Path, shards: dict[str, dict[str, Shard]], aliases: dict[str, str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, str]:
         """Write a file of each kind; each rank but 0 reports it by a file, empty if it has failed.
 
         Returns:
-            The size and SHA-256 of each file by its name; on rank 0 of the files of all ranks.
+            The SHA-256 of each file by its name; on rank 0 of the files of all ranks.
         """
         part = f".rank_{self.rank:05d}" if self.writers > 1 else ""
-        listed: dict[str, Any] = {}
-        failure: Exception | None = None
+        listed: dict[str, str] = {}
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             for kind, named in shards.items():
@@ -423,53 +429,40 @@ class Checkpoints:
                     flush_to_disk(path)
             if self.rank != 0:
                 write_atomically(temporary / f"written{part}", json.dumps(listed))
-        except Exception as error:
-            failure = error
+        except Exception:
             with suppress(OSError):
                 if self.rank != 0:
                     (temporary / f"written{part}").touch()
-        if self.rank == 0:
-            with suppress(OSError) if failure else nullcontext():
-                listed |= self._files_of_other_ranks(temporary, is_failed=failure is not None)
-        if failure:
-            raise failure
-        return listed
+                else:  # the folder is removed, once nobody writes into it
+                    self._files_of_other_ranks(temporary, END_SECONDS)
+            raise
+        if self.rank != 0:
+            return listed
+        limit = self.config.distributed.startup_timeout_seconds
+        return listed | self._files_of_other_ranks(temporary, limit)
 
-    def _files_of_other_ranks(self, temporary: Path, *, is_failed: bool) -> dict[str, Any]:
-        """Wait until the other ranks have reported their files; return these.
-
-        After a failure it waits a little for the rest, since the folder is then removed.
-        """
-        listed: dict[str, Any] = {}
-        waiting = {f"written.rank_{rank:05d}": rank for rank in range(1, self.writers)}
-        failed: list[int] = []
+    def _files_of_other_ranks(self, temporary: Path, seconds: float) -> dict[str, str]:
+        """Wait until the other ranks have reported their files; return the SHA-256 of each."""
+        ranks = {f"written.rank_{rank:05d}": rank for rank in range(1, self.writers)}
 
         def have_reported() -> bool:
             # one listing: to ask for each rank's file would be N requests per look
-            for name in waiting.keys() & set(os.listdir(temporary)):
-                report = (temporary / name).read_text(encoding="utf-8")
-                listed.update(json.loads(report or "{}"))
-                if not report:
-                    failed.append(waiting[name])
-                (temporary / name).unlink()
-                del waiting[name]
-            return not waiting
+            return ranks.keys() <= set(os.listdir(temporary))
 
-        def has_failed() -> bool:
-            return is_failed or bool(failed) or self._has_lost_contact.is_set()
+        def is_over() -> bool:
+            return have_reported() or self._has_lost_contact.is_set()
 
-        limit = self.config.distributed.startup_timeout_seconds
-        files.wait_until(lambda: have_reported() or has_failed(), limit, poll_seconds=0.05)
-        if has_failed():
-            files.wait_until(have_reported, min(limit, END_SECONDS), poll_seconds=0.05)
-        if failed:
-            host = self.run.hosts[min(failed)]
-            raise OSError(f"rank {min(failed)} on {host} could not write its shards")
-        if waiting:
-            raise OSError(
-                f"rank(s) {sorted(waiting.values())} have not written their shards"
-                f" (distributed.startup_timeout_seconds is {limit})"
-            )
+        files.wait_until(is_over, seconds, poll_seconds=0.05)
+        if not files.wait_until(have_reported, END_SECONDS, poll_seconds=0.05):
+            missing = sorted(ranks.keys() - set(os.listdir(temporary)))
+            raise OSError(f"{', '.join(missing)} are missing after {seconds:g} s")
+        listed: dict[str, str] = {}
+        for name, rank in ranks.items():
+            report = (temporary / name).read_text(encoding="utf-8")
+            if not report:
+                raise OSError(f"rank {rank} on {self.run.hosts[rank]} could not write its shards")
+            listed |= json.loads(report)
+            (temporary / name).unlink()
         return listed
 
     def _rotate(self, state: dict[str, Any]) -> None:

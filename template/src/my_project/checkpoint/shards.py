@@ -1,6 +1,7 @@
 """Write and read tensors, whole or sharded, in safetensors files."""
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -20,7 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..config import ConfigError
 from ..files import open_own
-from ..manifest import CHUNK_BYTES, Fingerprint, read_manifest
+from ..manifest import read_manifest
+
+CHUNK_BYTES = 1 << 20  # written and hashed while they are in the cache
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ def model_tensors(model: nn.Module) -> dict[str, Any]:
     return {plain_name(name): value for name, value in model.state_dict().items()}
 
 
-def save_shards(shards: dict[str, Shard], path: Path, aliases: dict[str, str]) -> dict[str, Any]:
-    """Write shards in safetensors format; return the size and the hashes of the file.
+def save_shards(shards: dict[str, Shard], path: Path, aliases: dict[str, str]) -> str:
+    """Write shards in safetensors format; return the SHA-256 of the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -82,7 +85,7 @@ def save_shards(shards: dict[str, Shard], path: Path, aliases: dict[str, str]) -
 
 def save_tensors(
     tensors: dict[str, Tensor], path: Path, values: Iterator[Tensor], metadata: dict[str, str]
-) -> dict[str, Any]:
+) -> str:
     """Write a safetensors file, each tensor before the next one is asked for.
 
     safetensors' own `serialize` needs all tensors of the file, and a second copy, in memory.
@@ -95,7 +98,7 @@ def save_tensors(
         metadata: of the file, such as the aliases of tied weights: {alias: the name of the tensor}.
 
     Returns:
-        The size and the SHA-256 of each piece of the file.
+        The SHA-256 of the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -109,19 +112,19 @@ def save_tensors(
         header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    fingerprint = Fingerprint()
+    digest = hashlib.sha256()
     with open_own(path, "wb") as file:
 
         def write(data: memoryview) -> None:
-            for begin in range(0, len(data), CHUNK_BYTES):  # hashed while they are in the cache
+            for begin in range(0, len(data), CHUNK_BYTES):
                 chunk = data[begin : begin + CHUNK_BYTES]
                 file.write(chunk)
-                fingerprint.update(chunk)
+                digest.update(chunk)
 
         write(memoryview(struct.pack("<Q", len(text)) + text))
         for _ in tensors:  # each is freed before the next is gathered
             write(_bytes_of(next(values)))
-    return fingerprint.listed()
+    return digest.hexdigest()
 
 
 def checked(name: str, tensor: Tensor) -> Tensor:
