@@ -146,24 +146,6 @@ def lock_of(folder: Path) -> Path:
     return folder / ".lock"
 
 
-def has_lock(file: Any, command: int) -> bool:
-    """Ask the kernel whether a file is locked; Linux.
-
-    Args:
-        file: open.
-        command: F_GETLK, for the locks of other processes, or F_OFD_GETLK, for this one's too.
-
-    Raises:
-        OSError: it cannot tell, as on a file system without locks.
-    """
-    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    return struct.unpack("hhqqi0q", fcntl.fcntl(file, command, flock))[0] != fcntl.F_UNLCK
-
-
-# Appended to or updated in a run, which would go on without them if they could not be opened.
-NEEDED = ("metrics.jsonl", "starts.jsonl", "status.json")
-
-
 def each_record(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl, reading line by line; {} for a damaged line.
 
@@ -245,9 +227,11 @@ def is_locked(folder: Path) -> bool | None:
     """
     if sys.platform != "linux":
         return None
+    flock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         with open_own(lock_of(folder)) as file:
-            return has_lock(file, fcntl.F_GETLK)
+            answer = struct.unpack("hhqqi0q", fcntl.fcntl(file, fcntl.F_GETLK, flock))
+            return answer[0] != fcntl.F_UNLCK
     except FileNotFoundError:
         return False
     except OSError:  # no permission, or a file system without locks

@@ -74,8 +74,6 @@ class Run:
         self.lengths: dict[str, int] = {}  # of the datasets
         self.trackers: dict[str, str] = {}  # where each shows the run
         self.lock: IO[bytes] | None = None
-        self.has_locks = True  # as far as is known
-        self.lock_seen: IO[bytes] | None = None  # the same file: its close would unlock
         self.resumed_from: str | None = None  # the --resume path at which this run began
         self.continued_from: str | None = None  # the checkpoint at which this start began
         if rank == 0:
@@ -198,9 +196,6 @@ class Run:
                 manifests.try_saving(folder)
             if starts_over:
                 self._start_over()
-            for name in run_files.NEEDED:
-                if os.path.lexists(self.folder / name):
-                    files.open_own(self.folder / name).close()  # an OSError if it is not a file
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
             self.write_status("running")
             self.token = os.environ.get(START) or uuid.uuid4().hex
@@ -241,22 +236,17 @@ class Run:
 
     def __del__(self) -> None:
         """Release the lock, for a process that trains again."""
-        for file in (getattr(self, "lock", None), getattr(self, "lock_seen", None)):
+        if lock := getattr(self, "lock", None):
             with suppress(OSError):  # on a full disk
-                if file:
-                    file.close()
+                lock.close()
 
     def _lock(self) -> IO[bytes]:
         """Lock the folder for this launch; the lock is released when the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = run_files.lock_of(self.folder)
-        lock, problem = files.open_own(path, "ab+"), ""
+        lock = files.open_own(path, "ab+")
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if hasattr(fcntl, "F_OFD_GETLK"):
-                self.lock_seen = files.open_own(path)
-                is_seen = run_files.has_lock(self.lock_seen, fcntl.F_OFD_GETLK)
-                problem = "" if is_seen else "they have no effect"
         except BlockingIOError:
             with lock:
                 lock.seek(0)
@@ -266,11 +256,8 @@ class Run:
                 " --run_name."
             ) from None
         except OSError as error:
-            problem = str(error)
-        if problem:
-            self.has_locks = False
             text = "%s has no file locks (%s): if this run is launched twice, %s"
-            logger.warning(text, self.folder, problem, "the older launch ends at its next save")
+            logger.warning(text, self.folder, error, "the older launch ends at its next save")
         with suppress(OSError):  # on a full disk, on which begin() ends
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())

@@ -314,7 +314,7 @@ class RecordFile:
         elapsed = self.elapsed_before + time.monotonic() - self.run.began
         now = {"elapsed_seconds": round(elapsed, 3), "time": round(time.time(), 3)}
         record = finite(record | now)
-        if not (self.run.has_locks or self.run.is_current):
+        if not self.run.is_current:
             return record  # the file is that of another launch, and the next save ends this one
         self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
         size: int | None = None
