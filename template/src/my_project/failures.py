@@ -17,9 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from multiprocessing import shared_memory, synchronize
 from pathlib import Path
-from types import CodeType
 from typing import Any, NoReturn
 
 from .files import ConfigError, from_object, write_atomically
@@ -104,32 +102,18 @@ class Failure:
     attempt: int = 0
     frames: tuple[Frame, ...] = ()
     details: str = ""
-    # Only in files whose cause is "not finite".
+    # null unless the cause is "not finite"
     skipped_from: int | None = None
     skipped_to: int | None = None
     num_items: float | None = None
     loss_is_finite: bool | None = None
     source: Path | None = None  # the file that it was read from, which does not have this field
 
-    @classmethod
-    def from_json(cls, content: Any, source: Path | None = None) -> "Failure | None":
-        """Return what an error file or status.json holds of a failure; None where it is damaged."""
-        with suppress(TypeError):
-            return replace(from_object(cls, {**content, "source": None}), source=source)
-        return None
-
     def to_json(self) -> dict[str, Any]:
         """Return the content of the error file."""
-        content = asdict(replace(self, source=None))
-        optional = ("skipped_from", "skipped_to", "num_items", "loss_is_finite", "source")
-        return {
-            name: one for name, one in content.items() if one is not None or name not in optional
-        }
-
-    def short(self) -> dict[str, Any]:
-        """Return what status.json has of it."""
-        content = self.to_json()
-        return {name: one for name, one in content.items() if name not in ("frames", "details")}
+        content = asdict(self)
+        del content["source"]
+        return content
 
     @property
     def idle_seconds(self) -> float:
@@ -173,19 +157,12 @@ def library_of(file: str) -> str | None:
     return "python" if file.startswith(PYTHON) else None
 
 
-def frames_of(error: BaseException, without: CodeType | None = None) -> list[Frame]:
-    """Return the frames of an exception; of one in a loader worker those in the worker.
-
-    Args:
-        error: the exception.
-        without: the code of a function whose frames are left out.
-    """
+def frames_of(error: BaseException) -> list[Frame]:
+    """Return the frames of an exception; of one in a loader worker those in the worker."""
     message = str(error)
     if found := FRAME.findall(message.partition(WORKER_TRACEBACK)[2]):
         return [frame_at(file, int(line), name, code) for file, line, name, code in found]
-    walked = traceback.walk_tb(error.__traceback__)
-    kept = ((frame, line) for frame, line in walked if frame.f_code is not without)
-    return frames_in(traceback.StackSummary.extract(kept))
+    return frames_in(traceback.extract_tb(error.__traceback__))
 
 
 def frame_at(file: str, line: int, function: str, code: str = "") -> Frame:
@@ -224,7 +201,7 @@ def cause_of(error: BaseException) -> str:
         if kind.__name__ in TYPES:
             return TYPES[kind.__name__]
     if errno_of(error) in FULL_DISK:
-        return "full shared memory" if _is_of_semaphore(error) else "full disk"
+        return "full disk"
     if errno_of(error) in ("EMFILE", "ENFILE"):
         return "too many open files"
     if _is_of_multiprocessing(error):
@@ -263,20 +240,9 @@ def _is_of_multiprocessing(error: BaseException) -> bool:
     return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
 
 
-def _is_of_semaphore(error: BaseException) -> bool:
-    """Return whether multiprocessing could not make a semaphore or a buffer, in /dev/shm."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename in (synchronize.__file__, shared_memory.__file__)
-
-
 # ---- error files ---------------------------------------------------------------------------------
-def record_of(error: BaseException, without: CodeType | None = None) -> Failure:
-    """Return the content of the error file for an exception before the run's first step.
-
-    Args:
-        error: the exception.
-        without: see frames_of.
-    """
+def record_of(error: BaseException) -> Failure:
+    """Return the content of the error file for an exception before the run's first step."""
     cause, reason = cause_of(error), reason_of(error)
     if cause in ("setting", "not finite"):
         reason = str(error)
@@ -290,7 +256,7 @@ def record_of(error: BaseException, without: CodeType | None = None) -> Failure:
     found = record(
         reason=reason,
         cause=cause,
-        frames=frames_of(error, without) if cause not in ("setting", "not finite") else [],
+        frames=frames_of(error) if cause not in ("setting", "not finite") else [],
         details="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ConfigError) else 1 + would_repeat,
     )
@@ -364,13 +330,10 @@ def report(failure: Failure) -> None:
             path = Path(folder, f"{failure.time:017.6f}_{os.getpid()}.json")
             write_atomically(path, json.dumps(failure.to_json()))
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        shown = f"{failure.details}\n{failure.reason}"
-        if failure.cause == "setting":
-            shown = f"error: {failure.reason}"  # a sentence is enough
         # torchrun shows py_callstack of the failure with the smallest timestamp, in whole seconds:
         # a minute later, so that what follows from the failure of another rank does not hide it
         when = int(failure.time) + 60 * (failure.cause in CONSEQUENCES)
-        extra = {"py_callstack": shown, "timestamp": str(when)}
+        extra = {"py_callstack": f"{failure.details}\n{failure.reason}", "timestamp": str(when)}
         content = {"message": {"message": failure.reason, "extraInfo": extra}}
         with suppress(OSError):
             if not Path(file).exists():

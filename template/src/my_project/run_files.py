@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -46,27 +46,16 @@ class Status:
     paused_seconds: float = 0.0
     trackers: dict[str, str] = field(default_factory=dict)
     warnings: int = 0
-    # Left out of the file where they are None.
     note: str | None = None
     result: dict[str, float | None] | None = None
     patience: int | None = None
     failure: Failure | None = None  # without frames and details
     goodput: dict[str, dict[str, float] | int] | None = None
 
-    @classmethod
-    def from_json(cls, content: Any) -> "Status":
-        """Return what status.json holds."""
-        failure = Failure.from_json(content.get("failure"))
-        found = from_object(cls, {**content, "failure": None}, is_strict=False)
-        return replace(found, failure=failure)
-
     def to_json(self) -> dict[str, Any]:
         """Return the content of status.json."""
-        content = vars(self) | {"failure": self.failure and self.failure.short()}
-        optional = ("note", "result", "patience", "failure", "goodput")
-        return {
-            name: one for name, one in content.items() if one is not None or name not in optional
-        }
+        failure = self.failure and replace(self.failure, frames=(), details="").to_json()
+        return vars(self) | {"failure": failure}
 
     @property
     def is_damaged(self) -> bool:
@@ -103,15 +92,6 @@ class RunInfo:
     git_dirty: bool | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, content: Any) -> "RunInfo":
-        """Return what run.json holds."""
-        return from_object(cls, content, is_strict=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of run.json."""
-        return asdict(self)
-
     @property
     def is_damaged(self) -> bool:
         """Return whether it is missing or damaged: each start writes its name."""
@@ -122,7 +102,7 @@ def read_status(folder: Path) -> Status:
     """Read status.json."""
     with suppress(OSError):
         os.listdir(folder)  # makes a network file system refresh its cache
-    return Status.from_json(read_json(folder / "status.json"))
+    return from_object(Status, read_json(folder / "status.json"), is_strict=False)
 
 
 def write_status(folder: Path, status: Status) -> None:
@@ -132,13 +112,20 @@ def write_status(folder: Path, status: Status) -> None:
 
 def read_info(folder: Path) -> RunInfo:
     """Read run.json."""
-    return RunInfo.from_json(read_json(folder / "run.json"))
+    return from_object(RunInfo, read_json(folder / "run.json"), is_strict=False)
+
+
+def read_failure(path: Path) -> Failure | None:
+    """Read an error file; None for a damaged one."""
+    try:
+        return replace(from_object(Failure, read_json(path)), source=path)
+    except TypeError:
+        return None
 
 
 def read_failures(paths: Iterable[Path]) -> list[Failure]:
     """Read error files, without damaged ones."""
-    found = (Failure.from_json(read_json(path), path) for path in paths)
-    return [failure for failure in found if failure]
+    return [failure for path in paths if (failure := read_failure(path))]
 
 
 def lock_of(folder: Path) -> Path:

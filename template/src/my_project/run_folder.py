@@ -10,13 +10,11 @@ import logging
 import os
 import signal
 import socket
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -190,10 +188,9 @@ class Run:
             refuse_other_settings(replace(self.config, resume="auto"))
             refuse_other_format(self.folder)
         with files.writing(self.folder):
-            folders = [p for p in (self.folder, self.folder / "checkpoints") if os.path.lexists(p)]
-            # once in each file system: a link may lead to another one
-            for folder in {folder.stat().st_dev: folder for folder in folders}.values():
-                manifests.try_saving(folder)
+            for folder in (self.folder, self.folder / "checkpoints"):  # a link may lead elsewhere
+                if os.path.lexists(folder):
+                    manifests.try_saving(folder)
             if starts_over:
                 self._start_over()
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
@@ -212,7 +209,7 @@ class Run:
                 fixed_settings=tuple(used_fixed_settings(self.config)),
                 **provenance(inspect.getsourcefile(type(self.config.recipe))),
             )
-            text = json.dumps(info.to_json(), indent=1) + "\n"
+            text = json.dumps(asdict(info), indent=1) + "\n"
             files.write_atomically(self.folder / "run.json", text)
         return self.token
 
@@ -381,18 +378,18 @@ def not_shared(folder: Path, hosts: str, writer: str) -> str:
 def failures_recorded(run: Run) -> Iterator[None]:
     """Record the exception that ends the run, with rank, host and step, and raise it again."""
     try:
-        try:
-            yield
-        except BaseException:
-            ignore_ended_workers()
-            raise
+        yield
     except BaseException as error:
+        with suppress(RuntimeError, ValueError):  # by that handler; not the main thread
+            # torch's handler raises for each loader worker that has died, often when the queue has
+            # failed already: the record of why the run failed would be lost
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if failures.cause_of(error) == "out of memory":
             error.add_note(
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
                 " same."
             )
-        failure = failures.record_of(error, without=sys._getframe().f_code)
+        failure = failures.record_of(error)
         if run.step and failure.cause == "exception":
             # what has worked for some steps, in an earlier start too, may work again
             failure = replace(failure, exit_code=1)
@@ -400,18 +397,3 @@ def failures_recorded(run: Run) -> Iterator[None]:
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
         run.fail(failure)
         raise
-
-
-def ignore_ended_workers() -> None:
-    """Take torch's SIGCHLD handler out, which raises for each loader worker that has died.
-
-    The signal often comes after the queue has failed: the handler would raise in the middle of the
-    report, and the record of why the run failed would be lost.
-    """
-    while True:
-        try:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return
-        except RuntimeError:  # by that handler: the signal came just now
-            continue

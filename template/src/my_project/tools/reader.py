@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import Failure, exit_with_error
-from ..files import ConfigError, read_json, read_yaml
+from ..files import ConfigError, read_yaml
 from ..run_files import (
     RUN_FORMAT,
     RunInfo,
@@ -24,6 +24,7 @@ from ..run_files import (
     each_record,
     flat,
     is_locked,
+    read_failure,
     read_info,
     read_status,
 )
@@ -57,7 +58,7 @@ class Run:
         """Return the error files by launch, each list sorted by time."""
         found: dict[str, list[Failure]] = {}
         for path in sorted((self.folder / "errors").glob("*_rank_*_step_*.json")):
-            if failure := Failure.from_json(read_json(path), path):
+            if failure := read_failure(path):
                 found.setdefault(failure.launch, []).append(failure)
             else:
                 self.problems.append(f"errors/{path.name} is damaged, so it is left out.")

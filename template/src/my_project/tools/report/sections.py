@@ -5,6 +5,7 @@ import shlex
 import time
 from base64 import b64encode
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +312,7 @@ def as_typed(value: Any) -> str:
 def provenance(run: History) -> str:
     """Return what run.json has: commit, packages, commands, hosts, environment."""
     rows = []
-    for group, value in run.run.info.to_json().items():
+    for group, value in asdict(run.run.info).items():
         for name, one in value.items() if isinstance(value, dict) else [("", value)]:
             shown = shlex.join(words(one)) if isinstance(one, (list, tuple)) else as_typed(one)
             rows.append([f"{group} {name}", shown])
