@@ -1,8 +1,8 @@
 """Python objects between ranks, and what all ranks must agree on."""
 
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import accelerate
 import torch.distributed
@@ -13,8 +13,10 @@ from .config import ConfigError
 from .loading.seeding import derive_seed
 from .run_folder import Run, not_shared
 
+T = TypeVar("T")
 
-def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
+
+def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], T]) -> T:
     """Call a function on rank 0 only, and return its result on every rank.
 
     Raises:
@@ -33,7 +35,7 @@ def on_main_then_broadcast(accelerator: Accelerator, function: Callable[[], Any]
     return outcome[0]
 
 
-def gather_on_main(accelerator: Accelerator, value: Any) -> list[Any]:
+def gather_on_main(accelerator: Accelerator, value: T) -> list[T]:
     """Return the values of all ranks on rank 0, by rank; [] on the others.
 
     In place of accelerate's gather_object where only rank 0 needs them: that one sends every value
@@ -46,7 +48,7 @@ def gather_on_main(accelerator: Accelerator, value: Any) -> list[Any]:
     return values or []
 
 
-def agree(accelerator: Accelerator, facts: dict[str, Any]) -> list[str]:
+def agree(accelerator: Accelerator, facts: Mapping[str, Hashable]) -> list[str]:
     """Return the host of each rank, if the facts are equal on all of them.
 
     Raises:
@@ -56,7 +58,7 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> list[str]:
     return on_main_then_broadcast(accelerator, lambda: _hosts_if_equal(everywhere))
 
 
-def _hosts_if_equal(everywhere: list[tuple[str, dict[str, Any]]]) -> list[str]:
+def _hosts_if_equal(everywhere: list[tuple[str, Mapping[str, Hashable]]]) -> list[str]:
     hosts = [host for host, _ in everywhere]
     for name in sorted({name for _, facts in everywhere for name in facts}):
         values = [facts.get(name) for _, facts in everywhere]
@@ -83,7 +85,7 @@ def open_run(
         ConfigError: settings, versions or the lengths of datasets differ between ranks, or a node
             does not see the run folder that rank 0 wrote to.
     """
-    facts: dict[str, Any] = {name: derive_seed(value) for name, value in must_agree.items()}
+    facts: dict[str, Hashable] = {name: derive_seed(value) for name, value in must_agree.items()}
     facts |= {f"the length of {name}": length for name, length in lengths.items()}
     facts["the version of torch or accelerate"] = str(torch.__version__), accelerate.__version__
     run.hosts = agree(accelerator, facts | run.numerics)

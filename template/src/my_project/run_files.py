@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from .failures import Failure
@@ -192,12 +191,6 @@ def checkpoints(run_folder: Path) -> list[Path]:
 
 NUMBER = (int, float)
 ENDED = ("finished", "preempted")  # with nothing to do again
-LINE = {  # the types of fields of a line in starts.jsonl
-    **dict.fromkeys(("event", "id"), str),
-    "time": NUMBER,
-    **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
-    **dict.fromkeys(("outcome", "cause"), (str, NoneType)),
-}
 
 
 def read_errors(folder: Path, launch: str) -> list[Failure]:
@@ -237,7 +230,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
         for text in read_own(folder / "starts.jsonl").splitlines():
             with suppress(ValueError, LookupError, TypeError):
                 line = json.loads(text)
-                if is_like(dict.fromkeys(LINE) | line, LINE):
+                if is_like(line, {"event": str, "id": str, "time": NUMBER}):
                     found.append(line)
     return found
 

@@ -11,10 +11,7 @@ import psutil
 
 from . import failures
 from .config import Config, seconds_of
-from .process import (
-    LAUNCHER,
-    STOP_SIGNALS,
-)
+from .process import LAUNCHER, STOP_SIGNALS
 
 SECOND_SIGNAL_AFTER_SECONDS = 5.0
 
