@@ -133,6 +133,22 @@ IN_NAMESPACE = ["unshare", "--mount", "bash", "-c"]
 HAS_NAMESPACES = not subprocess.run(
     [*IN_NAMESPACE, "mount -t tmpfs tmpfs /dev/shm"], capture_output=True, check=False
 ).returncode
+FULL = """
+import multiprocessing
+from my_project.failures import cause_of
+try:
+    [multiprocessing.Queue() for _ in range(9)]
+except OSError as error:
+    print(cause_of(error))
+"""
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, to mount")
+def test_a_full_dev_shm_is_a_cause_of_its_own():
+    mounted = 'mount -t tmpfs -o size=8k tmpfs /dev/shm; exec "$0" -c "$1"'
+    command = [*IN_NAMESPACE, mounted, sys.executable, FULL]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "full shared memory"
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, to mount")

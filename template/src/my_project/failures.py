@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -201,7 +202,7 @@ def cause_of(error: BaseException) -> str:
         if kind.__name__ in TYPES:
             return TYPES[kind.__name__]
     if errno_of(error) in FULL_DISK:
-        return "full disk"
+        return "full shared memory" if _is_of_semaphore(error) else "full disk"
     if errno_of(error) in ("EMFILE", "ENFILE"):
         return "too many open files"
     if _is_of_multiprocessing(error):
@@ -238,6 +239,12 @@ def _is_of_multiprocessing(error: BaseException) -> bool:
     if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or not frames:
         return False
     return os.path.basename(os.path.dirname(frames[-1].filename)) == "multiprocessing"
+
+
+def _is_of_semaphore(error: BaseException) -> bool:
+    """Return whether multiprocessing could not make a semaphore or a buffer, in /dev/shm."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename in (synchronize.__file__, shared_memory.__file__)
 
 
 # ---- error files ---------------------------------------------------------------------------------
@@ -332,8 +339,11 @@ def report(failure: Failure) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun shows py_callstack of the failure with the smallest timestamp, in whole seconds:
         # a minute later, so that what follows from the failure of another rank does not hide it
+        shown = f"{failure.details}\n{failure.reason}"
+        if failure.cause == "setting":
+            shown = f"error: {failure.reason}"  # a sentence is enough
         when = int(failure.time) + 60 * (failure.cause in CONSEQUENCES)
-        extra = {"py_callstack": f"{failure.details}\n{failure.reason}", "timestamp": str(when)}
+        extra = {"py_callstack": shown, "timestamp": str(when)}
         content = {"message": {"message": failure.reason, "extraInfo": extra}}
         with suppress(OSError):
             if not Path(file).exists():
