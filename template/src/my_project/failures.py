@@ -21,7 +21,7 @@ from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .files import ConfigError, from_object, write_atomically
+from .files import ConfigError, write_atomically
 from .process import LAUNCHER, LOGS, START, world
 from .safety.redaction import mask
 from .words import say, short_path
