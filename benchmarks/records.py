@@ -24,6 +24,8 @@ import torch  # noqa: E402
 from my_project.loading.layout import BatchLayout  # noqa: E402
 from my_project.process import garbage_collected_at_records  # noqa: E402
 from my_project.records import recorder  # noqa: E402
+from my_project.records.performance import Performance  # noqa: E402
+from my_project.records.profiling import Profiler  # noqa: E402
 from my_project.run_folder import Run  # noqa: E402
 from my_project.state import StepReport, TrainState  # noqa: E402
 from runs import make_config  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -66,9 +68,9 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
         state = TrainState()
         model = torch.nn.Linear(1, 1)
         found, step = [], 0
-        metrics = recorder.Recorder(accelerator, run, layout, state, model)
         # what a log, a bar and trackers do with a record has a cost of its own
-        metrics.methods["write"].clear()
+        recorder.OUTPUTS = (Performance, Profiler)
+        metrics = recorder.Recorder(accelerator, run, layout, state, model)
         recorder.log_record = lambda *_: None
         with metrics, garbage_collected_at_records():
             batches = metrics.timed(Feed())
@@ -77,7 +79,7 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
                 for _ in range(STEPS):
                     for _ in range(accumulation):
                         next(batches)
-                    metrics.step_ended(step, 0.1)
+                    metrics.step_ended(step)
                     if step:
                         report = StepReport(step - 1, 1.0, 1.0, 1.0 + step % 7, 1.0, 0, 0, {})
                         state.observe(report)

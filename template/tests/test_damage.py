@@ -84,8 +84,6 @@ def test_damaged_reports_neither_stop_a_run_nor_train_it_again(copied, kind, mon
     assert train(change(copied, steps=7)) == 0
     assert steps(copied) == [7], "goes on at the last step"
     assert status(copied)["outcome"] == "finished"
-    if kind != "empty":
-        assert (folder / "metrics.jsonl.damaged-1").read_bytes() == KINDS[kind]
 
 
 NO_RECORDS = [b"[3]", b"null", b"", bytes(20), b'{"loss": 1.0}', b'{"step": "3"}', b"\xff", DEEP]
@@ -99,7 +97,6 @@ def test_damaged_lines_cost_no_other_record(copied):
     (copied.folder / "status.json").write_bytes(DEEP)
     assert run_world(2, train, change(copied, steps=7)) == [0, 0]
     assert steps(copied) == [1, 2, 3, 4, 5, 6, 7]
-    assert (copied.folder / "metrics.jsonl.damaged-1").read_bytes() == damaged
 
 
 def test_damaged_error_files_name_no_rank(copied):

@@ -81,7 +81,7 @@ def take_steps(log: recorder.Recorder, clock: Clock, seconds: list[float]) -> No
         clock.now += 0.125  # forward
         clock.now += whole - 0.5
         clock.now += 0.125
-        log.step_ended(step, 0.1)
+        log.step_ended(step)
         unread.append(StepReport(step, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, {}, own_seconds=0.375))
         if len(unread) > 1:  # the numbers of a step come after the next one
             log.observe(unread.pop(0))

@@ -149,12 +149,11 @@ def set_learning_rate(
     total_steps: int,
     config: OptimConfig,
     reductions: int = 0,
-) -> float:
-    """Set the learning rate of a step in every group, times its own lr_scale; return the rate."""
+) -> None:
+    """Set the learning rate of a step in every group, times its own lr_scale."""
     rate = learning_rate(step, total_steps, config, reductions)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
-    return rate
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -255,9 +255,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     """Take one optimizer step, over global batch `t.state.step`."""
     config, layout, state = t.config, t.layout, t.state
     step, recipe = state.step, config.recipe
-    rate = optim.set_learning_rate(
-        t.optimizer, step, t.run.total_steps, config.optim, state.lr_reductions
-    )
+    optim.set_learning_rate(t.optimizer, step, t.run.total_steps, config.optim, state.lr_reductions)
     sums = t.sums.begin()
     for j in range(layout.accumulation):
         batch = next(micro_batches)
@@ -299,7 +297,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     if t.ema:
         t.ema.update()  # also after a skipped step
     state.step = t.run.step = step + 1  # steps done; a skipped one counts
-    t.recorder.step_ended(step, rate)
+    t.recorder.step_ended(step)
     observe(t, t.sums.push(step, sums, norm))  # the step before: the device has done it
     t.run.note_progress(is_step=True)
     t.checks.after_step(step)

@@ -3,8 +3,26 @@
 It only records; state.py and the loop decide. docs/run-folder.md describes the records. A start
 drops those that are newer than its checkpoint; while a run goes on, lines are only appended.
 
-An output is what hangs on the recorder. To delete one, delete its file, its import and its name in
-OUTPUTS below, and its settings in config.py:
+An output is what hangs on the recorder. It has __init__(run, accelerator, layout, model), and of
+these methods those that it needs; only rank 0 calls start and write:
+
+    check(config)               of the class: refuse settings, before anything is written
+    start(step, newest)         before the first record; `newest` is that of RecordFile
+    wrap_batches(batches)       return the micro-batches of all steps; called once
+    step_ended(step)            so many steps are done
+    observe(report)             the numbers of a step, after the next step or before a pause
+    end_interval()              return fields of the record of an interval; it may begin to gather
+    gathered()                  return more fields, when all ranks have made another step or wait
+    pause(what)                 training waits for "evaluation" or "saving"
+    resume(what, seconds)       for which it has waited so long
+    write(record)               as it is in metrics.jsonl
+    of_run()                    return what the status of a finished run says of it
+    stop()                      no step follows, but records may
+    failed()                    an exception ends the run
+    close()                     in reverse order
+
+To delete one, delete its file, its import and its name in OUTPUTS below, and its settings in
+config.py:
 
     Performance: records/performance.py, telemetry.peak_tflops
     Trackers: records/trackers.py, telemetry.trackers
@@ -20,9 +38,8 @@ import json
 import logging
 import math
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -30,8 +47,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config import Config
-from ..files import finite, open_own, unused_name, write_atomically, writing
+from ..files import finite, open_own, write_atomically, writing
 from ..loading.layout import BatchLayout
+from ..optim import learning_rate
 from ..run_files import each_record, kind_of
 from ..run_folder import Run
 from ..state import NotFiniteError, StepReport, TrainState
@@ -48,34 +66,16 @@ OUTPUTS: tuple[type, ...] = (  # in the order in which their methods are called
     Screen,
     Profiler,
 )
-# What an output may have besides __init__(run, accelerator, layout, model), each method if it needs
-# it. Only rank 0 calls start and write.
-METHODS = (
-    "start",  # (step, newest): before the first record; `newest` is that of RecordFile
-    "wrap_batches",  # (batches): return the micro-batches of all steps; called once
-    "step_ended",  # (step): so many steps are done
-    "observe",  # (report): the numbers of a step, after the next step or before a pause
-    "end_interval",  # (): return fields of the record of an interval; it may begin to gather them
-    "gathered",  # (): return more fields, when all ranks have made another step or wait
-    "pause",  # (what): training waits for "evaluation" or "saving"
-    "resume",  # (what, seconds): for which it has waited so long
-    "write",  # (record): as it is in metrics.jsonl
-    "of_run",  # (): return what the status of a finished run says of it
-    "stop",  # (): no step follows, but records may
-    "failed",  # (): an exception ends the run
-    "close",  # (): in reverse order
-)
 
 
 def check_outputs(config: Config) -> None:
-    """Let each output that has a check(config) refuse settings, before anything is written."""
-    for check in methods(OUTPUTS, "check"):
-        check(config)
+    """Let the outputs refuse settings, before anything is written."""
+    call(OUTPUTS, "check", config)
 
 
-def methods(outputs: Iterable[Any], name: str) -> list[Callable[..., Any]]:
-    """Return a method of each output that has it."""
-    return [getattr(output, name) for output in outputs if hasattr(output, name)]
+def call(outputs: Iterable[Any], name: str, *arguments: Any) -> list[Any]:
+    """Call a method of each output that has it; return what these have returned."""
+    return [getattr(output, name)(*arguments) for output in outputs if hasattr(output, name)]
 
 
 class Recorder:
@@ -106,21 +106,18 @@ class Recorder:
         samples = run.lengths.get("the training set", 0)  # a stream has none
         self.steps_per_epoch = samples // layout.global_batch_size
         self.file = RecordFile(run)
-        outputs = [kind(run, accelerator, layout, model) for kind in OUTPUTS]
-        self.methods = {name: methods(outputs, name) for name in METHODS}
+        self.outputs = [kind(run, accelerator, layout, model) for kind in OUTPUTS]
         self.last_pause = 0.0  # seconds
-        # learning rates of steps that have ended and are not observed yet, since their numbers come
-        # one step later
-        self.rates: dict[int, float] = {}
         # the last step of this interval that was observed, and its learning rate
-        self.last: tuple[StepReport, float] | None = None
+        self.last: StepReport | None = None
+        self.rate = 0.0
         self.pending: dict[str, Any] | None = None  # a record that waits for the other ranks' part
 
     # ---- start and end ---------------------------------------------------------------------------
     def __enter__(self) -> "Recorder":
         if self.is_main:
             self.file.drop_newer(self.state)
-            self._call("start", self.state.step, self.file.newest)
+            call(self.outputs, "start", self.state.step, self.file.newest)
             start = {
                 "kind": "start",
                 "world_size": self.layout.world_size,
@@ -134,15 +131,14 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._call("stop")
+            call(self.outputs, "stop")
             if kind is NotFiniteError and self.last:  # the steps that ended the run
-                self._end_interval(*self.last)
+                self._end_interval(self.last)
             self._write_pending(wait=kind is None)  # another rank may be gone
         finally:
             if kind:
-                self._call("failed")
-            for close in reversed(self.methods["close"]):
-                close()
+                call(self.outputs, "failed")
+            call(reversed(self.outputs), "close")
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record everywhere, on rank 0, with what all records have."""
@@ -153,7 +149,7 @@ class Recorder:
         if self.steps_per_epoch:
             about["epoch"] = round(step / self.steps_per_epoch, 4)
         written = self.file.append(about | record)
-        self._call("write", written)
+        call(self.outputs, "write", written)
         log_record(written, self.run.total_steps)
 
     def write_evaluation(self, results: dict[str, float], **more: Any) -> None:
@@ -163,7 +159,7 @@ class Recorder:
             about = rounded({"seconds": self.last_pause}) | {"is_best": is_best}
             self.write({"kind": "evaluation"} | about | results | more)
         if self.last and self.state.end_reason(self.run):  # early stopping
-            self._end_interval(*self.last)
+            self._end_interval(self.last)
             self._write_pending()
 
     def of_run(self) -> dict[str, float]:
@@ -173,20 +169,18 @@ class Recorder:
     # ---- the step --------------------------------------------------------------------------------
     def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Pass the micro-batches on; an output may measure how long the step waits for each."""
-        for wrap in self.methods["wrap_batches"]:
-            batches = wrap(batches)
+        for output in self.outputs:
+            if hasattr(output, "wrap_batches"):
+                batches = output.wrap_batches(batches)
         return iter(batches)
 
-    def step_ended(self, step: int, rate: float) -> None:
+    def step_ended(self, step: int) -> None:
         """Note that a step ended; its numbers come after the next one or before a save.
 
         Args:
             step: counted from 0.
-            rate: its learning rate.
         """
-        self.rates[step] = rate
-        for step_ended in self.methods["step_ended"]:
-            step_ended(step + 1)
+        call(self.outputs, "step_ended", step + 1)
         if self.run.first_step_time is None:
             self.run.first_step_ended(step)
 
@@ -194,35 +188,36 @@ class Recorder:
     def paused(self, what: str) -> Iterator[None]:
         """Measure an evaluation or a save ("evaluation", "saving"), and record a save."""
         self._write_pending()
-        self._call("pause", what)
+        call(self.outputs, "pause", what)
         start = time.perf_counter()
         yield
         self.last_pause = time.perf_counter() - start
         self.run.paused_seconds += self.last_pause
         if what == "saving":
             self.write({"kind": "checkpoint"} | rounded({"seconds": self.last_pause}))
-        self._call("resume", what, self.last_pause)
+        call(self.outputs, "resume", what, self.last_pause)
 
     # ---- the interval ----------------------------------------------------------------------------
     def observe(self, report: StepReport) -> None:
         """Count a finished step, and record the interval that ends with it."""
         if self.pending or self.run.notes:  # at few steps
             self._write_pending()
-        self.last = report, self.rates.pop(report.step)
-        for observe in self.methods["observe"]:
-            observe(report)
+        self.last = report
+        self.rate = learning_rate(
+            report.step, self.run.total_steps, self.run.config.optim, self.state.lr_reductions
+        )
+        call(self.outputs, "observe", report)
         done = report.step + 1
         if done % self.every_steps == 0 or done == self.run.total_steps:
-            self._end_interval(*self.last)
+            self._end_interval(report)
             if self.layout.world_size == 1:
                 self._write_pending()
 
-    def _end_interval(self, report: StepReport, rate: float) -> None:
+    def _end_interval(self, report: StepReport) -> None:
         """Begin the record of an interval, which is written with the other ranks' part.
 
         Args:
             report: of its last step.
-            rate: the learning rate of that.
         """
         state = self.state
         items = state.interval_num_items or math.nan
@@ -234,7 +229,7 @@ class Recorder:
             "skipped_steps": state.skipped_steps,
             "loss": state.interval_loss_sum / items,
             **{f"train/{name}": value / items for name, value in state.interval_scalars.items()},
-            "learning_rate": rate,
+            "learning_rate": self.rate,
             "gradient_norm": report.grad_norm,
             **rounded(self._fields("end_interval")),
         }
@@ -256,14 +251,9 @@ class Recorder:
         while self.run.notes:
             self.write(self.run.notes.pop(0))
 
-    # ---- outputs ---------------------------------------------------------------------------------
-    def _call(self, name: str, *arguments: Any) -> None:
-        for method in self.methods[name]:
-            method(*arguments)
-
     def _fields(self, name: str) -> dict[str, Any]:
         """Return the fields that a method of the outputs returns."""
-        return {key: value for method in self.methods[name] for key, value in method().items()}
+        return {k: value for fields in call(self.outputs, name) for k, value in fields.items()}
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------
@@ -280,19 +270,19 @@ class RecordFile:
     def drop_newer(self, state: TrainState) -> None:
         """Drop the records that are newer than the state, and a last line that a kill has cut.
 
-        A file with other damage is kept aside.
+        Damaged lines are dropped too.
         """
         if not self.path.exists():
             return
         again = {"numerics"}  # of the state's step this start writes these kinds again
         if state.evaluated_step != state.step:
             again.add("evaluation")
-        is_damaged = False
+        damaged = 0
         kept: list[str] = []
         with writing(self.run.folder):
             for record in each_record(self.path):
                 if not record:
-                    is_damaged = True
+                    damaged += 1
                     continue
                 kind, step = kind_of(record), record["step"]
                 self.newest[kind] = max(step, self.newest.get(kind, 0))
@@ -300,11 +290,9 @@ class RecordFile:
                     kept.append(json.dumps(record) + "\n")
                     elapsed = record.get("elapsed_seconds", 0.0)
                     self.elapsed_before = max(elapsed, self.elapsed_before)
-            if is_damaged:
-                aside = unused_name(self.path, "damaged")
-                shutil.copyfile(self.path, aside)
-                logger.warning("%s has damaged lines: kept aside as %s", self.path, aside.name)
             write_atomically(self.path, "".join(kept))
+        if damaged:
+            logger.warning("%s had %d damaged lines, which are dropped", self.path, damaged)
 
     def append(self, record: dict[str, Any]) -> dict[str, Any]:
         """Append a record, with the time; return it as it was written.
