@@ -7,6 +7,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
@@ -157,7 +158,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 @functools.cache
 def _dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in the safetensors format, from safetensors' own writer."""
-    header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8 : -dtype.itemsize])
+    header: dict[str, Any] = {"": {"shape": []}}
+    with suppress(KeyError, SafetensorError):
+        header = json.loads(save({"": torch.empty(1, dtype=dtype)})[8 : -dtype.itemsize])
+    if header[""]["shape"] != [1]:  # also where two numbers share a byte
+        raise ValueError(f"the safetensors format cannot hold tensors of {dtype}.")
     return str(header[""]["dtype"])
 
 
@@ -376,36 +381,53 @@ def load_optimizer(
             f"{folder}: its optimizer has other parameter groups than this model; restore the"
             " recipe's model and parameter_groups, or choose another --run_name."
         )
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    # The form of load_state_dict: parameters by their index in the list of all groups.
+    index = {name: i for i, name in enumerate(name for group in groups for name in group)}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def read(
-        key: str, stride: list[int] | None, device: torch.device, parameter: Tensor | None = None
-    ) -> Tensor:
+    def read(key: str, stride: Any = None, parameter: Tensor | None = None) -> Tensor:
         assert slots
         if parameter is None or slots.shapes[key] != tuple(parameter.shape):
             value = slots.read(key)
-            stride = stride or [*value.stride()]
-            copy = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device)
+            copy = torch.empty_strided(value.shape, stride or value.stride(), dtype=value.dtype)
         elif isinstance(value := slots.read_like(key, parameter), DTensor):
             return value
         else:  # fused kernels walk a weight and its slots in the order of memory
-            copy = torch.empty_like(parameter, dtype=value.dtype, device=device)
+            copy = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
         return copy.copy_(value)  # aligned as any tensor, which a product's rounding follows too
 
-    # not by load_state_dict, which casts what is not of the weight's type
-    read_of_group = functools.partial(read, device=next(iter(parameters.values())).device)
-    groups_by_name: dict[str, dict[str, Any]] = {}
-    for group, before in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for key, value in before.items():
-            # which kernels: of this device and sharding, not of those that saved
-            if key not in group or key not in ("params", "fused", "foreach"):
-                group[key] = unpacked(value, read_of_group)
-        groups_by_name |= dict.fromkeys(before["params"], group)
-    optimizer.state.clear()
+    state: dict[int, dict[str, Any]] = {}
     for key, value in saved["slots"].items():
         name, _, slot = key.rpartition("/")
-        parameter, group = parameters[name], groups_by_name[name]
-        on_cpu = slot == "step" and not (group.get("fused") or group.get("capturable"))
-        device = torch.device("cpu") if on_cpu else parameter.device
-        read_slot = functools.partial(read, device=device, parameter=parameter)
-        optimizer.state[parameter][slot] = unpacked(value, read_slot)
+        of_parameter = functools.partial(read, parameter=parameters[index[name]])
+        state.setdefault(index[name], {})[slot] = unpacked(value, of_parameter)
+
+    def read_of_group(key: str, stride: Any) -> Tensor:
+        return read(key, stride).to(parameters[0].device)  # load_state_dict moves slots alone
+
+    param_groups = [
+        # which kernels: of this device and sharding, not of those that saved
+        {name: unpacked(value, read_of_group) for name, value in group.items() if name != "params"}
+        | {"params": [index[name] for name in group["params"]]}
+        | _kernels(now)
+        for group, now in zip(saved["groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    for i, named in state.items():
+        loaded = optimizer.state[parameters[i]]
+        loaded |= {slot: _with_types_of(value, loaded[slot]) for slot, value in named.items()}
+
+
+def _with_types_of(saved: Any, loaded: Any) -> Any:
+    """Undo that load_state_dict has cast all but `step` to the weight's type, text too."""
+    if isinstance(saved, Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        return {name: _with_types_of(part, loaded[name]) for name, part in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(map(_with_types_of, saved, loaded))
+    return saved
+
+
+def _kernels(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("fused", "foreach") if name in group}
