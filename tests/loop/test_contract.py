@@ -101,8 +101,8 @@ class Wrong(Ragged):
 @pytest.mark.parametrize(
     ("method", "wrong", "sentence"),
     [
-        ("prepare_data", "no data_info", "returned nothing; it must return a dict"),
-        ("prepare_data", "numpy", "returned a int64 as 'classes', which is not plain JSON"),
+        ("prepare_data", "no data_info", "returned nothing, not a dict"),
+        ("prepare_data", "numpy", "returned what is not plain JSON (Object of type int64"),
         ("build_datasets", "one set", "; it must return the training set, and a dict"),
         ("build_datasets", "two sets", "; it must return the training set, and a dict"),
         ("build_datasets", "three sets", "; it must return the training set, and a dict"),

@@ -38,15 +38,12 @@ def prepare_data(config: Config) -> dict[str, Any]:
         seed_rng(derive_seed("prepare_data"))
         data_info = recipe.prepare_data()
     if not isinstance(data_info, dict):
-        problem = f"returned {described(data_info)}; it must return a dict, which may be empty."
+        _refuse(recipe, "prepare_data", f"returned {described(data_info)}, not a dict.")
+    try:
+        return dict(json.loads(json.dumps(data_info)))
+    except (TypeError, ValueError) as error:
+        problem = f"returned what is not plain JSON ({error}): convert it, by int(x) or x.tolist()."
         _refuse(recipe, "prepare_data", problem)
-    for name, value in data_info.items():
-        try:
-            json.dumps({name: value})
-        except (TypeError, ValueError) as error:
-            problem = f"returned {described(value)} as {name!r}, which is not plain JSON ({error})"
-            _refuse(recipe, "prepare_data", f"{problem}: convert it, such as int(x), x.tolist().")
-    return dict(json.loads(json.dumps(data_info)))
 
 
 @contextmanager
