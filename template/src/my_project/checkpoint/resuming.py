@@ -8,7 +8,8 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from accelerate import Accelerator
 
 from ..config import ConfigError
 from ..files import discard, unused_name
@@ -20,7 +21,7 @@ from ..run_folder import Run
 logger = logging.getLogger(__name__)
 
 
-def choose(accelerator: Any, run: Run) -> Path | None:
+def choose(accelerator: Accelerator, run: Run) -> Path | None:
     """Return the checkpoint to continue from; None to start from step 0. Called by every rank.
 
     The newest intact one of the run; where it has not begun at the path given by --resume, that.
@@ -69,7 +70,7 @@ def _began_at(folder: Path, given: str) -> bool:
     return False
 
 
-def find_damage_together(accelerator: Any, folder: Path) -> str:
+def find_damage_together(accelerator: Accelerator, folder: Path) -> str:
     """Return what is wrong with a checkpoint, or "", on every rank, each of which reads a share."""
     share = slice(accelerator.process_index, None, accelerator.num_processes)
     problems = gather_on_main(accelerator, find_damage(folder, share))

@@ -76,7 +76,7 @@ class Checkpoints:
         run: Run,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scaler: Any,
+        scaler: torch.amp.GradScaler | None,
         ema: EMA | None = None,
     ) -> None:
         self.run = run

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,14 +60,13 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def model_tensors(model: nn.Module) -> dict[str, Any]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of a model with the keys of the plain module, whatever wraps it."""
     if is_sharded(model):
         # imports torch's distributed checkpoints and launcher, which a plain model does not need
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        sharded: dict[str, Any] = get_model_state_dict(model)
-        return sharded
+        return cast(dict[str, Tensor], get_model_state_dict(model))
     return {plain_name(name): value for name, value in model.state_dict().items()}
 
 
@@ -105,7 +104,9 @@ def save_tensors(
         OSError: the file cannot be written.
         ValueError: the safetensors format has no such dtype.
     """
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, dict[str, str] | dict[str, str | list[int]]] = {}
+    if metadata:
+        header["__metadata__"] = metadata
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -183,7 +184,7 @@ class TensorReader:
         self.folder = folder
         self.kind = kind
         # by name: the file, and offset and shape of what it holds
-        self.shards: dict[str, list[tuple[Any, list[int], list[int]]]] = {}
+        self.shards: dict[str, list[tuple[safe_open, list[int], list[int]]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.aliases: dict[str, str] = {}  # of tied weights, which are in the file once
         if listed is None:
@@ -229,22 +230,22 @@ class TensorReader:
         start = [*offset] or [0] * len(wanted)
         if wanted == [*self.shapes[name]] == self.shards[name][0][2]:
             return self.shards[name][0][0].get_tensor(name)
-        result, filled = None, 0
+        result, filled = torch.empty(wanted, dtype=self.meta(name).dtype), 0
         for file, held_offset, held in self.shards[name]:
             # where what the file holds and what is wanted overlap, in the whole tensor
-            first = [max(pair) for pair in zip(held_offset, start, strict=True)]
-            ends = zip(held_offset, held, start, wanted, strict=True)
-            last = [min(o + n, s + w) for o, n, s, w in ends]
-            if all(f < e for f, e in zip(first, last, strict=True)):
+            spans = [
+                (max(o, s), min(o + n, s + w))
+                for o, n, s, w in zip(held_offset, held, start, wanted, strict=True)
+            ]
+            if all(first < end for first, end in spans):
                 source, target = (
-                    tuple(slice(f - o, e - o) for f, e, o in zip(first, last, origin, strict=True))
+                    tuple(slice(f - o, e - o) for (f, e), o in zip(spans, origin, strict=True))
                     for origin in (held_offset, start)
                 )
                 part = file.get_slice(name)[source]
-                result = part.new_empty(wanted) if result is None else result
                 result[target] = part
                 filled += part.numel()
-        if result is None or filled != result.numel():
+        if filled != result.numel():
             raise ConfigError(f"{self.folder} holds only a part of {self.kind} {name}.")
         return result
 
