@@ -85,7 +85,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
 
     def problem_of(name: str) -> str:
         with open_own(folder / name, follow=True) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         is_intact = digest == hashes[name]
         return "" if is_intact else f"{name} is damaged: its hash is not the one in manifest.json"
 
