@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from my_project.accelerator import check_launch, ddp_options
+from my_project.accelerator import check_launch
 from my_project.config import Config, ConfigError
 from my_project.loading.layout import batch_layout
 from my_project.run_folder import refuse_other_settings
@@ -69,8 +69,7 @@ def test_any_number_of_processes_divides_a_global_batch(total, size):
         # its state is in no checkpoint; gradients of sums overflow
         ({"distributed__ddp": {"comm_hook": "power_sgd"}}, "but must be no or bf16"),
         ({"distributed__ddp": {"comm_hook": "fp16"}}, "but must be no or bf16"),
-        ({"distributed__ddp": {"static_grahp": True}}, "of DDP; did you mean static_graph?"),
-        ({"distributed__ddp": {"bucket_cap_mb": "big"}}, "ddp.bucket_cap_mb is big, but must be a"),
+        ({"distributed__ddp": {"static_grahp": True}}, "distributed.ddp: "),
     ],
 )
 def test_an_impossible_run_is_refused(tmp_path, settings, sentence):
@@ -118,18 +117,6 @@ def test_a_gpu_config_without_a_gpu_is_refused(tmp_path, monkeypatch):
         check_launch(make_config(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     check_launch(make_config(tmp_path))
-
-
-def test_a_static_graph_is_refused_where_steps_accumulate(tmp_path, monkeypatch):
-    config = make_config(tmp_path, distributed__ddp={"static_graph": True})
-    ddp_options(config)  # without a process group there is no DDP
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ConfigError, match="static_graph is true, but a step accumulates 2"):
-        ddp_options(config)
-    ddp_options(change(config, batches__micro_batch_size=8))
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    ddp_options(config)
 
 
 def train_blindly(config: Config) -> int:
