@@ -84,6 +84,8 @@ def test_damaged_reports_neither_stop_a_run_nor_train_it_again(copied, kind, mon
     assert train(change(copied, steps=7)) == 0
     assert steps(copied) == [7], "goes on at the last step"
     assert status(copied)["outcome"] == "finished"
+    if kind != "empty":
+        assert (folder / "metrics.jsonl.damaged-1").read_bytes() == KINDS[kind]
 
 
 NO_RECORDS = [b"[3]", b"null", b"", bytes(20), b'{"loss": 1.0}', b'{"step": "3"}', b"\xff", DEEP]
@@ -97,6 +99,7 @@ def test_damaged_lines_cost_no_other_record(copied):
     (copied.folder / "status.json").write_bytes(DEEP)
     assert run_world(2, train, change(copied, steps=7)) == [0, 0]
     assert steps(copied) == [1, 2, 3, 4, 5, 6, 7]
+    assert (copied.folder / "metrics.jsonl.damaged-1").read_bytes() == damaged
 
 
 def test_damaged_error_files_name_no_rank(copied):
@@ -202,6 +205,7 @@ def test_a_folder_is_replaced_whatever_is_in_its_place(tmp_path, kind):
     (tmp_path / ".export.partial/new").touch()
     manifests.put_in_place(tmp_path / ".export.partial", tmp_path / "export")
     left = {"export", *(["elsewhere"] if kind == "link" else [])}
+    left |= {"export.old-1"} if kind != "folder" else set()
     assert os.listdir(tmp_path / "export") == ["new"]
     assert set(os.listdir(tmp_path)) == left
     if kind == "link":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from my_project.accelerator import check_launch
+from my_project.accelerator import check_launch, ddp_options
 from my_project.config import Config, ConfigError
 from my_project.loading.layout import batch_layout
 from my_project.run_folder import refuse_other_settings
@@ -117,6 +117,18 @@ def test_a_gpu_config_without_a_gpu_is_refused(tmp_path, monkeypatch):
         check_launch(make_config(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1,-1")
     check_launch(make_config(tmp_path))
+
+
+def test_a_static_graph_is_refused_where_steps_accumulate(tmp_path, monkeypatch):
+    config = make_config(tmp_path, distributed__ddp={"static_graph": True})
+    ddp_options(config)  # without a process group there is no DDP
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="static_graph is true, but a step accumulates 2"):
+        ddp_options(config)
+    ddp_options(change(config, batches__micro_batch_size=8))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    ddp_options(config)
 
 
 def train_blindly(config: Config) -> int:

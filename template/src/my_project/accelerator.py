@@ -31,6 +31,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from . import sharding
 from .config import Config, ConfigError
 from .files import check_temporary_folder
+from .loading.layout import batch_layout
 from .loading.loader import number_of_workers
 from .optim import optimizer_class
 from .process import no_garbage_collection, world
@@ -192,8 +193,17 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     """Pass DDP's options on; the communication hook by its name (bf16).
 
     Raises:
-        ConfigError: there is no such option, or the hook does not fit.
+        ConfigError: there is no such option, or its value does not fit the run.
     """
+    accumulation = batch_layout(config.batches, world()[0]).accumulation
+    is_ddp = "LOCAL_RANK" in os.environ
+    is_ddp = is_ddp and not sharding.is_wanted()
+    if config.distributed.ddp.get("static_graph") and accumulation > 1 and is_ddp:
+        raise ConfigError(
+            f"distributed.ddp.static_graph is true, but a step accumulates {accumulation}"
+            " micro-batches, in which DDP fails: leave it out, or set"
+            " batches.micro_batch_size so that no accumulation is needed."
+        )
     # gradients in DDP's own buffers: 4 bytes per parameter and a copy less
     options = {"gradient_as_bucket_view": True, "comm_hook": "no"} | config.distributed.ddp
     if options["comm_hook"] not in ("no", "bf16"):

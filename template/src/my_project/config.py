@@ -346,6 +346,7 @@ def check_limits(settings: "DataclassInstance", prefix: str = "") -> None:
             least, most = f.metadata.get("least", -math.inf), f.metadata.get("most", math.inf)
             if not least <= value <= most:
                 wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+                wanted = "more than 0" if 0 < least < 1e-6 else wanted
                 raise ConfigError(f"{name} is {value}, but must be {wanted}.")
 
 
@@ -388,8 +389,9 @@ def _plain(value: Any) -> Any:
         case list() | tuple():
             plain = [_plain(part) for part in value]
         case _:
-            is_settings = dataclasses.is_dataclass(value) and not isinstance(value, type)
-            plain = to_dict(value) if is_settings else value
+            plain = value
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                plain = to_dict(value)
     return plain
 
 

@@ -169,10 +169,10 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def unused_name(path: Path) -> Path:
-    """Return an unused path beside a file or folder: its name, ".old-" and a number."""
+def unused_name(path: Path, suffix: str = "old") -> Path:
+    """Return an unused path beside a file or folder, with this suffix and a number."""
     number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.old-{number}")):
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{suffix}-{number}")):
         number += 1
     return aside
 

@@ -85,7 +85,7 @@ def find_damage(folder: Path, share: slice = slice(None)) -> str:
 
     def problem_of(name: str) -> str:
         with open_own(folder / name, follow=True) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
         is_intact = digest == hashes[name]
         return "" if is_intact else f"{name} is damaged: its hash is not the one in manifest.json"
 
@@ -126,7 +126,9 @@ def put_in_place(temporary: Path, folder: Path) -> None:
     flush_to_disk(temporary)
     # an unused name: on NFS a file that somebody has open stays, and so does its folder
     before = unused_name(folder.with_name(f".{folder.name}"), "before")
-    if os.path.lexists(folder):
+    if folder.is_symlink() or folder.is_file():
+        os.replace(folder, unused_name(folder))  # not of this run
+    elif folder.exists():
         os.replace(folder, before)
     os.replace(temporary, folder)
     flush_to_disk(folder.parent)

@@ -61,6 +61,8 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | N
         name = name.removeprefix("--").replace("-", "_")
         has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
         value = (text if equals else words.pop(0)) if has_value else None
+        if value == "None" and not name.startswith("recipe."):
+            value = "null"  # Python's word for it
         if name == "config" and value:
             files.append(Path(value))
         else:
@@ -200,7 +202,7 @@ def explained(error: Exception, parser: "ArgumentParser") -> str:
         known = [*parser.get_defaults().keys()]
         if recipe and key == "recipe":
             fields = getattr(pkgutil.resolve_name(recipe[1]), "__dataclass_fields__", ())
-            known += [f"recipe.{field}" for field in fields]
+            known = [f"recipe.{field}" for field in fields]
         by_last = {name.rpartition(".")[2]: name for name in known}
         similar = get_close_matches(name, [*known, *by_last], n=1)
         hint = f"did you mean {by_last.get(similar[0], similar[0])}?" if similar else ""
@@ -212,7 +214,8 @@ def explained(error: Exception, parser: "ArgumentParser") -> str:
     values = re.findall("(?:Got|Given) value: (.*)", str(error))
     kinds = re.findall(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", message)
     if values and kinds:
-        wanted = " or ".join(dict.fromkeys(name or choices for name, choices in kinds))
+        names = [name or choices.replace("'", "") for name, choices in kinds]
+        wanted = " or ".join(dict.fromkeys(names))
         return f"{key} is {values[-1]}, but must be {wanted.replace('NoneType', 'null')}."
     return re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message)
 

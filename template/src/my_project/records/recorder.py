@@ -38,6 +38,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -47,7 +48,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config import Config
-from ..files import finite, open_own, write_atomically, writing
+from ..files import finite, open_own, unused_name, write_atomically, writing
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
 from ..run_files import each_record, kind_of
@@ -270,19 +271,19 @@ class RecordFile:
     def drop_newer(self, state: TrainState) -> None:
         """Drop the records that are newer than the state, and a last line that a kill has cut.
 
-        Damaged lines are dropped too.
+        A file with other damage is kept aside.
         """
         if not self.path.exists():
             return
         again = {"numerics"}  # of the state's step this start writes these kinds again
         if state.evaluated_step != state.step:
             again.add("evaluation")
-        damaged = 0
+        is_damaged = False
         kept: list[str] = []
         with writing(self.run.folder):
             for record in each_record(self.path):
                 if not record:
-                    damaged += 1
+                    is_damaged = True
                     continue
                 kind, step = kind_of(record), record["step"]
                 self.newest[kind] = max(step, self.newest.get(kind, 0))
@@ -290,9 +291,11 @@ class RecordFile:
                     kept.append(json.dumps(record) + "\n")
                     elapsed = record.get("elapsed_seconds", 0.0)
                     self.elapsed_before = max(elapsed, self.elapsed_before)
+            if is_damaged:
+                aside = unused_name(self.path, "damaged")
+                shutil.copyfile(self.path, aside)
+                logger.warning("%s has damaged lines: kept aside as %s", self.path, aside.name)
             write_atomically(self.path, "".join(kept))
-        if damaged:
-            logger.warning("%s had %d damaged lines, which are dropped", self.path, damaged)
 
     def append(self, record: dict[str, Any]) -> dict[str, Any]:
         """Append a record, with the time; return it as it was written.
