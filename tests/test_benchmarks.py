@@ -28,7 +28,7 @@ def rows(*command: str | Path) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_all_loops_end_with_the_same_weights_where_the_order_changes_nothing():
+def test_all_loops_end_with_equal_weights_if_the_order_does_not_matter():
     command = [BENCHMARKS / "loop.py", "--cases", "one_batch", "--rounds", "2", "--peers"]
     found = {loop: (time, weights) for _, loop, time, *_, weights in rows(*command)}
     assert next(iter(found)) == "hand-written"

@@ -233,7 +233,7 @@ def test_a_second_call_updates_what_is_as_it_was_copied(tmp_path: Path):
     assert "0 file(s) written" in copied("image_classification", package)
 
 
-def test_a_module_of_the_loop_that_is_theirs_now_is_kept_until_both_sides_change(tmp_path: Path):
+def test_an_edited_module_of_the_loop_is_kept_until_both_sides_change(tmp_path: Path):
     _, package, _ = make_repository(tmp_path, "flat")
     copied("causal_lm", package)
     loader, optim = package / "training/loading/loader.py", package / "training/optim.py"

@@ -155,7 +155,7 @@ def default_tree(template: Path, *others: str) -> dict[str, tuple[bytes, bool]]:
 
 
 @pytest.mark.slow
-def test_a_zip_archive_and_a_checkout_without_links_give_the_template_byte_for_byte(
+def test_a_zip_archive_and_a_checkout_without_links_give_equal_bytes(
     template: Path, tmp_path: Path, desk: Desk
 ):
     upstream = shutil.copytree(template, tmp_path / "upstream", symlinks=True)
@@ -260,7 +260,7 @@ def test_all_keeps_every_recipe(template: Path, desk: Desk):
     ("recipe", "license"),
     quick(2, zip(["all", *POST_GEN.RECIPES], cycle([*LICENSES, "none"]), strict=False)),
 )
-def test_the_license_is_the_chosen_one_and_every_way_to_install_brings_what_the_recipes_need(
+def test_the_license_is_the_chosen_one_and_an_install_brings_its_needs(
     template: Path, desk: Desk, recipe: str, license: str
 ):
     printed = desk.cookiecutter(template, **RENAMED, recipe=recipe, license=license).stderr
@@ -333,9 +333,7 @@ def test_a_refusal_is_one_sentence_and_leaves_nothing(
     assert sorted(desk.folder.parent.iterdir()) == around
 
 
-def test_answers_may_be_typed_and_a_bad_one_ends_it_before_the_next_question(
-    template: Path, desk: Desk
-):
+def test_a_bad_typed_answer_ends_before_the_next_question(template: Path, desk: Desk):
     """Of a license and a recipe, cookiecutter asks for a number, and again for a wrong one."""
     typing = [sys.executable, "-m", "cookiecutter", template]
     refused = desk.run(*typing, typed="Torch\n\n")

@@ -65,7 +65,7 @@ def ssh(hosts):
 FAILS = ("--recipe.fault", "raise", "--recipe.fault_at", "100", "--recipe.fault_on_rank", "3")
 
 
-def test_ssh_stops_all_nodes_however_it_ends_and_the_same_line_finishes_the_run(hosts, ssh):
+def test_ssh_stops_all_nodes_and_the_same_line_finishes_the_run(hosts, ssh):
     start, wait_for_its_end = ssh
     first = start(*STOPS_AT)
     hosts.wait_for(lambda: hosts.steps() >= 5)
@@ -174,7 +174,7 @@ def test_slurm_queues_a_stopped_job_again_until_it_has_the_right_weights(hosts, 
     hosts.assert_finished_with_the_right_weights(220)
 
 
-def test_slurm_requeues_a_job_that_fails_while_each_gains_and_never_a_wrong_setting(hosts, slurm):
+def test_slurm_requeues_a_failed_job_that_gains_never_a_wrong_setting(hosts, slurm):
     """A process that is killed is started again in place; an exception ends the job."""
     assert "error: this is no Slurm job" in slurm.call("bash", "launch/slurm.sbatch")
     job = submit(slurm, *STOPS_AT, *FAILS, "--checkpoints.every_steps", "2")
@@ -272,9 +272,7 @@ def run_to_its_end(slurm, *arguments: str) -> tuple[str, list[str]]:
     return job, path.read_text().splitlines() if path.exists() else []
 
 
-def test_slurm_takes_every_line_that_can_be_uncommented_and_requeues_a_task_alone(
-    noting, monkeypatch
-):
+def test_slurm_takes_every_commented_line_and_requeues_one_task_alone(noting, monkeypatch):
     assert len(OPTIONAL.findall(SBATCH)) == 17
     folder = noting.hosts.folder
     (folder / "tiny.yaml").write_text(CONFIG.replace("run_name: tiny", ""))

@@ -85,7 +85,7 @@ def test_killed_workers_on_either_host_are_restarted_in_place(hosts):
     hosts.assert_finished_with_the_right_weights(150)
 
 
-def test_a_cut_cable_is_noticed_by_the_launchers_and_the_run_goes_on_once_it_is_back(hosts):
+def test_launchers_notice_a_cut_cable_and_the_run_continues_once_back(hosts):
     """Long before gloo and the watchdog would; also by a launcher that was stopped meanwhile."""
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     launch(hosts, "--steps", "200", launcher=(*OWN, "--wait_for_node_0", "60"))
@@ -126,7 +126,7 @@ def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts, l
     assert f"rank {2 * lost}, host host{lost}" in doctor(hosts), doctor(hosts)
 
 
-def test_a_process_that_hangs_is_ended_once_one_on_the_other_host_was_killed(hosts):
+def test_a_process_that_hangs_ends_after_a_kill_on_the_other_host(hosts):
     """Its collectives never learn of it: the launchers tell each other."""
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     hangs = ("--recipe.fault", "hang", "--recipe.fault_at", "5", "--recipe.fault_on_rank", "0")

@@ -20,7 +20,7 @@ SHORT = ["--epochs", "null", "--steps", "3", "--evaluation.every_steps", "null"]
 
 
 @pytest.mark.slow
-def test_without_tools_everything_else_works_and_names_no_command_that_is_gone(
+def test_without_tools_all_else_works_and_names_no_command_that_is_gone(
     template: Path, tmp_path: Path
 ):
     desk = Desk(tmp_path)

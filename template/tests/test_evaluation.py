@@ -175,7 +175,7 @@ def test_killed_in_an_evaluation_the_next_start_does_it_first(tmp_path, fault_af
 
 
 @pytest.mark.slow
-def test_killed_between_the_record_and_the_checkpoint_the_record_stands_once(tmp_path):
+def test_a_kill_between_record_and_checkpoint_leaves_one_record(tmp_path):
     config = config_of(tmp_path, "run", steps=4)
     assert train(config) == 0
     before = [(r["kind"], r["step"]) for r in records(config, "kind")]
@@ -240,7 +240,7 @@ def test_patience_sees_the_evaluation_that_a_kill_undid(tmp_path):
 
 
 @pytest.mark.slow
-def test_started_from_a_path_and_failing_before_a_save_the_same_command_starts_there_again(
+def test_a_start_from_a_path_that_failed_before_a_save_starts_there_again(
     tmp_path,
 ):
     first = config_of(tmp_path, "first", steps=4)

@@ -52,7 +52,7 @@ class Chosen(Ragged):
         return "mine", {f"my.{name}": tensor for name, tensor in tensors.items()}
 
 
-def test_a_recipe_names_the_file_and_the_tensors_and_writes_what_is_beside_them(tmp_path):
+def test_a_recipe_names_the_file_and_tensors_and_writes_files_beside(tmp_path):
     config = make_config(tmp_path, Chosen())
     run = Run(config, 0)
     run.folder.mkdir(parents=True, exist_ok=True)

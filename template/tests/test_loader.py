@@ -134,7 +134,7 @@ def test_the_initial_seed_is_that_of_the_sample():
             assert seed % 2**64 == derive_seed(0, "sample", epoch, index)
 
 
-def test_random_draws_in_collate_are_those_of_seeding_each_sample_for_any_split():
+def test_random_draws_in_collate_are_the_same_for_any_split():
     def draw(samples: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(samples) + random.random() + np.random.rand() + torch.rand(())
 
@@ -160,7 +160,7 @@ class AtOnce(DrawsLate):
         return [self[index] for index in indices]
 
 
-def test_a_whole_micro_batch_is_fetched_at_once_as_long_as_nothing_is_drawn():
+def test_a_whole_micro_batch_is_fetched_by_one_call_if_nothing_is_drawn():
     plain = batches(data=DrawsLate(), seed_samples=False)
     for how, in_a_subset in (("auto", False), (False, False), ("auto", True), (True, False)):
         data = AtOnce()

@@ -179,7 +179,7 @@ def test_two_launches_cannot_use_one_run_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_launchers_logs_stay_where_it_is_writing_when_a_run_begins_again(tmp_path):
+def test_the_launchers_logs_stay_in_place_when_a_run_begins_again(tmp_path):
     config = make_config(tmp_path, steps=2, resume="never")
     log = config.folder / "logs/node_0/stdout.log"
     log.parent.mkdir(parents=True)

@@ -71,7 +71,7 @@ def test_a_process_that_is_gone_is_named_by_those_that_are_left(tmp_path):
     assert f"No report from rank 1 on {HERE}" in corrected.reason
 
 
-def test_an_exception_on_one_process_is_the_reason_whatever_it_causes_elsewhere(tmp_path):
+def test_an_exception_on_one_rank_is_the_reason_whatever_it_causes(tmp_path):
     config = with_fault(tmp_path, "raise")
     fails(config)
     found = errors(config)
@@ -108,9 +108,7 @@ def test_a_recipe_that_calls_sys_exit_has_failed(tmp_path):
 
 
 @pytest.mark.parametrize(("restarts", "code"), [("0", 75), ("3", 0)])
-def test_a_preempted_run_leaves_with_75_or_with_0_where_torchrun_would_restart_it(
-    tmp_path, restarts, code
-):
+def test_a_preempted_run_exits_with_75_or_0_if_torchrun_would_restart_it(tmp_path, restarts, code):
     config = make_config(tmp_path, stop_after="0s")
     assert run_world(1, run_under_torchrun, config, restarts) == [code]
 
@@ -140,7 +138,7 @@ def train_with_a_late_signal(config: Config) -> int:
 
 
 @pytest.mark.slow
-def test_the_signal_of_a_killed_loader_worker_does_not_interrupt_the_report(tmp_path):
+def test_the_signal_of_a_killed_worker_does_not_interrupt_the_report(tmp_path):
     config = make_config(tmp_path, Ragged(bad_sample=5, fault="leave"), batches__workers=1)
     with pytest.raises(RuntimeError):
         run_world(1, train_with_a_late_signal, config)
@@ -224,7 +222,7 @@ def test_a_signal_in_start_up_is_heeded_by_all_after_the_first_steps(tmp_path):
     assert status(config)["step"] == 2
 
 
-def test_stop_after_counts_from_the_start_of_the_process_and_by_no_clock_that_is_set(monkeypatch):
+def test_stop_after_counts_from_the_process_start_by_a_monotonic_clock(monkeypatch):
     config = make_config(TESTS, stop_after="1h")
     stop = stopping.StopRequest(config)
     monkeypatch.setattr(time, "time", lambda: 1e12)

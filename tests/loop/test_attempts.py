@@ -82,7 +82,7 @@ def test_never_is_done_once_in_a_launch(tmp_path, monkeypatch, first, second, co
 
 
 @pytest.mark.slow
-def test_killed_between_its_renames_never_leaves_the_mark_for_the_next_attempt(tmp_path):
+def test_a_kill_between_its_renames_leaves_no_mark_for_the_next_attempt(tmp_path):
     """Whatever the number of renames was, nothing is lost, and the next attempt does the rest."""
     begin = (
         "from my_project.run_folder import Run; from runs import make_config; import os, pathlib"
@@ -263,7 +263,7 @@ def ignore():
 """
 
 
-def test_two_signals_with_a_step_of_the_clock_between_them_end_nothing_at_once():
+def test_two_signals_with_a_clock_step_between_them_end_nothing_early():
     text = (
         SIGNALLED
         + "print(ours.run(ignore, one, lambda *_: told(*_) if time.sleep(1) else told(*_)))"
@@ -271,7 +271,7 @@ def test_two_signals_with_a_step_of_the_clock_between_them_end_nothing_at_once()
     assert script(text, OPENBLAS_NUM_THREADS="1")[-2:] == ["{0:", "0}"]
 
 
-def test_a_signal_after_the_processes_have_ended_ends_nothing_and_starts_none_again():
+def test_a_signal_after_the_processes_have_ended_restarts_nothing():
     text = """
 print(ours.run(lambda: None, one, lambda *_: False))
 os.kill(os.getpid(), signal.SIGTERM)

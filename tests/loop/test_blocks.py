@@ -104,7 +104,7 @@ class Nested(nn.Module):
         self._no_split_modules = no_split
 
 
-def test_blocks_are_the_outer_layers_of_one_class_in_a_list_or_what_is_named(tmp_path):
+def test_blocks_are_outer_layers_of_one_class_in_a_list_or_what_is_named(tmp_path):
     def found(model: nn.Module) -> list[nn.Module]:
         return blocks.blocks(Ragged(), model)
 
@@ -204,7 +204,7 @@ def cache(tmp_path_factory) -> str:
         pytest.param("INDUCTOR", 1, True, "bf16", True, marks=needs_compiler),
     ],
 )
-def test_compiled_runs_give_the_same_curve_and_compile_in_the_first_steps_only(
+def test_compiled_runs_give_the_same_curve_and_compile_only_at_first(
     tmp_path, monkeypatch, cache, backend, processes, regional, precision, recompute
 ):
     """With accumulation, evaluation and resume; lengths and `step` change from step to step.
@@ -239,7 +239,7 @@ def compiled_and_sharded(config: Config) -> int:
 
 @pytest.mark.slow
 @needs_compiler
-def test_compiled_fsdp_follows_the_curve_of_ddp_and_compiles_in_the_first_steps_only(tmp_path):
+def test_compiled_fsdp_follows_the_curve_of_ddp_and_compiles_only_at_first(tmp_path):
     """With accumulation, evaluation, and a resume in new processes; lengths change as above."""
     config = make_config(
         tmp_path, Stacked(samples=96), steps=10, evaluation__every_steps=2,

@@ -677,9 +677,7 @@ def test_a_save_is_not_waited_for_once_another_rank_is_gone(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("stop_after", "saves"), runs.quick(1, [(None, 2), ("0s", 1)]))
-def test_a_run_whose_last_save_fails_has_failed_also_where_it_was_told_to_stop(
-    tmp_path, stop_after, saves
-):
+def test_a_run_whose_last_save_fails_has_failed_also_if_told_to_stop(tmp_path, stop_after, saves):
     """The next start goes on from the checkpoint before, if any."""
     config = make_config(tmp_path, checkpoints__every_steps=5)
     with pytest.raises(RuntimeError, match=r"could not be saved: .*File too large"):

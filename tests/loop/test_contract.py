@@ -326,7 +326,7 @@ def test_scalars_whose_names_differ_are_refused(tmp_path, misnames, sentence):
         run_world(2, train, config)
 
 
-def test_the_code_that_hosts_compare_is_that_of_every_module_and_the_recipe(tmp_path, monkeypatch):
+def test_hosts_compare_the_code_of_every_module_and_of_the_recipe(tmp_path, monkeypatch):
     module, recipe = tmp_path / "project/loading/seeding.py", tmp_path / "own.py"
     module.parent.mkdir(parents=True)
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "project/provenance.py"))

@@ -118,9 +118,7 @@ def test_each_kind_of_failure_is_written_and_read_back(tmp_path, monkeypatch, ki
     assert noted.failure == replace(found, frames=(), details="", source=None)
 
 
-def test_what_a_process_reports_before_the_run_is_open_lies_in_the_log_folder(
-    tmp_path, monkeypatch
-):
+def test_a_report_from_before_the_run_is_open_is_in_the_log_folder(tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
     monkeypatch.setenv("LAUNCH_LOGS", str(tmp_path / "logs"))
     monkeypatch.setenv("RANK", "3")
@@ -145,7 +143,7 @@ def test_the_context_that_reports_an_error_is_not_among_its_frames(tmp_path, mon
     assert outcome.code == 2
 
 
-def test_a_rank_that_went_on_when_the_others_had_given_up_is_the_first_failure():
+def test_a_rank_that_went_on_after_the_others_gave_up_is_the_first_failure():
     waited = failed("waiting", rank=0, time=110.0, progress_time=100.0)
     lost = failed("lost contact", rank=1, time=111.0, progress_time=100.0)
     assert failures.first_failure([waited, lost]) is waited
@@ -157,7 +155,7 @@ def test_a_rank_that_went_on_when_the_others_had_given_up_is_the_first_failure()
     assert failures.first_failure([waited, lost]) is lost
 
 
-def test_of_ranks_that_all_skipped_too_many_steps_the_one_with_a_loss_that_is_not_finite_is_first():
+def test_of_ranks_that_skipped_steps_one_with_no_finite_loss_is_first():
     one, other = (failed("not finite", rank=n, loss_is_finite=n == 0) for n in (0, 1))
     assert failures.first_failure([one, other]) is other
 

@@ -81,9 +81,7 @@ def train_fp16(config: Config, sharded: bool, scale: float | None = SCALE) -> li
 
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_is_saved_and_resumed(
-    tmp_path, sharded
-):
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_saved(tmp_path, sharded):
     recipe = Overflowing(overflow_in_one_shard=sharded)
     whole = make_config(tmp_path, recipe, run_name="whole", steps=9, optim__schedule="constant")
     parts = change(whole, run_name="parts", steps=5)
@@ -139,7 +137,7 @@ def test_a_run_of_many_items_goes_on_in_another_precision(tmp_path):
     assert [record["step"] for record in records(config, "skipped_steps")] == [*range(1, 15)]
 
 
-def test_the_first_loss_scale_is_a_power_of_two_for_the_sum_over_a_global_batch(tmp_path):
+def test_the_first_loss_scale_is_a_power_of_two_for_a_global_batch(tmp_path):
     scales = [
         accelerators.initial_loss_scale(
             make_config(tmp_path, batches__global_batch_size=n)

@@ -176,7 +176,7 @@ def test_fsdp_and_hsdp_train_like_ddp_and_resume_on_any_number(tmp_path):
 
 
 @pytest.mark.slow
-def test_sgd_trains_sharded_and_a_checkpoint_of_its_fused_kernel_goes_on_there(tmp_path):
+def test_sgd_trains_sharded_also_from_a_checkpoint_of_its_fused_kernel(tmp_path):
     """Of fused kernels, DTensor knows those of Adam and AdamW."""
     sgd = {"optim__class_path": "torch.optim.SGD", "optim__init_args": {"momentum": 0.9}}
     ddp = deep(tmp_path, run_name="ddp", **sgd)
@@ -240,7 +240,7 @@ HSDP = "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_s
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_config_with_fsdp_for_one_machine_trains_like_ddp_through_a_launcher(tmp_path):
+def test_every_fsdp_config_for_one_machine_trains_like_ddp(tmp_path):
     """Those for several machines are tried on two hosts; of a shipped file, the counts change.
 
     Both launchers set the same variables, see test_launch_node.py; ours imports torch once.
@@ -404,7 +404,7 @@ def assert_equal_tensors(ours: dict[str, Any], theirs: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_sharded_start_has_the_weights_of_a_plain_one_and_no_rank_holds_them(tmp_path, replicas):
+def test_a_sharded_start_has_the_same_weights_and_no_rank_holds_them_all(tmp_path, replicas):
     recipes = START | bert(tmp_path / "bert")
     configs = [make_config(tmp_path, recipe, run_name=name) for name, recipe in recipes.items()]
     by_rank = run_world(4, start_each, configs, replicas)

@@ -371,7 +371,7 @@ def test_the_others_are_ended_at_once_but_a_save_is_waited_for(tmp_path):
 
 # ---- for real ------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_killed_processes_are_started_again_in_place_and_give_the_same_weights(tmp_path):
+def test_killed_processes_start_again_in_place_with_the_same_weights(tmp_path):
     """SIGKILL of rank 1, of rank 0 after that, and once without restarts."""
     long = ("--steps", "40", "--telemetry.every_steps", "1", "--checkpoints.every_steps", "5")
     slow = ("--recipe.init_args.seconds", "0.05", "--recipe.init_args.dropout", "0.2")

@@ -38,7 +38,7 @@ def listening(folder) -> list[str]:
     return found
 
 
-def test_all_ports_of_processes_on_one_machine_are_on_its_loopback_interface(tmp_path):
+def test_all_ports_on_one_machine_are_on_its_loopback_interface(tmp_path):
     of_main, of_other = run_world(2, listening, tmp_path)
     assert of_main, "the store, and gloo"
     assert {*of_main, *of_other} == {"127.0.0.1"}

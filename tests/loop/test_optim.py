@@ -98,7 +98,7 @@ class Grouped(Ragged):
         return self.groups(model)
 
 
-def test_weight_decay_spares_biases_and_norms_and_groups_keep_their_lr_scale():
+def test_weight_decay_spares_biases_and_norms_groups_keep_their_scale():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     optimizer = build_optimizer(OptimConfig(weight_decay=0.1), Ragged(), model)
     decayed, spared = optimizer.param_groups

@@ -38,14 +38,14 @@ def check(folder, cells: list[Cell]) -> None:
 
 
 @pytest.mark.slow
-def test_a_few_optimizers_resume_to_the_bit_and_train_alike_under_ddp_and_fsdp(tmp_path):
+def test_optimizers_resume_to_the_bit_and_train_alike_in_ddp_and_fsdp(tmp_path):
     alone = [(optimizer, weight, "one") for optimizer, weight, layout in FEW]
     check(tmp_path, [*dict.fromkeys(alone + FEW)])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_optimizer_with_every_weight_resumes_to_the_bit_or_ends_in_an_error(tmp_path):
+def test_every_optimizer_resumes_to_the_bit_or_ends_in_an_error(tmp_path):
     check(tmp_path, [(o, w, layout) for o in OPTIMIZERS for w in WEIGHTS for layout in PROCESSES])
 
 
@@ -62,7 +62,7 @@ REFUSED = {"pytorch_optimizer": ["ScalableShampoo", "StableSPAM", "EmoNavi"]}
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("package", TRAINS)
-def test_other_optimizers_resume_to_the_bit_or_are_refused_before_work_is_lost(tmp_path, package):
+def test_other_optimizers_resume_to_the_bit_or_are_refused_in_time(tmp_path, package):
     pytest.importorskip(package)
     (found,) = run_world(1, train_external, tmp_path, external(package), seconds=850)
     wrong = {path: o for path, o in found.items() if o != "ok" and not o.startswith("refused")}

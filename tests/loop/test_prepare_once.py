@@ -55,7 +55,7 @@ def prepare(folder: Path, nodes: int) -> list[str]:
 
 
 @pytest.mark.parametrize("nodes", quick(1, [2, 1]))
-def test_the_first_prepares_alone_then_the_first_of_each_node_then_all_at_once(tmp_path, nodes):
+def test_rank_0_prepares_alone_then_one_per_node_then_all_together(tmp_path, nodes):
     first_of = run_world(4, prepare, tmp_path, nodes)
     assert first_of[0] == [".prepare_data.host0.lock", ".prepare_data.lock"]
     if nodes == 2:

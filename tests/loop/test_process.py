@@ -84,9 +84,7 @@ ALONE = {
         (ALONE, {}, b"started ready 1"),
     ],
 )
-def test_whose_parent_is_gone_ends_with_all_it_started_if_that_was_a_launcher(
-    text, environment, said
-):
+def test_a_process_whose_launcher_is_gone_ends_with_all_it_started(text, environment, said):
     with subprocess.Popen(
         ["sh", "-c", '"$@" & wait', "sh", sys.executable, "-c", ORPHAN.format(**text)],
         env=environment | {"PYTHONPATH": os.environ["PYTHONPATH"], "PATH": os.environ["PATH"]},
@@ -146,7 +144,7 @@ print(run("sleep", "600")[0], bool(ours.stop_signal), flush=True)
 
 
 @pytest.mark.parametrize("before", [["env", "--default-signal=HUP"], ["nohup"]])
-def test_a_signal_while_a_process_is_started_reaches_it_and_nohup_holds_for_it(before):
+def test_a_signal_while_a_process_starts_reaches_it_and_nohup_holds(before):
     threads, has_own_session, _, blocked, _, ignored, *said, code, stopped = script(
         WORKERS, *before, OPENBLAS_NUM_THREADS="1"
     )
@@ -170,7 +168,7 @@ print({chosen() for _ in range(300)})
 
 
 @pytest.mark.slow
-def test_threads_that_python_has_joined_do_not_keep_processes_from_being_forked():
+def test_threads_that_have_been_joined_do_not_prevent_a_fork():
     assert script(ENDING_THREADS, OPENBLAS_NUM_THREADS="1") == ["{'fork'}"]
 
 
@@ -254,7 +252,7 @@ class Waiting(Ragged):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # five starts
-def test_whichever_launcher_goes_nothing_is_left_and_the_same_run_folder_goes_on(tmp_path):
+def test_whichever_launcher_dies_nothing_is_left_and_the_run_continues(tmp_path):
     # In start-up: while one builds its data and the other waits for it.
     (tmp_path / "waiting.py").write_text(WAITING)
     lock = tmp_path / "runs/tiny/.lock"

@@ -40,7 +40,7 @@ def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
     assert_same_weights(profiled, plain)
 
 
-def test_a_run_that_fails_in_the_window_fails_as_without_and_keeps_the_profile(tmp_path):
+def test_a_run_that_fails_while_it_is_profiled_keeps_the_profile(tmp_path):
     recipe = Ragged(fault="raise", fault_at=4, fault_on_rank=0)
     config = make_config(tmp_path, recipe, profile=ProfileConfig(steps=[3, 8]))
     with pytest.raises(ValueError, match="told to fail"):

@@ -300,9 +300,7 @@ def test_the_peak_is_that_of_the_gpu_by_its_name(monkeypatch, name, bf16):
     assert performance.peak_tflops(torch.device("cuda"), "bf16", tf32=False) == bf16
 
 
-def test_the_commit_is_that_of_the_recipes_repository_and_unknown_where_git_cannot_tell(
-    tmp_path, monkeypatch
-):
+def test_the_commit_is_of_the_recipes_repository_or_unknown_without_git(tmp_path, monkeypatch):
     for name in ("project", "elsewhere"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(

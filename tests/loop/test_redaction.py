@@ -107,7 +107,7 @@ def test_an_argument_is_masked_as_a_whole(given, masked):
     ],
     ids=str,
 )
-def test_a_setting_that_holds_a_secret_is_refused_before_anything_is_written(tmp_path, where):
+def test_a_setting_with_a_secret_is_refused_before_anything_is_written(tmp_path, where):
     config = make_config(tmp_path / "runs", Logged(**where), steps=2)
     with pytest.raises(ConfigError, match=r"holds a secret.* environment variable") as told:
         train(config)

@@ -49,7 +49,7 @@ def send(port: int, message: bytes) -> None:
             threading.Event().wait(0.05)
 
 
-def test_all_nodes_know_each_other_and_a_failure_reaches_all_but_an_end_is_none():
+def test_all_nodes_know_each_other_and_a_failure_reaches_all():
     third, first, *others = meet(*(node(rank, 4, start=f"of_{rank}.0") for rank in (3, 0, 1, 2)))
     assert {one.start for one in (third, first, *others)} == {"of_0.0"}
     others.append(third)
@@ -89,7 +89,7 @@ def test_two_nodes_of_one_rank_are_refused(monkeypatch):
         assert "b (127.0.0.1)" in told
 
 
-def test_a_restarted_node_replaces_its_first_connection_and_foreign_ones_are_ignored():
+def test_a_restarted_node_replaces_its_connection_foreign_ones_do_not():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         main = pool.submit(meeting.wait_for_nodes, node(0), "127.0.0.1", port, 20)
@@ -141,7 +141,7 @@ def test_a_node_that_others_cannot_reach_is_named():
         assert "GLOO_SOCKET_IFNAME" in told
 
 
-def test_the_interface_is_that_of_the_variable_or_the_only_one_where_a_name_means_loopback(
+def test_the_interface_is_the_variables_or_the_only_one_besides_loopback(
     monkeypatch,
 ):
     monkeypatch.setattr(meeting, "interfaces", lambda: {"eth0": "10.0.0.1", "eth1": "10.1.0.1"})

@@ -83,7 +83,7 @@ def test_what_fails_is_told_in_one_line_and_the_run_goes_on(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_the_curve_is_the_same_with_and_without_samples_and_where_they_fail(tmp_path):
+def test_the_curve_is_the_same_without_samples_and_where_they_fail(tmp_path):
     recipe = Shown(dropout=0.3, batch_norm=True)
     shown = shown_config(tmp_path, recipe, steps=4, evaluation__sanity_check=False)
     plain = change(shown, run_name="plain", evaluation__samples=0)

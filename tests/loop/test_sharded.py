@@ -38,7 +38,7 @@ def odd(folder: Path, **settings: Any) -> Config:
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_shards_and_whole_checkpoints_are_read_by_any_number_of_processes_and_merged(tmp_path):
+def test_any_number_of_processes_reads_shards_and_whole_checkpoints(tmp_path):
     one, two = (
         odd(tmp_path, run_name=name, steps=6, checkpoints__every_steps=3) for name in ("one", "two")
     )
@@ -136,7 +136,7 @@ def train_failing_on_rank_1(config: Config) -> int:
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_write_its_shard_makes_the_save_fail_not_hang(tmp_path):
+def test_a_rank_that_cannot_write_its_shard_fails_the_save_not_hangs_it(tmp_path):
     config = odd(tmp_path, checkpoints__every_steps=2)
     assert run_world(2, train_failing_on_rank_1, config) == [0, 0]
     assert names(config) == ["step_00000003"]

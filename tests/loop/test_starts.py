@@ -148,7 +148,7 @@ def test_a_start_whose_launcher_was_killed_is_ended_by_the_next(tmp_path):
     assert found[1]["outcome"] == "killed"
 
 
-def test_of_starts_before_the_run_only_one_that_failed_is_written_at_the_end(tmp_path):
+def test_of_attempts_before_the_run_only_a_failed_one_is_in_the_summary(tmp_path):
     """Not a refusal, nor one that only showed the result of a finished run."""
     for code, cause, written in (
         (2, "setting", []),

@@ -47,7 +47,7 @@ def test_no_fault_of_the_storage_costs_a_checkpoint_or_ends_without_a_word(runs,
 # ---- two launches of one run ---------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["ENOLCK", "none"])
-def test_without_locks_the_older_of_two_launches_ends_and_overwrites_nothing(runs, fault):
+def test_without_locks_the_older_launch_ends_and_overwrites_nothing(runs, fault):
     name, words = f"two_{fault}", ("--recipe.seconds=0.1", "--steps=20")
     faults = f"lock {fault} * 0"
     older = runs.start(name, *words, faults=faults, log=f"{name}_older")
@@ -71,7 +71,7 @@ def test_of_two_launches_at_once_the_refused_one_says_nothing_of_the_other(runs)
     assert run_files.read_status(runs.path("at_once")).outcome == "finished"
 
 
-def test_a_launch_that_another_has_followed_saves_nothing_and_keeps_the_status(tmp_path):
+def test_a_launch_that_another_has_followed_saves_nothing(tmp_path):
     """Locks of one process do not exclude each other."""
     older, newer = (Run(make_config(tmp_path), rank=0) for _ in range(2))
     older.begin()

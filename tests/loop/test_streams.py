@@ -199,9 +199,7 @@ def test_a_resumed_stream_goes_on_with_another_number_of_processes(tmp_path, who
         assert lanes == [dict.fromkeys(own, 10) for own in ([0, 1, 4, 5], [2, 3, 6, 7])]
 
 
-def test_a_run_that_begins_at_a_checkpoint_of_other_lanes_does_not_take_their_states(
-    tmp_path, whole
-):
+def test_a_checkpoint_of_other_lanes_does_not_give_a_run_their_states(tmp_path, whole):
     other = goes_on(config_of(tmp_path, "other", state="saved", lanes=4), whole["saved"], 2)
     assert train(other) == 0
     assert first_read(other, 0) == dict.fromkeys(range(4), 0)

@@ -41,7 +41,7 @@ MODULES = [
 ]
 
 
-def test_modules_import_each_other_relatively_recipes_nothing_of_the_loop_and_none_a_tool():
+def test_imports_are_relative_and_neither_recipe_nor_loop_imports_a_tool():
     for name in (*MODULES, *RECIPES):
         text = PATHS[name].read_text(encoding="utf-8")
         assert not re.search(rf"(?m)^\s*(from|import) {PACKAGE.name}\b", text), name

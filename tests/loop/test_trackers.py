@@ -93,7 +93,7 @@ HOWS = [("log", how) for how in ("raise", "hang", "exit", "no_grad")]
 
 
 @pytest.mark.parametrize(("where", "how"), quick(2, [*HOWS, *FAILS, *HANGS]))
-def test_a_tracker_that_fails_is_named_in_a_line_and_loses_its_records_alone(
+def test_a_tracker_that_fails_is_named_and_loses_only_its_own_records(
     tmp_path, stubs, caplog, monkeypatch, where, how
 ):
     monkeypatch.setattr(trackers, "START_SECONDS", 30.0 if how != "hang" else 0.3)
@@ -114,7 +114,7 @@ def test_a_tracker_that_fails_is_named_in_a_line_and_loses_its_records_alone(
         assert stubs["aim"].calls[-1][0] == where, "it is asked for nothing more"
 
 
-def test_a_tracker_that_is_too_slow_loses_records_and_training_does_not_wait(
+def test_a_slow_tracker_loses_records_and_training_does_not_wait(
     tmp_path, stubs, caplog, monkeypatch
 ):
     monkeypatch.setattr(trackers, "MOST_WAITING", 1)

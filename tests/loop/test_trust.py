@@ -232,7 +232,7 @@ def test_code_beside_the_weights_is_never_imported_trusted_or_not(tmp_path, mark
         ("train", "elsewhere", True),
     ],
 )
-def test_the_folder_one_stands_in_is_on_the_path_for_the_users_own_code_alone(
+def test_the_current_folder_is_on_the_path_for_the_users_own_code_alone(
     command, standing_in, stays, tmp_path, monkeypatch
 ):
     here = tmp_path / standing_in
@@ -263,9 +263,7 @@ def test_configs_beside_a_strangers_export_are_not_the_projects(tmp_path, monkey
             commands.print_prediction(commands.parse_predict(words))
 
 
-def test_a_run_that_is_not_writable_is_evaluated_in_a_folder_of_the_users_own(
-    tmp_path, monkeypatch
-):
+def test_a_run_that_is_not_writable_is_evaluated_in_the_users_own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)
     write(tmp_path / "export", settings_of())

@@ -92,7 +92,7 @@ def loss_of(config: Config, tensors: dict[str, Any]) -> float:
     return float(total / items)
 
 
-def test_evaluated_and_exported_are_the_weights_of_eval_saved_those_of_train(config):
+def test_eval_weights_are_evaluated_and_exported_train_weights_are_saved(config):
     assert train(config) == 0
     for part in ("best", "export"):
         step = json.loads((config.folder / part / "step.json").read_text())["step"]
@@ -138,7 +138,7 @@ def test_a_resumed_run_ends_with_the_same_bits(config, processes, run):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_killed_between_save_and_evaluation_the_next_start_evaluates_the_same(config):
+def test_killed_between_save_and_evaluation_the_next_start_evaluates(config):
     assert train(config) == 0
     recorded = values(config, "validation/loss")
     last = config.folder / "checkpoints/step_00000006"

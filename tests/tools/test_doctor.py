@@ -145,7 +145,7 @@ def test_ranks_that_lost_contact_point_to_those_that_do_not_report(
     assert (found["first"]["rank"], found["first"]["host"]) == (rank, host)
 
 
-def test_a_rank_that_went_on_when_the_others_had_given_up_was_likely_stopped(tmp_path, monkeypatch):
+def test_a_rank_that_went_on_after_the_others_gave_up_was_likely_stopped(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch, (HERE, HERE))
     for run.rank, cause, idle_seconds in ((0, "waiting", 10), (1, "lost contact", 30)):
         failure = failures.record(reason="", cause=cause)
@@ -199,9 +199,7 @@ def test_a_limit_of_open_files_is_a_cause_with_its_remedy(tmp_path, monkeypatch)
     assert "ulimit -n" in found["remedy"][0]
 
 
-def test_a_full_disk_is_told_also_where_nothing_or_a_wrong_setting_was_reported(
-    tmp_path, monkeypatch
-):
+def test_a_full_disk_is_told_also_where_nothing_else_was_reported(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch)
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
@@ -214,9 +212,7 @@ def test_a_full_disk_is_told_also_where_nothing_or_a_wrong_setting_was_reported(
     assert diagnose(run.folder)["cause"] == "full disk"
 
 
-def test_steps_that_overflowed_on_all_ranks_and_steps_without_items_are_told_apart(
-    tmp_path, monkeypatch
-):
+def test_steps_that_overflowed_and_steps_without_items_are_told_apart(tmp_path, monkeypatch):
     from my_project.state import NotFiniteError
 
     facts = {"skipped_from": 398, "skipped_to": 410, "loss_is_finite": True}
@@ -268,7 +264,7 @@ def test_what_checks_have_found_is_told_once_with_its_first_step():
         ("ragged.py", "mismatched collectives", 1),  # in the recipe
     ],
 )
-def test_ranks_that_wait_in_different_lines_have_likely_called_different_collectives(
+def test_ranks_that_wait_in_other_lines_likely_called_other_collectives(
     tmp_path, monkeypatch, last_in, cause, blamed
 ):
     found = diagnose(hang(tmp_path, monkeypatch, "waiting", "waiting", last_in=last_in).folder)

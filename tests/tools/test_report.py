@@ -211,7 +211,7 @@ def test_what_happened_is_marked_and_how_each_start_ended_is_said(trained, tmp_p
 
 
 # ---- several runs --------------------------------------------------------------------------------
-def test_runs_are_compared_by_the_settings_that_differ_and_in_the_same_charts(trained, tmp_path):
+def test_runs_are_compared_by_settings_that_differ_and_in_shared_charts(trained, tmp_path):
     runs = []
     for lr in (0.01, 0.02, 0.03):
         run = copy(trained, tmp_path / f"image_classification-lr={lr}", [*records_of(500, lr)])

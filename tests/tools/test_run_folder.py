@@ -42,7 +42,7 @@ def test_every_file_and_field_of_a_run_folder_is_described(tmp_path):
         assert re.search(rf"`{re.escape(name[:20])}", described), name
 
 
-def test_tools_import_no_torch_refuse_what_is_no_run_and_name_a_format_that_they_do_not_know(
+def test_tools_import_no_torch_and_refuse_other_folders_and_formats(
     tmp_path,
 ):
     config = make_config(tmp_path, steps=2)

@@ -49,7 +49,7 @@ sys.stdin.read()
 """
 
 
-def test_only_a_run_whose_lock_is_held_is_running_and_has_no_cause_of_its_end(tmp_path):
+def test_only_a_run_whose_lock_is_held_is_running(tmp_path):
     config = write_run(tmp_path, "one", "running", EVALUATED)
     assert summarize(config.folder).run.state == "interrupted"
     held = [sys.executable, "-c", HOLD, str(config.folder)]

@@ -237,7 +237,7 @@ def check(
 TOOLS = ("runs", "report", "doctor", "doctor --json")
 
 
-def test_a_strangers_links_pipes_and_escapes_harm_no_command_that_reads_a_run(run):
+def test_a_strangers_links_pipes_and_escapes_harm_no_command(run):
     """The quick part of the tests below."""
     for command in ("runs", "report", "doctor"):
         check(command, run, "run/(status.json|metrics.jsonl)", (pipe, escapes, other_types))

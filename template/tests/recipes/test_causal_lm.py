@@ -237,7 +237,7 @@ def sequences_of(stream: Any, i: int, start: int = 0, epochs: int = 1) -> list[A
     return [*islice(stream.lane(i, start, 0), len(read) - start)]
 
 
-def test_the_lanes_hold_every_training_document_once_and_each_epoch_is_shuffled(tmp_path):
+def test_lanes_hold_every_training_document_once_and_epochs_are_shuffled(tmp_path):
     recipe = recipe_of(tmp_path, lanes=4, sequence_length=4, max_validation_sequences=7)
     data_info = recipe.prepare_data()
     stream, sets = recipe.build_datasets(data_info)

@@ -422,7 +422,7 @@ def test_rows_without_a_text_or_a_label_are_skipped(tmp_path, folder):
     assert len(train_set) == 8
 
 
-def test_a_model_of_the_hub_is_taken_from_its_cache_and_named_in_the_adapter(
+def test_a_model_of_the_hub_comes_from_its_cache_and_the_adapter_names_it(
     tmp_path, folder, monkeypatch
 ):
     cached = tmp_path / "models--someone--tiny"
@@ -534,9 +534,7 @@ def test_the_default_config_trains_the_packaged_encoder(tmp_path):
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
 )
-def test_your_own_texts_are_read_and_transformers_loads_the_export_as_the_document_says(
-    tmp_path, monkeypatch, capsys
-):
+def test_your_own_texts_are_read_and_transformers_loads_the_export(tmp_path, monkeypatch, capsys):
     weights_of = pytest.importorskip("my_project.weights")
     import datasets
 

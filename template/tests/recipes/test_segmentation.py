@@ -136,7 +136,7 @@ def test_a_folder_of_images_and_a_torchvision_model(tmp_path):
     assert "validation/mean_iou" in records(config, "validation/mean_iou")[-1]
 
 
-def test_a_mask_with_an_unknown_class_or_of_another_size_is_refused_by_name(tmp_path):
+def test_a_mask_of_another_size_or_with_an_unknown_class_is_refused(tmp_path):
     from torchvision.io import write_png
 
     folder = folder_of(tmp_path, label=7)
