@@ -59,12 +59,7 @@ def seconds_per_step(device: torch.device, accumulation: int, every_steps: int) 
             log_with=[],
             mixed_precision="no",
         )
-        layout = BatchLayout(
-            global_batch_size=32,
-            micro_batch_size=32 // accumulation,
-            world_size=1,
-            accumulation=accumulation,
-        )
+        layout = BatchLayout(global_batch_size=32, micro_batches=accumulation, world_size=1)
         state = TrainState()
         model = torch.nn.Linear(1, 1)
         found, step = [], 0

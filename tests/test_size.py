@@ -17,18 +17,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_358,
+    "lines of train.py and all that it imports": 7_108,
     "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 9_290,
-    "lines of tools/": 2_339,
-    "lines of template/tests": 3_615,
-    "lines of template/tests and tests": 18_557,
+    "lines of the package without tools/": 9_064,
+    "lines of tools/": 2_352,
+    "lines of template/tests": 3_659,
+    "lines of template/tests and tests": 18_610,
     "settings": 58,
     "methods of a recipe": 14,
-    "lines of launching/": 1_473,
+    "lines of launching/": 1_497,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
-    "Any per 1,000 lines without tools/ and launching/": 55,
+    "Any per 1,000 lines without tools/ and launching/": 48,
 }
 STEP_FILES = 28
 NO_CODE = {

@@ -49,7 +49,7 @@ def test_the_first_step_of_a_huge_dataset_is_found_at_once():
     """Its order would not fit into memory, nor be made within the time limit of a test."""
     from my_project.loading.layout import BatchLayout
 
-    layout = BatchLayout(global_batch_size=8, micro_batch_size=4, world_size=2, accumulation=1)
+    layout = BatchLayout(global_batch_size=8, micro_batches=2, world_size=2)
     samples, step = 10**15, 10**14
     (keys,) = keys_of(samples, layout, 1, 0, range(step, step + 1))
     wanted = permutation(samples, 0, 0)(np.arange(step * 8 + 4, step * 8 + 8)).tolist()

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from .files import ConfigError
-from .recipe import Recipe
+from .recipe import Recipe, source_location
 from .safety.redaction import secrets_problem
 
 if TYPE_CHECKING:
@@ -274,8 +274,8 @@ class Config:
         """Check the settings that do not depend on the machine."""
         if not dataclasses.is_dataclass(kind := type(self.recipe)):
             raise ConfigError(
-                f"recipe {kind.__name__} is not a dataclass: put @dataclass(frozen=True,"
-                " kw_only=True) above it, and its settings as fields."
+                f"recipe {kind.__name__} ({source_location(kind)}) is not a dataclass: put"
+                " @dataclass(frozen=True, kw_only=True) above it, and its settings as fields."
             )
         check_limits(self)
         if (self.steps is None) == (self.epochs is None):
