@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_108,
+    "lines of train.py and all that it imports": 7_112,
     "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 9_064,
+    "lines of the package without tools/": 9_068,
     "lines of tools/": 2_352,
     "lines of template/tests": 3_659,
     "lines of template/tests and tests": 18_610,

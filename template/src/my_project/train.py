@@ -68,6 +68,7 @@ class Training:
     config: Config
     accelerator: Accelerator
     layout: BatchLayout  # how a global batch is divided
+    passes: list[tuple[int, bool]]  # of this rank in a step: micro-batch, whether it has no weight
     data_info: dict[str, Any]  # from the recipe's prepare_data
     validation_sets: dict[str, Any]  # by name
     batches: Any  # the micro-batches of this rank
@@ -194,6 +195,7 @@ def build(
         config=config,
         accelerator=accelerator,
         layout=layout,
+        passes=layout.passes(run.rank),
         data_info=data_info,
         validation_sets=validation_sets,
         batches=batches,
@@ -253,16 +255,15 @@ def train(t: Training) -> str:
 
 def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     """Take one optimizer step, over global batch `t.state.step`."""
-    config, layout, state = t.config, t.layout, t.state
+    config, state = t.config, t.state
     step, recipe = state.step, config.recipe
     optim.set_learning_rate(t.optimizer, step, t.run.total_steps, config.optim, state.lr_reductions)
     sums = t.sums.begin()
-    for j in range(layout.accumulation):
+    for j, (micro_batch, has_no_weight) in enumerate(t.passes):
         batch = next(micro_batches)
         # dropout follows from (seed, step, micro-batch)
-        micro_batch = layout.micro_batch(j, t.run.rank)
         seed_forward(config.seed, step, micro_batch, t.accelerator.device)
-        is_last = j == layout.accumulation - 1
+        is_last = j == len(t.passes) - 1
         with parallel.gradient_sync(t.wrapped_model, is_last=is_last):
             # recipe.loss(t.model, batch, step), in the forward that DDP, FSDP2, autocast and
             # torch.compile have wrapped
@@ -270,7 +271,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
             if step == t.first_step and j == 0:
                 t.sums.set_names(contract.check_loss(recipe, returned))
             t.checks.after_forward(step)
-            if layout.is_repeated(j, t.run.rank):  # DDP and FSDP2 need it, but it has no weight
+            if has_no_weight:  # repeated, since ranks need equally many passes
                 returned = contract.without_weight(returned)
             loss_sum, num_items, *scalars = returned
             sums.add(loss_sum, num_items, *scalars)
@@ -284,7 +285,7 @@ def train_step(t: Training, micro_batches: Iterator[Any]) -> None:
     parallel.refuse_unused(t.wrapped_model)
     # undo the average of DDP or FSDP2, and divide by the items of all micro-batches of all ranks:
     # the gradient of the mean loss per item
-    normalizer = layout.world_size / sums.num_items
+    normalizer = t.layout.world_size / sums.num_items
     norm = optim.normalize_and_clip_(  # a list kept here would keep the gradients
         optim.gradients(t.parameters), normalizer, config.optim.clip_norm
     )

@@ -59,6 +59,11 @@ class BatchLayout:
         """Return the number of micro-batch j of a rank, counted over all ranks."""
         return rank if self.is_repeated(j, rank) else j * self.world_size + rank
 
+    def passes(self, rank: int) -> list[tuple[int, bool]]:
+        """Return the number of each micro-batch of a rank in a step, and whether it is repeated."""
+        rounds = range(self.accumulation)
+        return [(self.micro_batch(j, rank), self.is_repeated(j, rank)) for j in rounds]
+
     def positions(self, micro_batch: int) -> range:
         """Return the positions of a micro-batch's samples in the global batch."""
         first, last = (
