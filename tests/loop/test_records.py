@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from my_project import provenance, step_sums
+from my_project import provenance, run_files, step_sums
 from my_project.config import Config
 from my_project.loading.layout import batch_layout
 from my_project.manifest import read_manifest
 from my_project.records import performance, recorder
+from my_project.records.recorder import RecordFile
 from my_project.run_folder import Run
 from my_project.state import StepReport, TrainState
 from ragged import Noting, Ragged
@@ -333,3 +334,59 @@ def test_the_commit_is_of_the_recipes_repository_or_unknown_without_git(tmp_path
     packages = provenance.installed(mine)
     assert {"torch", "numpy", "packaging"} <= packages.keys()
     assert "os" not in packages
+
+
+def file_of(folder: Path, lines: list[bytes]) -> RecordFile:
+    """Return the records of a run, of which a start reads the end."""
+    run = Run(make_config(folder, run_name=f"run_{len(lines)}"), rank=0)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    return RecordFile(run)
+
+
+def interval(step: int) -> bytes:
+    record = {"kind": "interval", "step": step, "elapsed_seconds": step / 10, "loss": 1 / 3}
+    return json.dumps(record).encode() + b"\n"
+
+
+def test_a_start_reads_as_much_of_a_long_run_as_of_a_short_one(tmp_path, monkeypatch):
+    """A run with a million records would take minutes to start again."""
+    read = []
+    parse = run_files.parse_record
+    monkeypatch.setattr(run_files, "parse_record", lambda line: read.append(line) or parse(line))
+    for length in (1_000, 100_000):
+        lines = [interval(step) for step in range(1, length + 1)]
+        file = file_of(tmp_path, lines)
+        read.clear()
+        file.drop_newer(TrainState(step=length - 5))
+        assert len(read) == 7, "the five that go, that of the state's step, and one before"
+        assert file.path.read_bytes() == b"".join(lines[:-5])
+        assert file.newest == {"interval": length}
+        assert file.elapsed_before == (length - 5) / 10
+        assert run_files.last_record(file.run.folder)["step"] == length - 5
+        assert len(read) == 8
+
+
+@pytest.mark.parametrize("block", [7, 64, 1 << 16])
+@pytest.mark.parametrize("end", [b"", b"\n", b'{"step": 9, "kin', b'{"step": 9}'])
+def test_records_from_the_end_are_those_from_the_beginning(tmp_path, monkeypatch, block, end):
+    monkeypatch.setattr(run_files, "BLOCK_BYTES", block)
+    path = tmp_path / "metrics.jsonl"
+    for lines in ([], [interval(1)], [interval(1), b"[3]\n", bytes(20) + b"\n", interval(2)]):
+        path.write_bytes(b"".join(lines) + end)
+        found = [*run_files.each_record_backward(path)]
+        assert [record for *_, record in found][::-1] == [*run_files.each_record(path)]
+        for at, line, _ in found:
+            assert path.read_bytes()[at : at + len(line)] == line
+
+
+def test_of_the_step_of_the_state_what_is_not_written_again_stays(tmp_path):
+    evaluation = b'{"kind": "evaluation", "step": 4}\n'
+    lines = [interval(3)[:-1], b"\n", interval(4), evaluation, interval(5), b'{"kind": "in']
+    for evaluated, wanted in ((4, lines[:4]), (0, lines[:3])):
+        file = file_of(tmp_path / str(evaluated), lines)
+        file.drop_newer(TrainState(step=4, evaluated_step=evaluated))
+        assert file.path.read_bytes() == b"".join(wanted)
+    file = file_of(tmp_path, [interval(3)[:-1]])
+    file.drop_newer(TrainState(step=4))
+    assert file.path.read_bytes() == interval(3), "the next record begins a line"

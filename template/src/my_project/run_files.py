@@ -9,7 +9,6 @@ import os
 import re
 import struct
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -144,6 +143,32 @@ def each_record(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Yield the records of a metrics.jsonl as each_record does, but the last one first.
+
+    A run may have a million of them, and a start needs few. Each comes with the position and the
+    bytes of its line.
+    """
+    with open_own(path) as file:
+        begin = size = file.seek(0, os.SEEK_END)
+        rest = b""  # of a line that begins in the block before
+        while begin:
+            begin = max(0, (end := begin) - BLOCK_BYTES)
+            file.seek(begin)
+            rest, *lines = (file.read(end - begin) + rest).splitlines(keepends=True)
+            if not begin:
+                rest, lines = b"", [rest, *lines]
+            if len(rest) > MOST_LINE_BYTES:
+                begin, rest, lines = 0, b"", [b""]  # damaged, as is what comes before
+            at = begin + len(rest) + sum(map(len, lines))
+            for line in reversed(lines):
+                at -= len(line)
+                record = parse_record(line)
+                is_cut = at + len(line) == size and line.startswith(b"{") and line[-1:] != b"\n"
+                if record or not is_cut:
+                    yield at, line, record
+
+
 def parse_record(line: bytes) -> dict[str, Any]:
     """Return the record in a line; {} if it holds none."""
     try:
@@ -190,6 +215,7 @@ def checkpoints(run_folder: Path) -> list[Path]:
 
 
 NUMBER = (int, float)
+BLOCK_BYTES = 1 << 16  # of one read from the end of a file
 ENDED = ("finished", "preempted")  # with nothing to do again
 
 
@@ -237,7 +263,11 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def last_record(folder: Path) -> dict[str, Any]:
     """Return the last record of metrics.jsonl; {} without one."""
-    return next(iter(deque(records(folder), maxlen=1)), {})
+    with suppress(OSError):  # there are none yet, or the storage is gone
+        for _, _, record in each_record_backward(folder / "metrics.jsonl"):
+            if record:
+                return record
+    return {}
 
 
 def records(folder: Path) -> Iterator[dict[str, Any]]:

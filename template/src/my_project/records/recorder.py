@@ -48,10 +48,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config import Config
-from ..files import finite, open_own, unused_name, write_atomically, writing
+from ..files import finite, open_own, unused_name, writing
 from ..loading.layout import BatchLayout
 from ..optim import learning_rate
-from ..run_files import each_record, kind_of
+from ..run_files import each_record_backward, kind_of
 from ..run_folder import Run
 from ..state import NotFiniteError, StepReport, TrainState
 from .log import log_record
@@ -271,7 +271,7 @@ class RecordFile:
     def drop_newer(self, state: TrainState) -> None:
         """Drop the records that are newer than the state, and a last line that a kill has cut.
 
-        A file with other damage is kept aside.
+        Only the end of the file is read and written; with other damage there it is kept aside.
         """
         if not self.path.exists():
             return
@@ -279,23 +279,32 @@ class RecordFile:
         if state.evaluated_step != state.step:
             again.add("evaluation")
         is_damaged = False
-        kept: list[str] = []
+        kept: list[bytes] = []  # of the state's step, the last one first
+        size = 0  # of what is older
         with writing(self.run.folder):
-            for record in each_record(self.path):
+            for at, line, record in each_record_backward(self.path):
                 if not record:
                     is_damaged = True
                     continue
                 kind, step = kind_of(record), record["step"]
                 self.newest[kind] = max(step, self.newest.get(kind, 0))
-                if step < state.step or (step == state.step and kind not in again):
-                    kept.append(json.dumps(record) + "\n")
+                is_older = step < state.step
+                if is_older or (step == state.step and kind not in again):
                     elapsed = record.get("elapsed_seconds", 0.0)
                     self.elapsed_before = max(elapsed, self.elapsed_before)
+                    if is_older:
+                        size = at + len(line)
+                        kept += [b"\n"] * (line[-1:] != b"\n")
+                        break
+                    kept.append(line.strip() + b"\n")
             if is_damaged:
                 aside = unused_name(self.path, "damaged")
                 shutil.copyfile(self.path, aside)
                 logger.warning("%s has damaged lines: kept aside as %s", self.path, aside.name)
-            write_atomically(self.path, "".join(kept))
+            with open_own(self.path, "rb+") as file:
+                file.seek(size)
+                file.writelines(reversed(kept))
+                file.truncate()
 
     def append(self, record: dict[str, Any]) -> dict[str, Any]:
         """Append a record, with the time; return it as it was written.
