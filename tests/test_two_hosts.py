@@ -126,6 +126,16 @@ def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts, l
     assert f"rank {2 * lost}, host host{lost}" in doctor(hosts), doctor(hosts)
 
 
+def test_a_launcher_that_was_killed_stops_the_run_and_is_named_with_its_host(hosts):
+    launch(hosts, *STOPS_AT, launcher=OWN)
+    hosts.wait_for(lambda: hosts.steps() >= 10)
+    os.kill(hosts.commands[1].pid, signal.SIGKILL)
+    assert hosts.wait(300)[0] == 75
+    left = hosts.status()
+    assert left["outcome"] == "preempted"
+    assert left["reason"] == "the launcher has exited, on rank 2 (host1)"
+
+
 def test_a_process_that_hangs_ends_after_a_kill_on_the_other_host(hosts):
     """Its collectives never learn of it: the launchers tell each other."""
     (hosts.folder / "tiny.yaml").write_text(PATIENT)

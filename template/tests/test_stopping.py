@@ -170,7 +170,7 @@ def test_a_signal_to_one_process_and_to_all_loader_workers(tmp_path, name):
         assert world.results(30) == [75, 75]
     left = status(config)
     assert left["outcome"] == "preempted"
-    assert left["reason"] == "asked to stop on another process"
+    assert left["reason"] == f"{name}, on rank 1 ({HERE})"
     assert left["step"] == records(config)[-1]["step"] < 5000
     saved = [p.name for p in (config.folder / "checkpoints").iterdir()]
     assert saved == [f"step_{left['step']:08d}"]

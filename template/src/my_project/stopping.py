@@ -78,3 +78,16 @@ class StopRequest:
         LAUNCHER.ends_process = True
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def first_reason(reasons: list[str], hosts: list[str]) -> str:
+    """Return why a run was asked to stop: rank 0's reason, or that of another rank and where.
+
+    Args:
+        reasons: of each rank; "" for one that was not asked.
+        hosts: of each rank.
+    """
+    for rank, reason in enumerate(reasons):
+        if reason:
+            return reason if rank == 0 else f"{reason}, on rank {rank} ({hosts[rank]})"
+    return "asked to stop"

@@ -40,7 +40,7 @@ from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
 from .process import PREEMPTED, garbage_collected_at_records, world
-from .ranks import open_run
+from .ranks import gather_on_main, open_run
 from .records import samples
 from .records.log import log_finished, log_start
 from .records.recorder import Recorder, check_outputs
@@ -48,7 +48,7 @@ from .run_folder import Run, failures_recorded
 from .state import StepReport, TrainState, is_due
 from .statistics import RunningStatistics, exact_statistics
 from .step_sums import DelayedReader
-from .stopping import StopRequest
+from .stopping import StopRequest, first_reason
 from .watchdog import Watchdog
 
 
@@ -372,8 +372,9 @@ def finish(t: Training, end_reason: str) -> int:
     if not end_reason:
         t.accelerator.wait_for_everyone()  # once a rank exits, torchrun kills those still saving
         checkpoints.check("checkpoint")
+        reasons = gather_on_main(t.accelerator, t.stop.reason)
         if run.rank == 0:
-            reason = t.stop.reason or "asked to stop on another process"
+            reason = first_reason(reasons, run.hosts)
             t.recorder.write({"kind": "stop", "reason": reason})
             run.write_status("preempted", reason, note=checkpoints.note)
         return PREEMPTED
