@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_112,
+    "lines of train.py and all that it imports": 7_150,
     "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 9_068,
+    "lines of the package without tools/": 9_106,
     "lines of tools/": 2_352,
     "lines of template/tests": 3_659,
-    "lines of template/tests and tests": 18_610,
+    "lines of template/tests and tests": 18_663,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of launching/": 1_497,
