@@ -258,8 +258,8 @@ class Multiplying(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 2])
-def test_mfu_is_recorded_for_any_recipe(tmp_path, micro_batch_size):
+@pytest.mark.parametrize(("processes", "micro_batch_size"), [(2, 8), (2, 2), (3, 0), (3, 4)])
+def test_mfu_is_recorded_for_any_recipe(tmp_path, processes, micro_batch_size):
     """By hand: two linear layers, forward; backward for both weights and one input."""
     recipe = Ragged(validation_samples=0)
     config = make_config(
@@ -268,9 +268,9 @@ def test_mfu_is_recorded_for_any_recipe(tmp_path, micro_batch_size):
     )  # fmt: skip
     positions = recipe.build_datasets(recipe.prepare_data())[0][0]["x"].shape[0]
     by_hand = 2 * positions * (6 * 8 + 8 * 1) * 2 + 2 * positions * 8
-    run_world(2, train, config)
+    run_world(processes, train, config)
     (record,) = records(config)
-    mfu = record["samples_per_second"] * by_hand / (1e6 * 2)
+    mfu = record["samples_per_second"] * by_hand / (1e6 * processes)
     assert record["mfu"] == pytest.approx(mfu, rel=2e-3)
 
 
