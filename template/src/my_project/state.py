@@ -8,9 +8,10 @@ import dataclasses
 import logging
 import math
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
-from .config import Config
+from .config import Config, ConfigError
 from .contract import no_such_metric
 from .run_folder import Run
 
@@ -60,6 +61,9 @@ class StepReport(NamedTuple):
         return not (math.isfinite(self.grad_norm) and self.num_items > 0)
 
 
+NUMBER = (int, float, NoneType)
+
+
 @dataclass(kw_only=True)
 class TrainState:
     """What a checkpoint holds of the loop besides tensors, in `state` of its manifest."""
@@ -88,7 +92,11 @@ class TrainState:
     def restore(self, saved: dict[str, Any], config: Config) -> None:
         """Take the fields of a checkpoint, but for a best value of another metric."""
         for f in dataclasses.fields(self):
-            setattr(self, f.name, saved[f.name])
+            value, before = saved.get(f.name), getattr(self, f.name)
+            is_number = isinstance(before, NUMBER)
+            if not isinstance(value, NUMBER if is_number else type(before)):
+                raise ConfigError(f"a checkpoint's state has {f.name} {value!r}: it is damaged.")
+            setattr(self, f.name, value)
         if self.best_of not in ("", best_of(config)):  # "": there has been no best
             self.best = None
             self.evaluations_since_best = 0
