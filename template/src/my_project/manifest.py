@@ -70,6 +70,10 @@ def read_manifest(folder: Path) -> Manifest:
             f" reads {FORMAT}): go on with that version, whose commit is in run.json, or start"
             " again with --resume never or another --run_name."
         )
+    is_right = type(step) is int and isinstance(content["files"], dict)
+    is_right &= isinstance(content["state"], dict) and content["state"].get("step") == step
+    if not (is_right and isinstance(content["resumed_from"], str | None)):
+        raise ValueError("manifest.json is damaged")
     if step_of(folder) not in (-1, step):
         raise ValueError(f"its manifest.json has step {step}")
     return content
@@ -107,12 +111,16 @@ def try_saving(folder: Path) -> None:
     trial, renamed = folder / ".step_0.partial", folder / ".step_0.removed"
     discard(trial)
     discard(renamed)
-    with writing(folder, ", so no save would work"):
-        trial.mkdir()
-        for text in ("written", "replaced"):
-            write_atomically(trial / "file", text)
-        put_in_place(trial, renamed)
-        shutil.rmtree(renamed)
+    try:
+        with writing(folder, ", so no save would work"):
+            trial.mkdir()
+            for text in ("written", "replaced"):
+                write_atomically(trial / "file", text)
+            put_in_place(trial, renamed)
+            shutil.rmtree(renamed)
+    finally:
+        discard(trial)
+        discard(renamed)
 
 
 def complete(temporary: Path, folder: Path, manifest: Manifest) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from .failures import Failure
@@ -155,7 +156,7 @@ def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any
         while begin:
             begin = max(0, (end := begin) - BLOCK_BYTES)
             file.seek(begin)
-            rest, *lines = (file.read(end - begin) + rest).splitlines(keepends=True)
+            rest, *lines = (file.read(end - begin) + rest).splitlines(keepends=True) or [b""]
             if not begin:
                 rest, lines = b"", [rest, *lines]
             if len(rest) > MOST_LINE_BYTES:
@@ -215,6 +216,12 @@ def checkpoints(run_folder: Path) -> list[Path]:
 
 
 NUMBER = (int, float)
+LINE = {  # the types of fields of a line in starts.jsonl
+    **dict.fromkeys(("event", "id"), str),
+    "time": NUMBER,
+    **dict.fromkeys(("first_step_time", "from_step", "step", "checkpoint"), (*NUMBER, NoneType)),
+    **dict.fromkeys(("outcome", "cause"), (str, NoneType)),
+}
 BLOCK_BYTES = 1 << 16  # of one read from the end of a file
 ENDED = ("finished", "preempted")  # with nothing to do again
 
@@ -256,7 +263,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
         for text in read_own(folder / "starts.jsonl").splitlines():
             with suppress(ValueError, LookupError, TypeError):
                 line = json.loads(text)
-                if is_like(line, {"event": str, "id": str, "time": NUMBER}):
+                if is_like(dict.fromkeys(LINE) | line, LINE):
                     found.append(line)
     return found
 

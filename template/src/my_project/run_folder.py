@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -380,10 +381,7 @@ def failures_recorded(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with suppress(RuntimeError, ValueError):  # by that handler; not the main thread
-            # torch's handler raises for each loader worker that has died, often when the queue has
-            # failed already: the record of why the run failed would be lost
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ignore_ended_workers()
         if failures.cause_of(error) == "out of memory":
             error.add_note(
                 "Lower batches.micro_batch_size: accumulation rises to match, so the curve is the"
@@ -397,3 +395,18 @@ def failures_recorded(run: Run) -> Iterator[None]:
         setattr(error, "failure", failure)  # noqa: B010 - see failures.report_once
         run.fail(failure)
         raise
+
+
+def ignore_ended_workers() -> None:
+    """Take torch's SIGCHLD handler out, which raises for each loader worker that has died.
+
+    The signal often comes after the queue has failed: the handler would raise in the middle of the
+    report, and the record of why the run failed would be lost.
+    """
+    while True:
+        try:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return
+        except RuntimeError:  # by that handler: the signal came just now
+            continue

@@ -3,6 +3,7 @@
 With --resume never, Run.begin has moved the checkpoints of the run aside before.
 """
 
+import errno
 import logging
 import os
 import re
@@ -119,5 +120,9 @@ def remove(folder: Path) -> None:
         # Renamed first: a kill while files are removed must not leave a partial checkpoint.
         removed = folder.with_name(f".{folder.name}.removed")
         discard(removed)
-        os.replace(folder, removed)
+        try:
+            os.replace(folder, removed)
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+                raise  # else somebody reads it on another host: at a later save
         discard(removed)

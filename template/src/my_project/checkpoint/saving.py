@@ -413,7 +413,7 @@ class Checkpoints:
     def _write_shards(
         self, temporary: Path, shards: dict[str, dict[str, Shard]], aliases: dict[str, str]
     ) -> dict[str, str]:
-        """Write a file of each kind; each rank but 0 reports it by a file, empty if it has failed.
+        """Write a file of each kind; each rank but 0 reports by a file whether it has done so.
 
         Returns:
             The SHA-256 of each file by its name; on rank 0 of the files of all ranks.
@@ -432,7 +432,7 @@ class Checkpoints:
         except Exception:
             with suppress(OSError):
                 if self.rank != 0:
-                    (temporary / f"written{part}").touch()
+                    (temporary / f"failed{part}").touch()
                 else:  # the folder is removed, once nobody writes into it
                     self._files_of_other_ranks(temporary, END_SECONDS)
             raise
@@ -443,26 +443,34 @@ class Checkpoints:
 
     def _files_of_other_ranks(self, temporary: Path, seconds: float) -> dict[str, str]:
         """Wait until the other ranks have reported their files; return the SHA-256 of each."""
-        ranks = {f"written.rank_{rank:05d}": rank for rank in range(1, self.writers)}
+        waiting = {f"rank_{rank:05d}": rank for rank in range(1, self.writers)}
+        names, failed = [*waiting], []
 
         def have_reported() -> bool:
             # one listing: to ask for each rank's file would be N requests per look
-            return ranks.keys() <= set(os.listdir(temporary))
+            for report in os.listdir(temporary):
+                word, _, name = report.partition(".")
+                if name in waiting and word in ("written", "failed"):
+                    rank = waiting.pop(name)
+                    failed.extend([rank] * (word == "failed"))
+            return not waiting
 
         def is_over() -> bool:
-            return have_reported() or self._has_lost_contact.is_set()
+            return have_reported() or bool(failed) or self._has_lost_contact.is_set()
 
         files.wait_until(is_over, seconds, poll_seconds=0.05)
-        if not files.wait_until(have_reported, END_SECONDS, poll_seconds=0.05):
-            missing = sorted(ranks.keys() - set(os.listdir(temporary)))
-            raise OSError(f"{', '.join(missing)} are missing after {seconds:g} s")
+        if failed or self._has_lost_contact.is_set():  # the folder is then removed
+            files.wait_until(have_reported, END_SECONDS, poll_seconds=0.05)
+        if failed:
+            host = self.run.hosts[min(failed)]
+            raise OSError(f"rank {min(failed)} on {host} could not write its shards")
+        if waiting:
+            raise OSError(f"{', '.join(waiting)} did not write its shards within {seconds:g} s")
         listed: dict[str, str] = {}
-        for name, rank in ranks.items():
-            report = (temporary / name).read_text(encoding="utf-8")
-            if not report:
-                raise OSError(f"rank {rank} on {self.run.hosts[rank]} could not write its shards")
-            listed |= json.loads(report)
-            (temporary / name).unlink()
+        for name in names:
+            report = temporary / f"written.{name}"
+            listed |= json.loads(report.read_text(encoding="utf-8"))
+            report.unlink()
         return listed
 
     def _rotate(self, state: dict[str, Any]) -> None:

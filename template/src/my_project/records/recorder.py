@@ -273,7 +273,7 @@ class RecordFile:
 
         Only the end of the file is read and written; with other damage there it is kept aside.
         """
-        if not self.path.exists():
+        if not os.path.lexists(self.path):
             return
         again = {"numerics"}  # of the state's step this start writes these kinds again
         if state.evaluated_step != state.step:
