@@ -172,5 +172,5 @@ def test_the_interval_between_saves_is_the_one_with_the_highest_goodput():
 def test_more_gpus_than_samples_in_the_global_batch_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(PROJECT)
     words = arguments(tmp_path, "--batches.global_batch_size", "8", "--nodes", "2")
-    with pytest.raises(ConfigError, match=r"8 gives 1 micro-batch of 8, fewer than 16 processes"):
+    with pytest.raises(ConfigError, match=r"8 gives 8 samples, fewer than 16 processes"):
         plan(capsys, words)

@@ -44,9 +44,10 @@ class BatchesConfig:
     global_batch_size: int = field(metadata={"least": 1})
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0, least=0)
-    """Samples per forward pass; 0: each rank takes its part of the global batch at once. The global
-    batch is cut into micro-batches of this size, which the ranks take in turn, so that dropout and
-    BatchNorm are the same for any number of processes up to that of the micro-batches."""
+    """The most samples of a forward pass; 0: each rank takes its part of the global batch at once.
+    The global batch is cut into as few equal micro-batches as this allows, which the ranks take in
+    turn, so that dropout and BatchNorm are the same for any number of processes up to that of the
+    micro-batches."""
     workers: int | None = may_change(None, least=0)
     """Loader processes per rank; null: one less than the CPUs of this rank, at most 8."""
     seed_samples: Literal["auto"] | bool = "auto"

@@ -3,7 +3,7 @@
     python -m my_project.launch --config_file accelerate_configs/multi_node.yaml \
         --num_machines 2 --num_processes 16 --machine_rank 0 \
         --main_process_ip gpu-a --main_process_port 29500 \
-        -m my_project.train --config configs/image_classification.yaml
+        -m my_project.train --config configs/image_classification.yaml --batches.micro_batch_size 4
 
 Takes the options of accelerate launch, whose own translation makes environment variables of them
 and of the config file. Where several nodes meet is --main_process_ip and --main_process_port, or
@@ -570,12 +570,14 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         limit=launch.own.max_restarts,
         about=None if launch.node_rank else about,
     )
+    lost = None
     while True:
-        if workers.others:
+        if workers.others and not workers.stop_signal:  # else there was no other start
             starts.follow(workers.others.start)
         codes, found = run_module(launch, workers, TRAIN, logs, starts)
-        lost = workers.others.lost if codes and workers.others else None
-        if lost:
+        if codes:  # else it was stopped before another start
+            lost = workers.others.lost if workers.others else None
+        if codes and lost:
             found.append(report_lost_node(launch, lost, starts))
         record_end(logs, workers, codes, starts.count)
         by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
@@ -647,13 +649,13 @@ def starts_again(
     refusal = starts.refusal(failed(codes), found, others_failed=bool(others and others.failed))
     if others:
         others.tell_failure()
-        seconds = max(RESTART_SECONDS, launch.own.wait_for_node_0)
+        seconds = max(RESTART_SECONDS, launch.own.wait_for_node_0 * bool(launch.node_rank))
         if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:
             say("the run ends, since node 0 is lost; --wait_for_node_0 SECONDS would wait for it")
             return False
         try:
             with workers.stoppable():
-                if launch.own.max_restarts:
+                if launch.own.max_restarts and not workers.stop_signal:
                     workers.others = wait_for_other_nodes(launch, seconds, refusal, starts.id)
         except ConfigError as error:
             say(error)

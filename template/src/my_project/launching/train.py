@@ -84,7 +84,10 @@ def choose(options: argparse.Namespace, batches: BatchesConfig) -> tuple[Path, i
     if options.num_processes is not None and options.num_processes < 1:
         raise ConfigError(f"--num_processes is {options.num_processes}, but must be at least 1.")
     gpus = count_gpus()
-    fitting = options.num_processes or max(1, min(gpus, max_processes(batches)))
+    most = max_processes(batches)
+    fitting = options.num_processes or max(1, min(gpus, most))
+    if not options.num_processes and gpus > most:
+        print(f"{fitting} of {gpus} GPUs: a global batch has {most} micro-batches", flush=True)
     if not options.where:
         kinds = ("gpu", "multi_gpu") if gpus else ("cpu", "cpu_2_processes")
         path = find_where(kinds[fitting > 1])

@@ -75,7 +75,7 @@ class Workers:
     @contextmanager
     def stoppable(self) -> Iterator[None]:
         """Let a stop signal end the block, which waits for other nodes, and nothing else."""
-        self._may_raise = not self.stop_signal
+        self._may_raise = True
         with suppress(SystemExit):
             yield
         self._may_raise = False

@@ -85,7 +85,11 @@ def batch_layout(config: BatchesConfig, world_size: int) -> BatchLayout:
     """
     total, size = config.global_batch_size, config.micro_batch_size
     if (most := max_processes(config)) < world_size:
-        parts = f"{most} micro-batch{'es' * (most != 1)} of {size}" if size else f"{total} samples"
+        parts = (
+            f"{most} micro-batch{'es' * (most != 1)} of at most {size}"
+            if size
+            else f"{total} samples"
+        )
         smaller = f", or set batches.micro_batch_size to at most {total // world_size}"
         raise ConfigError(
             f"batches.global_batch_size {total} gives {parts}, fewer than {processes(world_size)}:"

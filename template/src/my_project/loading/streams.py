@@ -4,6 +4,7 @@ A lane is a logical shard of the stream (the canonical nodes of MosaicML's strea
 end): it always feeds the same positions of a global batch, whatever rank reads it.
 """
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,19 +189,21 @@ class StreamBatches:
             persistent_workers=False,
         )
         parts = iter(loader)
+        passes = self.layout.passes(rank)
         for step in self.steps:
-            samples: dict[int, list[Any]] = {}
-            for j in range(self.layout.accumulation):
-                is_repeated = self.layout.is_repeated(j, rank)
-                lanes = self.lanes[0 if is_repeated else j]
+            kept: list[Any] = []  # the samples of the first micro-batch, if that is repeated
+            for j, (micro_batch, is_repeated) in enumerate(passes):
+                samples: dict[int, list[Any]] = {}
                 # which a DataLoader asks in turn
                 for _ in range(0 if is_repeated else max(1, loader.num_workers)):
                     for lane, (read, state) in next(parts).items():
                         samples[lane] = read
                         self.states[lane] = state  # None: the older position no longer holds
-                micro_batch = self.layout.micro_batch(j, rank)
+                read = [sample for lane in sorted(samples) for sample in samples[lane]] or kept
+                if j == 0 and passes[-1][1]:
+                    kept = copy.deepcopy(read)  # collate may change them
                 seed_rng(derive_seed(config.seed, "collate", step, micro_batch))
-                batch = collate([sample for lane in lanes for sample in samples[lane]])
+                batch = collate(read)
                 if device.type == "cuda":
                     batch = recursively_apply(torch.Tensor.pin_memory, batch)
                 yield batch

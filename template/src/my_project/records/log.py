@@ -86,7 +86,7 @@ def log_start(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trained:,} of them trained" if trained < size else ""
     logger.info(f"{layout}; {run.total_steps:,} steps; {size:,} parameters{part}")
-    if layout.micro_batches == layout.world_size and layout.is_uneven:
+    if layout.is_uneven and not run.config.batches.micro_batch_size:
         logger.info(
             "dropout, BatchNorm and losses that compare samples follow from how the global batch is"
             " divided; with a batches.micro_batch_size, any number of processes gives the same"

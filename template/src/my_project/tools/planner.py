@@ -272,6 +272,8 @@ def failure_advice(gpus: int, cluster: argparse.Namespace) -> str:
 def main(arguments: argparse.Namespace, settings: list[str]) -> None:
     """Predict and print."""
     nodes, gpus = arguments.nodes, arguments.gpus_per_node
+    if not arguments.simulate:  # a plan chooses the micro-batch
+        settings = [*settings, "--batches.micro_batch_size=0"]
     simulator = Simulator(["--config", arguments.config, *settings])
     layout = batch_layout(simulator.config.batches, nodes * gpus)  # refuses too many GPUs
     if arguments.simulate:
