@@ -103,10 +103,11 @@ sample in a dataset (with batches.seed_samples) and that of the micro-batch in `
 State: what `loss` changes in the model besides gradients (a mean teacher, a queue in a buffer)
 depends on how a step is split into micro-batches, unless it does so once for each `step`, and only
 while `model.training`; what it takes from the samples must be gathered from all ranks, whose number
-must then divide that of the micro-batches (docs/how-to/state-in-a-buffer.md). Only the optimizer may change a trained parameter. The loop
-calls `model.train()`, which also sets a frozen part to training, with its dropout and BatchNorm:
-give that part a `train` method that calls `super().train(False)`. What is ever to be trained must
-have requires_grad True when build_model returns.
+must then divide that of the micro-batches (docs/how-to/state-in-a-buffer.md). Only the optimizer
+may change a trained parameter. The loop calls `model.train()`, which also sets a frozen part to
+training, with its dropout and BatchNorm: give that part a `train` method that calls
+`super().train(False)`. What is ever to be trained must have requires_grad True when build_model
+returns.
 The running statistics of BatchNorm move once for each micro-batch of all ranks (statistics.py), so
 `loss` writes none of a layer that it also calls in training.
 Under FSDP all ranks must call the same blocks in each forward, or the run hangs.
