@@ -465,7 +465,7 @@ class Checkpoints:
             host = self.run.hosts[min(failed)]
             raise OSError(f"rank {min(failed)} on {host} could not write its shards")
         if waiting:
-            raise OSError(f"{', '.join(waiting)} did not write its shards within {seconds:g} s")
+            raise OSError(f"{', '.join(waiting)} did not report its shards in time")
         listed: dict[str, str] = {}
         for name in names:
             report = temporary / f"written.{name}"
