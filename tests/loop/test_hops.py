@@ -37,7 +37,7 @@ def test_the_command_reaches_the_loop_in_few_functions(tmp_path: Path):
     runs = tmp_path / "runs"
     (tmp_path / "tiny.yaml").write_text(
         "recipe: {class_path: ragged.Ragged}\n"
-        "batches: {global_batch_size: 4, micro_batch_size: 4, workers: 0}\n"
+        "batches: {global_batch_size: 4, micro_batch_size: 2, workers: 0}\n"
         "steps: 2\n"
     )
     code = CODE.replace("sys.argv[-1]", repr(str(tmp_path / "calls.json")))
