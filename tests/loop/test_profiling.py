@@ -26,7 +26,7 @@ def steps_in(path: Path) -> list[str]:
 def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
     settings = {"steps": 6, "evaluation__every_steps": 4, "run_name": "plain"}
     plain = make_config(tmp_path, **settings)
-    profiled = change(plain, run_name="profiled", profile__steps=[3, 5], profile__ranks=[0, 1])
+    profiled = change(plain, run_name="profiled", profile__steps="3:5", profile__ranks=[0, 1])
     for config in (plain, profiled):
         assert run_world(2, train, config) == [0, 0]
     assert not (plain.folder / "profile").exists()
@@ -42,7 +42,7 @@ def test_a_run_profiles_two_ranks_and_trains_as_without(tmp_path):
 
 def test_a_run_that_fails_while_it_is_profiled_keeps_the_profile(tmp_path):
     recipe = Ragged(fault="raise", fault_at=4, fault_on_rank=0)
-    config = make_config(tmp_path, recipe, profile=ProfileConfig(steps=[3, 8]))
+    config = make_config(tmp_path, recipe, profile=ProfileConfig(steps="3:8"))
     with pytest.raises(ValueError, match="told to fail"):
         train(config)
     names = sorted(path.name for path in (config.folder / "profile").iterdir())

@@ -16,7 +16,7 @@ from world import run_world
 WATCHING = "docs/watching-runs.md"
 PAGES = ("README.md", WATCHING, "docs/interruptions.md", "docs/clusters.md", "docs/promises.md")
 COMMANDS = [
-    command.replace("--profile.steps '[20,25]'", "--profile.steps '[2,2]'")
+    command.replace("--profile.steps 20:25", "--profile.steps 2:2")
     for page in PAGES
     for command in sorted(commands(text_of(page)), key=lambda one: "--profile.steps" not in one)
 ]

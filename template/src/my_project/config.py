@@ -192,13 +192,32 @@ class TelemetryConfig:
 class ProfileConfig:
     """Which steps torch.profiler records, and of which ranks (records/profiling.py)."""
 
-    steps: list[int] = field(default_factory=list, metadata={"changes_curve": False})
-    """The first and the last step to profile, such as [20,25], by their numbers in metrics.jsonl,
-    which count from 1; []: none."""
+    steps: str | None = may_change(None)
+    """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
+    1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: none. In a YAML file in quotes:
+    YAML reads 20:25 as a number in base 60."""
     ranks: list[int] = field(default_factory=lambda: [0], metadata={"changes_curve": False})
     """The ranks to profile, such as [0,1]."""
     with_stack: bool = may_change(False)
     """Also record the line of code that called each operator; slower, and larger files."""
+
+    def __post_init__(self) -> None:
+        """Refuse steps that are not a window."""
+        _ = self.window
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """Return the first and the last step; None where no step is profiled."""
+        if self.steps is None:
+            return None
+        found = re.fullmatch(r"(\d+):(\d+)", self.steps)
+        first, last = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(
+                f"profile.steps is {self.steps!r}, but must be the first and the last step, such as"
+                " 20:25; steps are numbered from 1."
+            )
+        return first, last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ DRY_RUN_SETTINGS = {  # those of what has been deleted from the project are left
     "telemetry.every_steps": "1",
     "telemetry.trackers": "[]",
     "evaluation.every_steps": "null",
-    "profile.steps": "[]",
+    "profile.steps": "null",
 }
 
 

@@ -39,7 +39,7 @@ class Profiler:
     def wrap_batches(self, batches: Iterable[Any]) -> Iterable[Any]:
         """Begin at the first micro-batch: an evaluation before it is not profiled."""
         config = self.run.config.profile
-        is_profiled = config.steps and self.run.rank in config.ranks
+        is_profiled = config.window and self.run.rank in config.ranks
         return self._profiled(batches) if is_profiled else batches
 
     def _profiled(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -49,7 +49,7 @@ class Profiler:
     def _begin(self, step: int) -> None:
         """Begin at this number of steps done: before the first step, or where a run continues."""
         config = self.run.config.profile
-        first, self.last = config.steps
+        first, self.last = config.window or (0, 0)
         self.first = max(first, step + 1)
         if self.last <= step:
             logger.warning("no step of profile.steps is left after step %d: none is profiled", step)
