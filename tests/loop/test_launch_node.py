@@ -95,7 +95,7 @@ def test_an_accelerate_config_of_wrong_types_is_refused_with_its_name(tiny, base
         ("- a", "where.yaml holds a list"),
         ("a: [", "where.yaml cannot be read"),
         ("num_procs: 1", "where.yaml: there is no setting num_procs"),
-        ("mixed_precision: no", "mixed_precision is False, but must be no, bf16, fp16"),
+        ("mixed_precision: no", "mixed_precision is false, but must be no, bf16, fp16"),
         (ONE | {"mixed_precision": "fp8"}, "mixed_precision is fp8, but must be no, bf16"),
         (ONE | {"num_processes": "auto"}, "num_processes is auto, but must be int"),
         (ONE | {"gradient_accumulation_steps": 4}, "it follows from batches.global_batch_size"),

@@ -77,7 +77,7 @@ def read_config(file: Path) -> dict[str, Any]:
         hint = did_you_mean(str(file), map(str, known))
         raise ConfigError(f"there is no config file {file}{hint}")
     if not (settings := read_yaml(file)):
-        raise ConfigError(f"{file} is empty.")
+        raise ConfigError(f"{file} is empty; write a recipe and its settings into it.")
     return settings
 
 

@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .. import exits, failures
 from ..config import Config, ConfigError
@@ -51,6 +51,7 @@ from ..failures import Failure
 from ..files import (
     check_temporary_folder,
     open_own,
+    read_yaml,
     wait_until,
     write_atomically,
     writing,
@@ -78,7 +79,7 @@ from ..run_files import (
 )
 from ..run_folder import starts_over_now
 from ..safety.redaction import mask_command
-from ..settings import did_you_mean, explained, read_config
+from ..settings import did_you_mean, explained
 from ..settings import parse as parse_settings
 from ..words import PACKAGE, say
 from . import attempts
@@ -107,6 +108,7 @@ NO_EFFECT = {
 )
 KINDS: dict[str, Any] = {  # where accelerate's are wider, or are classes
     "compute_environment": Literal["LOCAL_MACHINE"],
+    "distributed_type": str,
     "mixed_precision": Literal["no", "bf16", "fp16"],
     "downcast_bf16": Any,  # of TPUs; accelerate config writes text
 }
@@ -266,10 +268,12 @@ def read_where(path: Path) -> dict[str, Any]:
     from accelerate.commands.launch import launch_command_parser
     from jsonargparse import ArgumentError, ArgumentParser
 
-    where = read_config(path)
+    where = read_yaml(path)
     kinds = {action.dest: kind_of_flag(action) for action in launch_command_parser()._actions}
     kinds |= get_type_hints(ClusterConfig) | KINDS
     settings = where | {"distributed_type": where.get("distributed_type") or "NO"}  # a bare NO
+    if settings.get("mixed_precision", "no") is None:
+        del settings["mixed_precision"]
     for group in ("fsdp", "dynamo", "parallelism"):
         if isinstance(inner := where.get(f"{group}_config"), dict):
             # as accelerate does; it passes over a name that does not exist
@@ -284,8 +288,11 @@ def read_where(path: Path) -> dict[str, Any]:
             hint = did_you_mean(longer[0] if longer else f"{name}", kinds) or "; remove it."
             raise ConfigError(f"{path}: there is no setting {name}{hint}")
         types.add_argument(f"--{name}", type=kinds[name])
-        choices = {str(choice).lower(): choice for choice in get_args(kinds[name])}
-        settings[name] = choices.get(str(value).lower(), value)  # True is true, 2 is "2"
+        if choices := get_args(kinds[name]) if get_origin(kinds[name]) is Literal else ():
+            text = str(value)  # 2, True
+            settings[name] = text if text in choices else text.lower()
+    if not where:
+        raise ConfigError(f"{path} is empty; see accelerate_configs/README.md.")
     try:
         types.parse_object(settings)
     except ArgumentError as error:
