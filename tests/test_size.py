@@ -17,18 +17,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_150,
+    "lines of train.py and all that it imports": 7_316,
     "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 9_106,
-    "lines of tools/": 2_352,
+    "lines of the package without tools/": 9_278,
+    "lines of tools/": 2_354,
     "lines of template/tests": 3_659,
-    "lines of template/tests and tests": 18_663,
+    "lines of template/tests and tests": 18_691,
     "settings": 58,
     "methods of a recipe": 14,
-    "lines of launching/": 1_497,
+    "lines of launching/": 1_503,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
-    "Any per 1,000 lines without tools/ and launching/": 48,
+    "Any per 1,000 lines without tools/ and launching/": 51,
 }
 STEP_FILES = 28
 NO_CODE = {

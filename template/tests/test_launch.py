@@ -99,7 +99,7 @@ def test_a_bad_setting_is_one_sentence_and_starts_nothing(tmp_path):
     with launch(tmp_path, "--optim.lrr", "3", launcher="my_project.launch") as run:
         shown, _ = run.communicate(timeout=600)
     assert run.returncode == 2
-    assert shown == "error: there is no setting optim.lrr; did you mean optim.lr?\n"
+    assert shown == "error: there is no setting --optim.lrr; did you mean --optim.lr?\n"
     assert not (tmp_path / "runs").exists()
     alone = subprocess.run(
         [sys.executable, "-m", "my_project.train",

@@ -77,7 +77,8 @@ def test_any_number_of_processes_divides_a_global_batch(total, size):
         # its state is in no checkpoint; gradients of sums overflow
         ({"distributed__ddp": {"comm_hook": "power_sgd"}}, "but must be no or bf16"),
         ({"distributed__ddp": {"comm_hook": "fp16"}}, "but must be no or bf16"),
-        ({"distributed__ddp": {"static_grahp": True}}, "distributed.ddp: "),
+        ({"distributed__ddp": {"static_grahp": True}}, "of DDP; did you mean static_graph?"),
+        ({"distributed__ddp": {"bucket_cap_mb": "big"}}, "ddp.bucket_cap_mb is big, but must be a"),
     ],
 )
 def test_an_impossible_run_is_refused(tmp_path, settings, sentence):

@@ -136,7 +136,7 @@ def test_the_context_that_reports_an_error_is_not_among_its_frames(tmp_path, mon
     outcome = exits.Outcome()
     with exits.errors_reported(outcome):
         KINDS["exception"]()
-    found = failures.Failure.from_json(json.loads((tmp_path / "rank_00000.json").read_text()))
+    found = run_files.read_failure(tmp_path / "rank_00000.json")
     assert found
     assert "raise_" in [frame.function for frame in found.frames]
     assert not [frame for frame in found.frames if frame.file == exits.__file__]

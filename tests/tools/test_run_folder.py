@@ -18,7 +18,7 @@ def test_every_file_and_field_of_a_run_folder_is_described(tmp_path):
     described = (PROJECT / "docs/run-folder.md").read_text(encoding="utf-8")
     config = make_config(
         tmp_path, steps=4, evaluation__best_metric="validation/accuracy",
-        checkpoints__every_steps=2, evaluation__every_steps=2, profile__steps=[2, 3],
+        checkpoints__every_steps=2, evaluation__every_steps=2, profile__steps="2:3",
         optim__ema_decay=0.9, telemetry__trackers=["tensorboard"],
     )  # fmt: skip
     assert train(change(config, stop_after="0s")) == 75

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import torch.distributed
@@ -29,13 +29,14 @@ from torch.distributed import (  # the documentation's names, which torch does n
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from . import sharding
-from .config import Config, ConfigError
+from .config import Config, ConfigError, fits, wrong_value
 from .files import check_temporary_folder
 from .loading.layout import batch_layout
 from .loading.loader import number_of_workers
 from .optim import optimizer_class
 from .process import no_garbage_collection, world
 from .run_folder import Run
+from .settings import did_you_mean
 
 # Launchers that give a task no rank that accelerate reads, and where they say how many there are.
 TASKS_OF = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
@@ -193,8 +194,15 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     """Pass DDP's options on; the communication hook by its name (bf16).
 
     Raises:
-        ConfigError: there is no such option, or its value does not fit the run.
+        ConfigError: there is no such option, or its value is wrong or does not fit the run.
     """
+    kinds = get_type_hints(DistributedDataParallelKwargs)
+    for name, value in config.distributed.ddp.items():
+        if name not in kinds:
+            hint = did_you_mean(name, kinds) or f"; there are {', '.join(kinds)}."
+            raise ConfigError(f"distributed.ddp.{name} is not an option of DDP{hint}")
+        if not fits(value, kinds[name]):
+            raise wrong_value(f"distributed.ddp.{name}", value, kinds[name])
     accumulation = batch_layout(config.batches, world()[0]).accumulation
     is_ddp = "LOCAL_RANK" in os.environ
     is_ddp = is_ddp and not sharding.is_wanted()
@@ -213,10 +221,7 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
             " checkpoint holds."
         )
     options["comm_hook"] = DDPCommunicationHookType(options["comm_hook"])
-    try:
-        return DistributedDataParallelKwargs(**options)
-    except TypeError as error:
-        raise ConfigError(f"distributed.ddp: {error}") from error
+    return DistributedDataParallelKwargs(**options)
 
 
 def initial_loss_scale(config: Config) -> GradScalerKwargs:

@@ -8,31 +8,28 @@ changes the training curve, so an existing run continues only with the same valu
 """
 
 import dataclasses
+import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from .files import ConfigError
 from .recipe import Recipe, source_location
 from .safety.redaction import secrets_problem
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-T = TypeVar("T")
-
-
-def may_change(default: T, **limits: float) -> T:
-    """Declare a field that may change between two starts; the limits are those of limited."""
+def may_change(default: Any, **limits: Any) -> Any:
+    """Declare a field that may change between two starts; the limits of limited, and such_as."""
     return field(default=default, metadata={"changes_curve": False} | limits)
 
 
-def limited(default: T, **limits: float) -> T:
+def limited(default: Any = dataclasses.MISSING, **limits: float) -> Any:
     """Declare a number with the limits `least` and `most`, both inclusive."""
     return field(default=default, metadata=limits)
 
@@ -41,7 +38,7 @@ def limited(default: T, **limits: float) -> T:
 class BatchesConfig:
     """Which samples a step sees, and how they are loaded."""
 
-    global_batch_size: int = field(metadata={"least": 1})
+    global_batch_size: int = limited(least=1)
     """Samples per optimizer step, over all ranks."""
     micro_batch_size: int = may_change(0, least=0)
     """The most samples of a forward pass; 0: each rank takes its part of the global batch at once.
@@ -192,7 +189,7 @@ class TelemetryConfig:
 class ProfileConfig:
     """Which steps torch.profiler records, and of which ranks (records/profiling.py)."""
 
-    steps: str | None = may_change(None)
+    steps: str | None = may_change(None, such_as="20:25")
     """The first and the last step to profile, by their numbers in metrics.jsonl, which count from
     1: 20:25 profiles the six steps 20 to 25, 20:20 one step; null: none. In a YAML file in quotes:
     YAML reads 20:25 as a number in base 60."""
@@ -202,8 +199,8 @@ class ProfileConfig:
     """Also record the line of code that called each operator; slower, and larger files."""
 
     def __post_init__(self) -> None:
-        """Refuse steps that are not a window."""
-        _ = self.window
+        """Refuse steps that are not a window; a wrong type is refused by Config."""
+        _ = isinstance(self.steps, str) and self.window
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -275,7 +272,7 @@ class Config:
     """auto: continue this run if it exists; never: move it aside and start again from step 0; or
     the path of a checkpoint to continue from, with its step and its optimizer. Weights alone, to
     start from, are read by the recipe's build_model."""
-    stop_after: str | None = may_change(None)
+    stop_after: str | None = may_change(None, such_as="3h55m")
     """Save and exit after this time, such as 3h55m, counted from the start of the process; the
     same command continues the run."""
     seed: int = limited(0, least=0)
@@ -332,23 +329,91 @@ class Config:
         return Path(self.runs_folder) / self.run_name
 
 
-def check_limits(settings: "DataclassInstance", prefix: str = "") -> None:
-    """Refuse a value that is not within the limits of its field, and null where it has no meaning.
-
-    jsonargparse checks all other types.
-    """
+def check_limits(settings: Any, prefix: str = "") -> None:
+    """Refuse a value that is not of the type or not within the limits of its field."""
     for f in dataclasses.fields(settings):
         name, value = f"{prefix}{f.name}", getattr(settings, f.name)
-        if dataclasses.is_dataclass(f.type):
+        if dataclasses.is_dataclass(value) and name != "recipe":
             check_limits(value, f"{name}.")
-        elif value is None and NoneType not in get_args(f.type):
-            raise ConfigError(f"{name} is null: give a value, or leave it out for the default.")
-        elif isinstance(value, (int, float)):
-            least, most = f.metadata.get("least", -math.inf), f.metadata.get("most", math.inf)
-            if not least <= value <= most:
-                wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-                wanted = "more than 0" if 0 < least < 1e-6 else wanted
-                raise ConfigError(f"{name} is {value}, but must be {wanted}.")
+            continue
+        least, most = f.metadata.get("least", -math.inf), f.metadata.get("most", math.inf)
+        is_within = not isinstance(value, (int, float)) or least <= value <= most
+        if not (is_within and fits(value, f.type)):
+            raise wrong_value(name, value, f.type, f.metadata)
+
+
+# ---- what a setting takes ------------------------------------------------------------------------
+KINDS: dict[Any, str] = {  # and how messages name them
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text in quotes",
+    list: "a list such as [a, b]",
+    dict: "named settings {name: value}",
+    NoneType: "null",
+}
+
+
+def each_setting(kind: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted name, the type and the metadata of each setting; of a group before its own.
+
+    Args:
+        kind: a dataclass; by default Config.
+        prefix: prepended to the names.
+    """
+    for f in dataclasses.fields(kind or Config):
+        is_group = dataclasses.is_dataclass(f.type)
+        yield prefix + f.name, dict if is_group else f.type, f.metadata
+        if is_group:
+            yield from each_setting(f.type, f"{prefix}{f.name}.")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether a value, as YAML reads it, is of a type; True for a type not in KINDS."""
+    origin, parts = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return any(value is part or (isinstance(value, str) and value == part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(fits(one, part) for one in value for part in parts)
+    if origin in (int, float):
+        allowed = (int,) if origin is int else (int, float)
+        return isinstance(value, allowed) and not isinstance(value, bool)
+    return origin not in KINDS or isinstance(value, origin)
+
+
+def takes(kind: Any, such_as: str = "") -> list[str]:
+    """Return in words what a type takes."""
+    origin, parts = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return [word for part in parts for word in takes(part, such_as)]
+    if origin is Literal:
+        return [str(part) for part in parts]
+    if origin is bool:
+        return ["true", "false"]
+    return [KINDS[origin] + f" such as {such_as}" * (origin is str and bool(such_as))]
+
+
+def wrong_value(name: str, value: Any, kind: Any, metadata: Any = None) -> ConfigError:
+    """Return the error of a setting: its name, its value and what it takes.
+
+    Args:
+        name: of the setting.
+        value: not of the type, or not within the limits.
+        kind: the type.
+        metadata: of the field; it holds the limits.
+    """
+    known = metadata or {}
+    least, most = known.get("least"), known.get("most")
+    floor = "more than 0" if least and least < 1e-6 else f"at least {least}"
+    wanted = f"between {least} and {most}" if most is not None else floor
+    if not fits(value, kind):
+        *words, last = takes(kind, known.get("such_as", ""))
+        wanted = f"{', '.join(words)} or {last}" if words else last
+    shown = value if isinstance(value, str) else json.dumps(value, default=str)
+    shown += " (in YAML, a no without quotes)" * (value is False)
+    return ConfigError(f"{name} is {shown}, but must be {wanted}.")
 
 
 def seconds_of(duration: str) -> int:
@@ -362,7 +427,7 @@ def seconds_of(duration: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def to_dict(config: "DataclassInstance") -> dict[str, Any]:
+def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as plain data in the form of the YAML files."""
     plain: dict[str, Any] = {}
     for f in dataclasses.fields(config):
@@ -390,9 +455,7 @@ def _plain(value: Any) -> Any:
         case list() | tuple():
             plain = [_plain(part) for part in value]
         case _:
-            plain = value
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                plain = to_dict(value)
+            plain = to_dict(value) if dataclasses.is_dataclass(value) else value
     return plain
 
 

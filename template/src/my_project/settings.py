@@ -15,26 +15,25 @@ import json
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .config import Config, ConfigError, fixed_settings
+from .config import Config, ConfigError, each_setting, fits, fixed_settings, wrong_value
 from .failures import exit_with_error, frames_of, own_frame
 from .files import read_yaml
 from .process import LAUNCHER, never_fail_to_print
 from .recipe import problems
 from .run_files import flat
 from .safety.redaction import secrets_problem
-from .words import short_path
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+from .words import short_path, shortened
 
 NAME_LENGTH = 100  # characters of a run's name; file systems allow 255 bytes
 DURATIONS = ("steps", "epochs")
+NULLABLE = {name for name, kind, _ in each_setting() if fits(None, kind)} - {"recipe"}
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -56,13 +55,13 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | N
         word = words.pop(0)
         name, equals, text = word.partition("=")
         if not word.startswith("-"):
+            if equals and not word.endswith((".yaml", ".yml")):
+                raise ConfigError(f"{name} is a setting: type it as --{name}.")
             files.append(Path(word))
             continue
         name = name.removeprefix("--").replace("-", "_")
         has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
         value = (text if equals else words.pop(0)) if has_value else None
-        if value == "None" and not name.startswith("recipe."):
-            value = "null"  # Python's word for it
         if name == "config" and value:
             files.append(Path(value))
         else:
@@ -73,9 +72,12 @@ def split(arguments: Iterable[str]) -> tuple[list[Path], list[tuple[str, str | N
 def read_config(file: Path) -> dict[str, Any]:
     """Read a config file."""
     if not file.is_file():
-        known = [*file.parent.glob("*.yaml"), *Path("configs").glob("*.yaml")]
-        hint = did_you_mean(str(file), map(str, known))
-        raise ConfigError(f"there is no config file {file}{hint}")
+        folders = file.parent, Path("configs")
+        known = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+        similar = get_close_matches(file.stem, known, n=1)
+        some = f"{[*known.values()][-1].parent}/ has some." if known else "configs/ has none here."
+        hint = f"did you mean {known[similar[0]]}?" if similar else some
+        raise ConfigError(f"there is no config file {file}; {hint}")
     if not (settings := read_yaml(file)):
         raise ConfigError(f"{file} is empty; write a recipe and its settings into it.")
     return settings
@@ -101,24 +103,30 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def name_of_run(files: list[Path], typed: dict[str, str | None], config: Config) -> str:
+def name_of_run(
+    files: list[Path], typed: dict[str, str | None], in_files: Config | None, config: Config
+) -> str:
     """Return the name of a run for which no run_name is given.
 
     Args:
         files: the config files.
         typed: the options, with their texts.
+        in_files: the settings in the files alone; None if they are incomplete.
         config: all settings.
     """
-    settings = flat(fixed_settings(config))
-    settings["recipe.class_path"] = f"{type(config.recipe).__module__}.{settings.pop('recipe')}"
+    before = _curve(in_files) if in_files else {}
+    settings = _curve(config)
     every = [name.rpartition(".")[2] for name in settings]  # also those not typed
     # recipe.init_args.width is recipe.width
     names = [f"{name.replace('recipe.init_args', 'recipe', 1)}." for name in each_typed(typed)]
-    shown: dict[str, str] = {}
+    shown = {}
     for name, value in settings.items():
-        if any(typed_name.startswith(f"{name}.") for typed_name in names):
+        is_typed = any(n.startswith(f"{name}.") for n in names)
+        # of a group that was typed, what the file does not say
+        is_changed = before.get(name) != value and any(f"{name}.".startswith(n) for n in names)
+        if is_typed or is_changed:
             short = name.rpartition(".")[2]
-            shown[short if every.count(short) == 1 else name] = text_of(value)
+            shown[short if every.count(short) == 1 else name] = value
     stem = "+".join(file.stem for file in files) or "run"
     whole = "-".join([stem, *(f"{key}={shown[key]}" for key in sorted(shown))])
     name = re.sub(r"[^\w.,+=-]", "_", whole)
@@ -143,10 +151,15 @@ def each_typed(typed: dict[str, str | None]) -> list[str]:
     return [*names, *["recipe.class_path"] * ("recipe" in names)]
 
 
+def _curve(config: Config) -> dict[str, str]:
+    """Return the settings that change the training curve, as they stand in a run's name."""
+    settings = flat(fixed_settings(config))
+    settings["recipe.class_path"] = f"{type(config.recipe).__module__}.{settings.pop('recipe')}"
+    return {name: text_of(value) for name, value in settings.items()}
+
+
 # ---- all settings --------------------------------------------------------------------------------
-def _parser(
-    recipe: type | None = None, *, prog: str | None = None, with_help: bool = False
-) -> "ArgumentParser":
+def _parser(recipe: Any = None, *, prog: str | None = None, with_help: bool = False):
     """Return jsonargparse's parser.
 
     Args:
@@ -169,54 +182,118 @@ def _parser(
     return parser
 
 
-def _config(parser: "ArgumentParser", parse_them: Callable[[], "Namespace"]) -> Config:
-    """Return the settings that a function has the parser parse; an error becomes one line."""
-    from jsonargparse import ArgumentError
+def _config(
+    parser: Any, parse_them: Callable[[], Any], sources: Iterable[dict[str, Any]] = ()
+) -> Config:
+    """Parse and return the settings; an error becomes one line.
 
+    Args:
+        parser: jsonargparse's.
+        parse_them: lets it parse them.
+        sources: config files and what was typed, of which it names the first wrong value.
+    """
     try:
         values = vars(parser.instantiate(parse_them()))
         values.pop("config")
         return Config(**values)
     except ConfigError:
         raise
-    except ArgumentError as error:
-        raise ConfigError(explained(error, parser)) from error
-    except Exception as error:  # of the import of the recipe's module, or its __post_init__
+    except Exception as error:  # also of the import of the recipe's module
+        message = shortened(" ".join(str(error).split()), 1000)  # it may quote a whole file
         at = own_frame(frames_of(error))
-        place = f" ({short_path(at.file)}, line {at.line})" if at else ""
-        raise ConfigError(f"{type(error).__name__}: {error}{place}") from error
+        if at and at.file != __file__:
+            place = f"{short_path(at.file)}, line {at.line}"
+            message = f"{type(error).__name__}: {message} ({place})"
+        raise ConfigError(_explained(message, parser, sources)) from error
 
 
 # ---- wrong values --------------------------------------------------------------------------------
-def explained(error: Exception, parser: "ArgumentParser") -> str:
-    """Return an error of jsonargparse in one line: what it says, without its classes and subtypes.
+def spread(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings by dotted name, each group before its own."""
+    for key, value in settings.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from spread(value, f"{prefix}{key}.")
 
-    For a name that does not exist it gives the most similar one, for a wrong value its type.
+
+def read_value(text: str) -> Any:
+    """Return a typed value as YAML reads it, and 1e3 as a number."""
+    import yaml
+
+    value: Any = text
+    with suppress(yaml.YAMLError, ValueError):
+        value = yaml.safe_load(text)
+        value = float(value) if isinstance(value, str) and value[-1:].isdigit() else value
+    return value
+
+
+def is_null(value: Any, name: str) -> bool:
+    """Return whether a value is None, Python's word for null, of a setting that may be null."""
+    return value == "None" and name in NULLABLE
+
+
+def with_null(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a file with null for None."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_group = isinstance(value, dict)
+        found[key] = with_null(value, f"{prefix}{key}.") if is_group else value
+        found[key] = None if is_null(value, f"{prefix}{key}") else found[key]
+    return found
+
+
+def wrong_setting(sources: Iterable[dict[str, Any]], recipe: Any) -> ConfigError | None:
+    """Return the error of the first setting whose value is not of its type, if there is one.
+
+    Args:
+        sources: config files, and what was typed: text by dotted name.
+        recipe: the class of the recipe; None if it is not known.
     """
-    message = " ".join(str(error).split())
-    key = ".".join(re.findall(r'Parser key "([\w.]+)"', message))
-    recipe = re.search(r"(?:class_path '|Import path )([\w.]+)", message)
-    if unknown := re.search(r"(?:Group '([\w.]+)'.*)?(?:ption '|arguments: --)([^'=\s]+)", message):
-        group, last = unknown.groups()
-        name = f"{group or key}.{last}".strip(".")
-        known = [*parser.get_defaults().keys()]
-        if recipe and key == "recipe":
-            fields = getattr(pkgutil.resolve_name(recipe[1]), "__dataclass_fields__", ())
-            known = [f"recipe.{field}" for field in fields]
-        by_last = {name.rpartition(".")[2]: name for name in known}
-        similar = get_close_matches(name, [*known, *by_last], n=1)
-        hint = f"did you mean {by_last.get(similar[0], similar[0])}?" if similar else ""
-        return f"there is no setting {name}; {hint or '--help lists all settings.'}"
-    if recipe and "does not implement protocol" in message:
-        return f"recipe {recipe[1]}: {'; '.join(problems(pkgutil.resolve_name(recipe[1])))}."
+    known: dict[str, Any] = {name: (kind, limits) for name, kind, limits in each_setting()}
+    path = {"such_as": "package.module.Class"}
+    known |= {"recipe": (str | dict, path), "recipe.class_path": (str, path)}
+    known["recipe.init_args"] = (dict, {})
+    if dataclasses.is_dataclass(recipe):
+        known |= {name: of for name, *of in each_setting(recipe, "recipe.")}
+    for name, value in chain(*map(spread, sources)):
+        name = re.sub(r"^recipe\.init_args\.", "recipe.", name)
+        kind, limits = known.get(name, (Any, {}))
+        texts = [read_value(value)] if isinstance(value, str) else []
+        if not any(fits(one, kind) for one in (value, *texts)):
+            return wrong_value(name, value, kind, limits)
+    return None
+
+
+def _explained(message: str, parser: Any, sources: Iterable[dict[str, Any]]) -> str:
+    """Return jsonargparse's message in plain words, as far as it is known what it means.
+
+    For a name that does not exist it gives the most similar one, for a wrong value what is right.
+    """
+    unknown = re.search(
+        r"(?:(?:Group '|^Parser key \")([\w.]+).*)?(?:ption '|arguments: (--))([^'=\s]+)", message
+    )
+    kind = re.search(r"(?:class_path '|Import path )(([\w.]+)\.(\w+))", message)
+    recipe = getattr(sys.modules.get(kind[2]), kind[3], None) if kind else None
+    if wrong := wrong_setting(sources, recipe):
+        return str(wrong)
+    if unknown:
+        group, dashes, last = unknown.groups(default="")
+        name = f"{group}.{last}".strip(".")
+        fields = getattr(recipe, "__dataclass_fields__", {})
+        known = [*parser.get_defaults().keys(), *(f"recipe.{field}" for field in fields)]
+        names = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
+        similar = [names[found] for found in get_close_matches(name, names, n=1)]
+        hint = f"did you mean {dashes}{similar[0]}?" if similar else "--help lists all settings."
+        return f"there is no setting {dashes}{name}; {hint}"
+    if kind and "does not implement protocol" in message:
+        found = "; ".join(problems(pkgutil.resolve_name(kind[1]))) or message
+        return f"recipe {kind[1]}: {found} (recipe.py describes all methods)."
+    if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'$", message):
+        module = sys.modules[missing[1]]
+        files = Path(str(module.__file__)).parent.glob("*")  # of a package, its modules
+        message += did_you_mean(missing[2], [*vars(module), *(file.stem for file in files)])
     if "arguments are required: recipe" in message:
         return f"{message}; give a config file, --config configs/<name>.yaml."
-    values = re.findall("(?:Got|Given) value: (.*)", str(error))
-    kinds = re.findall(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", message)
-    if values and kinds:
-        names = [name or choices.replace("'", "") for name, choices in kinds]
-        wanted = " or ".join(dict.fromkeys(names))
-        return f"{key} is {values[-1]}, but must be {wanted.replace('NoneType', 'null')}."
     return re.sub(r'^Parser key "([\w.]+)": ', r"\1: ", message)
 
 
@@ -237,25 +314,35 @@ def parse(
         show_help(arguments, description, prog)
     parser = _parser()
     if isinstance(arguments, dict):
-        return _config(parser, lambda: parser.parse_object(arguments))
+        given = with_null(arguments)
+        return _config(parser, lambda: parser.parse_object(given), [given])
     files, options = split(arguments)
+    options = [(name, "null" if is_null(text, name) else text) for name, text in options]
     typed = dict(options)
-    in_files = [read_config(file) for file in files]
+    read = [read_config(file) for file in files]
+    in_files = [*map(with_null, read)]
     for source in (*in_files, typed):
         if refusal := secrets_problem(source):  # it would be in the name of the run
             raise ConfigError(refusal)
-    words = [f"--config={file}" for file in files]
-    words += [f"--{name}" + ("" if text is None else f"={text}") for name, text in options]
-    words += one_duration([*in_files, typed])
-    config = _config(parser, lambda: parser.parse_args(words))
+    from_files = [  # jsonargparse takes the content of a file, too
+        f"--config={file if before == after else json.dumps(after, default=str)}"
+        for file, before, after in zip(files, read, in_files, strict=True)
+    ]
+    words = [f"--{name}" + ("" if text is None else f"={text}") for name, text in options]
+    words = [*from_files, *words, *one_duration([*in_files, typed])]
+    texts = {name: text for name, text in options if text is not None}
+    config = _config(parser, lambda: parser.parse_args(words), [*in_files, texts])
     if config.run_name != "run":
         return config
-    return dataclasses.replace(config, run_name=name_of_run(files, typed, config))
+    base = None
+    with suppress(ConfigError):  # incomplete, or wrong where something else is typed
+        base = _config(parser, lambda: parser.parse_args([*from_files, *one_duration(in_files)]))
+    return dataclasses.replace(config, run_name=name_of_run(files, typed, base, config))
 
 
 def show_help(arguments: list[str], description: str, prog: str | None) -> None:
     """Print all settings, and with a config file those of its recipe; exit."""
-    kind = None
+    kind: Any = None
     with suppress(ConfigError):
         kind = type(parse([word for word in arguments if word not in ("-h", "--help")]).recipe)
     if not kind:

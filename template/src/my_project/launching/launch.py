@@ -42,10 +42,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_origin, get_type_hints
 
 from .. import exits, failures
-from ..config import Config, ConfigError
+from ..config import Config, ConfigError, fits, wrong_value
 from ..exits import make_parser
 from ..failures import Failure
 from ..files import (
@@ -79,7 +79,7 @@ from ..run_files import (
 )
 from ..run_folder import starts_over_now
 from ..safety.redaction import mask_command
-from ..settings import did_you_mean, explained
+from ..settings import did_you_mean
 from ..settings import parse as parse_settings
 from ..words import PACKAGE, say
 from . import attempts
@@ -266,7 +266,6 @@ def read_where(path: Path) -> dict[str, Any]:
     """
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
-    from jsonargparse import ArgumentError, ArgumentParser
 
     where = read_yaml(path)
     kinds = {action.dest: kind_of_flag(action) for action in launch_command_parser()._actions}
@@ -279,7 +278,6 @@ def read_where(path: Path) -> dict[str, Any]:
             # as accelerate does; it passes over a name that does not exist
             prefix = "" if group == "parallelism" else f"{group}_"
             settings |= {f"{prefix}{str(n).removeprefix(prefix)}": v for n, v in inner.items()}
-    types = ArgumentParser(exit_on_error=False)
     for name, value in settings.items():
         if value and name in NO_EFFECT:
             raise ConfigError(f"{path}: {name} has no effect here: {NO_EFFECT[name]}.")
@@ -287,16 +285,12 @@ def read_where(path: Path) -> dict[str, Any]:
             longer = [known for known in kinds if known.endswith(f"_{name}")]
             hint = did_you_mean(longer[0] if longer else f"{name}", kinds) or "; remove it."
             raise ConfigError(f"{path}: there is no setting {name}{hint}")
-        types.add_argument(f"--{name}", type=kinds[name])
-        if choices := get_args(kinds[name]) if get_origin(kinds[name]) is Literal else ():
-            text = str(value)  # 2, True
-            settings[name] = text if text in choices else text.lower()
+        kind = kinds[name]
+        texts = [str(value), str(value).lower()] if get_origin(kind) is Literal else [value]
+        if not any(fits(text, kind) for text in texts):
+            raise wrong_value(f"{path}: {name}", value, kind)
     if not where:
         raise ConfigError(f"{path} is empty; see accelerate_configs/README.md.")
-    try:
-        types.parse_object(settings)
-    except ArgumentError as error:
-        raise ConfigError(f"{path}: {explained(error, types)}") from error
     return where
 
 

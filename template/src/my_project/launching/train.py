@@ -24,12 +24,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..config import BatchesConfig, Config, ConfigError, to_dict
+from ..config import BatchesConfig, Config, ConfigError, each_setting
 from ..exits import run
 from ..files import read_yaml, writing
 from ..loading.layout import batch_layout, max_processes
 from ..process import DRY_RUN, say_that_it_imports
-from ..run_files import each_record, flat, read_info
+from ..run_files import each_record, read_info
 from ..safety.redaction import mask_command
 from ..settings import did_you_mean, parse
 from ..words import PACKAGE, format_seconds, print_block, rows
@@ -113,7 +113,7 @@ def dry_run(config: Config, flags: list[str], settings: list[str], command: str)
     with writing(runs):
         runs.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".dry_run_", dir=runs)
-    known = flat(to_dict(config))
+    known = {key for key, *_ in each_setting()}
     with folder as name:
         started = launch.parse(
             [
