@@ -3,7 +3,8 @@
     python -m my_project.launch --config_file accelerate_configs/multi_node.yaml \
         --num_machines 2 --num_processes 16 --machine_rank 0 \
         --main_process_ip gpu-a --main_process_port 29500 \
-        -m my_project.train --config configs/image_classification.yaml --batches.micro_batch_size 4
+        -m my_project.train --config configs/image_classification.yaml \
+        --batches.micro_batch_size 4
 
 Takes the options of accelerate launch, whose own translation makes environment variables of them
 and of the config file. Where several nodes meet is --main_process_ip and --main_process_port, or
