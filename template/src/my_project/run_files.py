@@ -154,7 +154,7 @@ def each_record_backward(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any
         begin = size = file.seek(0, os.SEEK_END)
         rest = b""  # of a line that begins in the block before
         while begin:
-            begin = max(0, (end := begin) - BLOCK_BYTES)
+            begin = max(0, (end := begin) - max(BLOCK_BYTES, len(rest)))  # twice as much each time
             file.seek(begin)
             rest, *lines = (file.read(end - begin) + rest).splitlines(keepends=True) or [b""]
             if not begin:
