@@ -29,7 +29,7 @@ import psutil
 from launches import CONFIGS, ROOT, kill_with_descendants, workers
 
 sys.path.insert(0, str(ROOT / "tests"))
-from two_hosts import ADDRESSES, TwoHosts
+from hosts import ADDRESSES, Hosts
 
 SETTINGS = (
     "--steps 100000 --telemetry.every_steps 1 --checkpoints.every_steps 10 --telemetry.trackers []"
@@ -72,7 +72,7 @@ def restarts(command: list[str], kills: int, source: Path, hosts: int) -> dict[s
             "PYTHONPATH": str(source), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
         }  # fmt: skip
         launchers = []
-        network = stack.enter_context(TwoHosts(folder)) if hosts > 1 else None
+        network = stack.enter_context(Hosts(folder)) if hosts > 1 else None
         for host in range(hosts):
             here = [*command]
             if network:

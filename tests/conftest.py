@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from shell import succeed
-from two_hosts import CONFIG, PROJECT, TwoHosts
+from hosts import CONFIG, PROJECT, Hosts
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -35,11 +35,11 @@ def template(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
     """Start two hosts that share a project's folder; leave nothing of them."""
     for name in ("src", "accelerate_configs"):
         (tmp_path / name).symlink_to(PROJECT / name)
     shutil.copytree(PROJECT / "launch", tmp_path / "launch")
     (tmp_path / "tiny.yaml").write_text(CONFIG)
-    with TwoHosts(tmp_path) as hosts:
+    with Hosts(tmp_path) as hosts:
         yield hosts

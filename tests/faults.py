@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-from two_hosts import ADDRESSES, PATIENCE, TwoHosts, steps
+from hosts import ADDRESSES, PATIENCE, Hosts, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [ROOT / folder for folder in ("template/src", "template/tests", "tests", "tests/loop")]
@@ -259,7 +259,7 @@ def inject(fault: Fault, folder: Path) -> list[int]:
         )  # fmt: skip
         (folder / "run.yaml").write_text(text)
         if fault.kind in ("cut cable", "other code on a host"):
-            return on_two_hosts(stack.enter_context(TwoHosts(folder)), fault, folder)
+            return on_two_hosts(stack.enter_context(Hosts(folder)), fault, folder)
         return on_this_host(fault, folder)
 
 
@@ -281,7 +281,7 @@ def on_this_host(fault: Fault, folder: Path) -> list[int]:
     return [ended(launcher) for launcher in launchers]
 
 
-def on_two_hosts(hosts: TwoHosts, fault: Fault, folder: Path) -> list[int]:
+def on_two_hosts(hosts: Hosts, fault: Fault, folder: Path) -> list[int]:
     """Start a run on two hosts; return their exit codes."""
     paths: list[list[Path]] = [[], []]
     if fault.kind == "other code on a host":
@@ -302,7 +302,7 @@ def on_two_hosts(hosts: TwoHosts, fault: Fault, folder: Path) -> list[int]:
         hosts.start(host, *command(2, *flags), **environment(*paths[host]))
     if fault.kind == "cut cable":
         wait_for(lambda: steps(folder / RUN) > fault.recipe["fault_at"], *hosts.commands)
-        hosts.cable("down")
+        hosts.cable(1, "down")
     return hosts.wait(180)
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from two_hosts import TwoHosts
+from hosts import Hosts
 
 CONF = """
 ClusterName=test
@@ -43,9 +43,9 @@ printf '%s\\n' "$*" >> "$(dirname "$0")/mails"
 
 
 class SlurmCluster:
-    """Start the daemons on two hosts; TwoHosts ends them."""
+    """Start the daemons on two hosts; Hosts ends them."""
 
-    def __init__(self, hosts: TwoHosts, environment: dict[str, str]) -> None:
+    def __init__(self, hosts: Hosts, environment: dict[str, str]) -> None:
         if not all(shutil.which(name, path="/usr/sbin") for name in ("munged", "slurmctld")):
             pytest.skip("needs Slurm and munge (Debian: slurm-wlm munge)")
         self.hosts = hosts

@@ -6,7 +6,7 @@ import sys
 import faults
 import pytest
 from shell import succeed
-from two_hosts import NEEDS_TWO_HOSTS
+from hosts import NEEDS_TWO_HOSTS
 
 SIX = sorted(random.Random(faults.SEED).sample(range(len(faults.FAULTS)), 6))
 

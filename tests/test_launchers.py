@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import SlurmCluster
 from test_manifests import manifests, values
-from two_hosts import CONFIG, NEEDS_TWO_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, TwoHosts, ip
+from hosts import CONFIG, NEEDS_TWO_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, Hosts, ip
 
 pytestmark = NEEDS_TWO_HOSTS
 ENVIRONMENT = PLAIN | {"WHERE": "multi_node_cpu"}
@@ -384,7 +384,7 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts):
 JOIN = 10 * PATIENCE  # seconds for the nodes to find each other
 
 
-def check(hosts: TwoHosts, host: int, *flags: str, module: str = "tools.preflight", **more) -> None:
+def check(hosts: Hosts, host: int, *flags: str, module: str = "tools.preflight", **more) -> None:
     hosts.start(
         host, sys.executable, "-m", "my_project.launch",
         "--config_file", "accelerate_configs/multi_node_cpu.yaml", "--machine_rank", str(host),
@@ -430,7 +430,7 @@ def test_a_wrong_launch_ends_in_time_and_names_its_cause(hosts, fault, sentences
             environment["GLOO_SOCKET_IFNAME"] = "inner0"
         check(hosts, host, *flags, **environment)
     if fault == "cable":
-        hosts.cable("down")
+        hosts.cable(1, "down")
     assert hosts.wait(300) == [1, 1], "another try may find the nodes"
     assert time.monotonic() - started < 120 * PATIENCE
     for host, sentence in enumerate(sentences):

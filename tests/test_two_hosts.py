@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from two_hosts import ADDRESSES, CONFIG, NEEDS_TWO_HOSTS, PLAIN, PROJECT, STOPS_AT, TwoHosts
+from hosts import ADDRESSES, CONFIG, NEEDS_TWO_HOSTS, PLAIN, PROJECT, STOPS_AT, Hosts
 
 pytestmark = NEEDS_TWO_HOSTS
 ENVIRONMENT = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -21,7 +21,7 @@ PATIENT = re.sub("timeout_seconds: [0-9.e+]+", "timeout_seconds: 1800", CONFIG) 
 
 
 def launch(
-    hosts: TwoHosts,
+    hosts: Hosts,
     *arguments: str,
     processes: int = 2,
     launcher: tuple[str, ...] = ("accelerate", "launch"),
@@ -39,7 +39,7 @@ def launch(
         )  # fmt: skip
 
 
-def doctor(hosts: TwoHosts) -> str:
+def doctor(hosts: Hosts) -> str:
     command = [sys.executable, "-m", "my_project", "doctor", str(hosts.run_folder)]
     environment = os.environ | ENVIRONMENT
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -51,7 +51,7 @@ def test_a_fault_ends_the_run_on_both_hosts_and_both_say_why(hosts, what, host):
     launch(hosts, *STOPS_AT)
     hosts.wait_for(lambda: hosts.steps() >= 10)
     if what == "cable":
-        hosts.cable("down")
+        hosts.cable(1, "down")
     else:
         sign = signal.SIGKILL if what == "kill" else signal.SIGSTOP
         os.kill(hosts.workers(host)[1], sign)
@@ -92,11 +92,11 @@ def test_launchers_notice_a_cut_cable_and_the_run_continues_once_back(hosts):
     hosts.wait_for(lambda: hosts.steps() >= 30)
     launchers = [command.pid for command in hosts.commands]
     os.kill(launchers[1], signal.SIGSTOP)
-    hosts.cable("down")
+    hosts.cable(1, "down")
     hosts.wait_for(lambda: "host1: node 1 has not answered" in hosts.output(0))
     os.kill(launchers[1], signal.SIGCONT)
     hosts.wait_for(lambda: "host0: node 0 has not answered" in hosts.output(1))
-    hosts.cable("up")
+    hosts.cable(1, "up")
     assert hosts.wait(300) == [0, 0], hosts.output(0) + hosts.output(1)
     assert "all processes start again, restart 1" in hosts.output(0)
     hosts.assert_finished_with_the_right_weights(200)
@@ -110,9 +110,7 @@ def test_a_host_that_stays_away_ends_the_run_on_the_other_with_its_name(hosts, l
     (hosts.folder / "tiny.yaml").write_text(PATIENT)
     launch(hosts, *STOPS_AT, launcher=OWN)
     hosts.wait_for(lambda: hosts.steps() >= 30)
-    hosts.cable("down")
-    for pid in hosts.pids(lost):  # as in a power failure
-        os.kill(pid, signal.SIGKILL)
+    hosts.lose(lost)
     assert hosts.wait(300)[1 - lost] == 1
     left = hosts.status()
     assert left["outcome"] == "failed"
@@ -192,7 +190,7 @@ def card(where: str, host: int) -> list[str]:
     return shlex.split(command)
 
 
-def shards(hosts: TwoHosts, step: int) -> list[str]:
+def shards(hosts: Hosts, step: int) -> list[str]:
     folder = hosts.run_folder / f"checkpoints/step_{step:08d}"
     return sorted(path.name.split(".")[1] for path in folder.glob("model.rank_*.safetensors"))
 

@@ -255,12 +255,12 @@ def test_the_exit_code_is_the_runs_outcome(
         """Stands for the training processes."""
 
         killed, others = (), None
-        stop_signal = "SIGTERM" if stopped else ""
+        stop_signal, others = "SIGTERM" if stopped else "", None
         stop_signal_time = stopped or math.inf
 
         def ignore_signals(self) -> None: ...
 
-        def run(self, function, environments: list, may_kill) -> dict[int, int]:
+        def run(self, function, environments: list, *_: object) -> dict[int, int]:
             write_status(after, os.environ["LAUNCH_START"] if after != before else "before")
             if error:
                 with pytest.raises(SystemExit, match=str(error.exit_code)):
@@ -290,7 +290,7 @@ def test_flags_win_over_the_file_and_what_follows_from_them_is_added(tiny):
 @pytest.mark.skipif(not HAS_TOOLS, reason="tools/ was deleted")
 def test_a_preflight_that_fails_starts_no_training(tiny, monkeypatch):
     class Fails:
-        stop_signal = ""
+        stop_signal, others = "", None
 
         def run(self, function: Any, *_: object) -> dict[int, int]:
             assert function.args[0] == "my_project.tools.preflight"
@@ -303,7 +303,9 @@ def test_a_preflight_that_fails_starts_no_training(tiny, monkeypatch):
 
 def test_the_launcher_tells_other_nodes_no_secret(tiny, monkeypatch):
     told = []
-    monkeypatch.setattr(nodes, "wait_for_nodes", lambda me, *_, **__: told.append(me) or 1 / 0)
+    monkeypatch.setattr(
+        nodes.OtherNodes, "meet", lambda _, me, *__, **___: told.append(me) or 1 / 0
+    )
     monkeypatch.setattr(launch, "prepare_environment", lambda: None)
     arguments = ["--config_file", f"{WHERE}/multi_node_cpu.yaml", "--num_machines", "2",
                  "--num_processes", "2", "--main_process_ip", "127.0.0.1",

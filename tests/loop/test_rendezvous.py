@@ -9,16 +9,22 @@ from types import SimpleNamespace
 
 import pytest
 from my_project.config import ConfigError
+from my_project.files import wait_until
 from my_project.launching import nodes as meeting
-from my_project.launching.nodes import Node
+from my_project.launching.nodes import Node, OtherNodes
 from world import free_port
 
 
 def node(rank: int, nodes: int = 3, **more) -> Node:
-    about = {"world_size": 2 * nodes, "run": "train", "host": f"host{rank}"}
-    return Node(
-        **{"rank": rank, "nodes": nodes, "interface": "lo", "ip": "127.0.0.1"} | about | more
-    )
+    about = {"world_size": 2 * nodes, "run": "train", "host": f"host{rank}", "min_nodes": nodes}
+    about |= {"interface": "lo", "ip": "127.0.0.1", "launcher": f"of node {rank}"}
+    return Node(**{"rank": rank, "nodes": nodes} | about | more)
+
+
+def join(me: Node, port: int, seconds: float = 20, address: str = "127.0.0.1") -> OtherNodes:
+    others = OtherNodes(address, port)
+    others.meet(me, seconds)
+    return others
 
 
 def meet(*nodes: Node, seconds: float = 20) -> list:
@@ -28,9 +34,9 @@ def meet(*nodes: Node, seconds: float = 20) -> list:
     """
     port = free_port()
 
-    def call(me: Node) -> meeting.OtherNodes | str:
+    def call(me: Node) -> OtherNodes | str:
         try:
-            return meeting.wait_for_nodes(me, "127.0.0.1", port, seconds)
+            return join(me, port, seconds)
         except ConfigError as error:
             return f"{error.exit_code}: {error}"
 
@@ -49,74 +55,89 @@ def send(port: int, message: bytes) -> None:
             threading.Event().wait(0.05)
 
 
+def watched(others: OtherNodes) -> list[str]:
+    return sorted(one.node.host for one in others._connections if one.is_member)
+
+
+def told(others: OtherNodes) -> bool:
+    """Return whether a failure elsewhere becomes known."""
+    return wait_until(lambda: others.have_failed, 5)
+
+
 def test_all_nodes_know_each_other_and_a_failure_reaches_all():
     third, first, *others = meet(*(node(rank, 4, start=f"of_{rank}.0") for rank in (3, 0, 1, 2)))
-    assert {one.start for one in (third, first, *others)} == {"of_0.0"}
     others.append(third)
     for one in (first, *others):
-        watched = [connection.node.host for connection in one._connections]
-        assert watched == (["host1", "host2", "host3"] if one is first else ["host0"])
+        assert one.members[0].start == "of_0.0"
+        assert [member.rank for member in one.members] == [0, 1, 2, 3]
+        assert watched(one) == (["host1", "host2", "host3"] if one is first else ["host0"])
         assert not one.have_failed
     others[0].close()
-    assert not first.have_failed
+    assert not wait_until(lambda: first.have_failed, 0.5)
     others[1].tell_failure()
-    first.tell_failure()  # at once, before it has read the other's
-    assert not others[0].have_failed
-    assert others[2].have_failed
-    assert others[2].failed.host == "host0"
+    assert told(first)
+    assert told(third)
+    assert first.failed.host == third.failed.host == "host2"
+    assert not others[1].have_failed
+    first.tell_failure()
+    assert told(others[1])
+    assert others[1].failed.host == "host0"
 
 
 def test_a_node_that_never_comes_is_named_on_every_node():
-    told = meet(node(0), node(2), seconds=1)
-    assert told[0] == told[1]
-    assert "node 1 of 3 did not connect to 127.0.0.1 within 1 s; connected: 0 (host0)" in told[0]
-    assert "2 (host2)" in told[0]
-    assert told[0].startswith("1: "), "it may come to the next try"
+    said = meet(node(0), node(2), seconds=1)
+    assert said[0] == said[1]
+    assert "node 1 of 3 did not connect to 127.0.0.1 within 1 s; connected: 0 (host0)" in said[0]
+    assert "2 (host2)" in said[0]
+    assert said[0].startswith("1: "), "it may come to the next try"
 
 
 def test_a_main_node_that_is_not_there_ends_in_time():
-    (told,) = meet(node(1), seconds=1)
-    assert told.startswith("1: node 0 did not answer at 127.0.0.1")
-    assert "--main_process_ip" in told
+    (said,) = meet(node(1), seconds=1)
+    assert said.startswith("1: node 0 did not answer at 127.0.0.1")
+    assert "--main_process_ip" in said
 
 
 def test_two_nodes_of_one_rank_are_refused(monkeypatch):
     monkeypatch.setattr(meeting, "LATE_SECONDS", 1.0)
-    for told in meet(node(0), node(1, host="a"), node(1, host="b")):
-        assert told.startswith("2: ")
-        assert "were both started as node 1: give each its own --machine_rank, 0 to 2" in told
-        assert "a (127.0.0.1)" in told
-        assert "b (127.0.0.1)" in told
+    for said in meet(node(0), node(1, host="a"), node(1, host="b", launcher="another")):
+        assert said.startswith("2: ")
+        assert "were both started as node 1: give each its own --machine_rank, 0 to 2" in said
+        assert "a (127.0.0.1)" in said
+        assert "b (127.0.0.1)" in said
 
 
 def test_a_restarted_node_replaces_its_connection_foreign_ones_do_not():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        main = pool.submit(meeting.wait_for_nodes, node(0), "127.0.0.1", port, 20)
-        first = json.dumps(asdict(node(1))).encode() + b"\n"
-        types: list[dict] = [{"rank": []}, {"host": 7}, {"port": "\x1b[2J"}, {"nodes": None}]
-        wrong = [json.dumps(asdict(node(1)) | one).encode() + b"\n" for one in types]
+        main = pool.submit(join, node(0), port)
+
+        def line(**more: object) -> bytes:
+            return json.dumps({"node": asdict(node(1)) | more}).encode() + b"\n"
+
+        first = line(launcher="an earlier one")
+        wrong = [line(**one) for one in ({"rank": []}, {"host": 7}, {"port": "\x1b[2J"})]
         for message in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b"", *wrong, first):
             send(port, message)
-        again = pool.submit(meeting.wait_for_nodes, node(1), "127.0.0.1", port, 20)
-        meeting.wait_for_nodes(node(2), "127.0.0.1", port, 20)
-        assert [one.node.host for one in main.result()._connections] == ["host1", "host2"]
-        assert len(again.result()._connections) == 1
+        again = pool.submit(join, node(1), port)
+        join(node(2), port)
+        assert watched(main.result()) == ["host1", "host2"]
+        assert watched(again.result()) == ["host0"]
 
 
 def test_a_node_0_that_lacks_the_address_of_node_0_says_so(capsys):
     """Two hosts that were both started as node 0 would wait for each other."""
-    told = {}
+    said = {}
     for address in ("127.0.0.1", "192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError):
-            meeting.wait_for_nodes(node(0), address, free_port(), 0.1)
-        told[address] = "was started as node 0, but has no address" in capsys.readouterr().out
-    assert told == {"127.0.0.1": False, "192.0.2.1": True, "no-such-host.invalid": False}
+            join(node(0), free_port(), 0.1, address)
+        said[address] = "was started as node 0, but has no address" in capsys.readouterr().out
+    assert said == {"127.0.0.1": False, "192.0.2.1": True, "no-such-host.invalid": False}
 
 
 def test_what_another_node_says_of_itself_does_not_control_the_terminal():
-    told = asdict(node(1)) | {"host": "\x1b]0;x\x07host", "run": "\x1b[2J"}
-    known = meeting.received(told)
+    message = asdict(node(1)) | {"host": "\x1b]0;x\x07host", "run": "\x1b[2J"}
+    known = meeting.received(message)
     assert (known.host, known.run) == ("?]0;x?host", "?[2J")
 
 
@@ -129,16 +150,16 @@ def test_what_another_node_says_of_itself_does_not_control_the_terminal():
     ],
 )
 def test_nodes_with_different_arguments_are_refused(other, sentence):
-    for told in meet(node(0, 2), node(1, **{"nodes": 2, "world_size": 4} | other)):
-        assert told.startswith(f"2: {sentence}")
+    for said in meet(node(0, 2), node(1, **{"nodes": 2, "world_size": 4} | other)):
+        assert said.startswith(f"2: {sentence}")
 
 
 def test_a_node_that_others_cannot_reach_is_named():
     """192.0.2.1 is reserved for documentation, so no host answers."""
     unreachable = node(1, 2, ip="192.0.2.1", interface="eth7")
-    for told in meet(node(0, 2), unreachable):
-        assert "1: host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in told
-        assert "GLOO_SOCKET_IFNAME" in told
+    for said in meet(node(0, 2), unreachable):
+        assert "1: host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in said
+        assert "GLOO_SOCKET_IFNAME" in said
 
 
 def test_the_interface_is_the_variables_or_the_only_one_besides_loopback(

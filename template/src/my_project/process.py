@@ -127,6 +127,7 @@ def stacks_file(logs: str, rank: int) -> Path:
 
 
 START = "LAUNCH_START"  # the variable with the name of this start in starts.jsonl
+NODES = "LAUNCH_NODES"  # the variable that says how many nodes take part: "3 of 4"
 LOGS = "LAUNCH_LOGS"  # the variable with the folder into which this process writes its output
 DRY_RUN = "LAUNCH_DRY_RUN"  # the variable that is set in a dry run, in which each check has a line
 STDERR: list[int] = []  # a copy of the terminal's, once a log file has taken its place

@@ -39,6 +39,7 @@ class Status:
     step: int = 0
     steps: int = 0
     reason: str = ""
+    nodes: str = ""
     first_step_time: float | None = None
     from_step: int | None = None
     seconds: float = 0.0

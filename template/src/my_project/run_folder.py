@@ -31,7 +31,7 @@ from .config import (
 )
 from .exits import WARNED
 from .failures import Failure, first_failure, reason_in_status, report, write_error
-from .process import START, attempts
+from .process import NODES, START, attempts
 from .provenance import provenance
 from .run_files import Status
 from .safety.redaction import MASK, is_secret, mask
@@ -106,6 +106,7 @@ class Run:
             step=self.step if failure is None else failure.step or 0,
             steps=self.total_steps,
             reason=mask(reason),
+            nodes=os.environ.get(NODES, ""),
             first_step_time=self.first_step_time,
             from_step=self.from_step,
             seconds=round(time.monotonic() - self.began, 1),

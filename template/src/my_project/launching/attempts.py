@@ -42,6 +42,13 @@ SAVE_SECONDS = 10.0  # for a checkpoint that is being written
 STUCK_LAUNCHES = 3  # without a newer checkpoint, after which a scheduler starts no other
 
 
+class RunHasEnded(Exception):
+    """No start follows; `code` is the exit code of node 0."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
 def failed(codes: Mapping[int, int | None]) -> dict[int, int]:
     """Return the exit codes of processes that have failed, by rank; -n: ended by signal n."""
     return {rank: code for rank, code in codes.items() if code and code != PREEMPTED}
@@ -84,6 +91,12 @@ class Starts:
         return read_info(self.folder).launch == self.id
 
     @property
+    def takes_steps(self) -> bool:
+        """Return whether the current start has taken a step, and the run has not ended."""
+        status = read_status(self.folder)
+        return self.has_begun and status.outcome == "running" and bool(status.first_step_time)
+
+    @property
     def is_new(self) -> bool:
         """Return whether any start of this launch has begun the run, on node 0 or another one."""
         read_status(self.folder)  # makes a network file system refresh its cache
@@ -111,7 +124,12 @@ class Starts:
         return seconds >= limit
 
     def refusal(
-        self, codes: dict[int, int], failures: list[Failure], *, others_failed: bool = False
+        self,
+        codes: dict[int, int],
+        failures: list[Failure],
+        *,
+        others_failed: bool = False,
+        may_have_waited: bool = False,
     ) -> str:
         """Return why the processes are not started again; "" if they are.
 
@@ -119,9 +137,11 @@ class Starts:
             codes: exit codes of the processes that failed by themselves, by rank.
             failures: the error files of this attempt.
             others_failed: those of another node have.
+            may_have_waited: they are started again if they have waited for other processes.
         """
         first = first_failure(failures)
-        may_mend = first.cause in CAUSES if first else others_failed
+        causes = (*CAUSES, *["waiting"] * may_have_waited)
+        may_mend = first.cause in causes if first else others_failed
         if not may_mend and not any(code < 0 for code in codes.values()):
             return "the error would repeat"
         # saved steps are compared with saved ones, reported with reported ones: most failures
@@ -154,7 +174,7 @@ class Starts:
         Args:
             codes: exit codes of the processes that ended by themselves, by rank.
             failures: the error files of this start on this node.
-            stop: the stop signal; "" without one.
+            stop: the stop signal, or why the run goes on with other nodes; "" without one.
         """
         began, self._began = self._began, time.time()  # a restart begins here
         if not self.about:

@@ -38,6 +38,7 @@ import socket
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -61,6 +62,7 @@ from ..process import (
     HELD_SECONDS,
     LAUNCHER,
     LOGS,
+    NODES,
     PREEMPTED,
     START,
     never_fail_to_print,
@@ -84,7 +86,7 @@ from ..settings import did_you_mean
 from ..settings import parse as parse_settings
 from ..words import PACKAGE, say
 from . import attempts
-from .attempts import Starts, failed, status_locked
+from .attempts import RunHasEnded, Starts, failed, status_locked
 from .summary import Ending, how_it_ended, tool, unexplained
 from .workers import Workers, in_a_child, opened_files_noted, start_method
 
@@ -95,6 +97,7 @@ DEFERRED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "acc
 RESTARTS = 3  # in place, without a new step in between, unless --max_restarts says otherwise
 NO_RESTARTS = Starts(folder=Path(), limit=0)
 RESTART_SECONDS = 60.0  # how long the nodes wait for each other after a failure
+GO_ON_SECONDS = 30.0  # the same where they can go on without those that do not come
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 16  # space to say how a run ended on a full disk
 STATUS_SECONDS = 60.0  # how long a network file system may take to show a status.json
 # Of flags and of the settings in an accelerate config.
@@ -129,9 +132,11 @@ class Launch:
     """The settings of a launch, from the command line and the accelerate config."""
 
     options: argparse.Namespace  # what accelerate makes of its flags and config file
+    flags: tuple[str, ...]  # of accelerate, as given
     module: str  # train or preflight
     arguments: tuple[str, ...]  # of the module
-    nodes: int
+    all_nodes: int  # that were asked for
+    nodes: int  # that take part
     world_size: int  # processes over all nodes
     node_rank: int
     address: str  # of node 0
@@ -140,6 +145,28 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module
     config: Config
+
+    def among(self, others: Any) -> "Launch":
+        """Return the launch on the nodes that take part in the current start.
+
+        Args:
+            others: nodes.OtherNodes; None on one node.
+        """
+        if not others:
+            return self
+        ranks = [node.rank for node in others.members]
+        options = argparse.Namespace(**vars(self.options))
+        options.num_machines, options.machine_rank = len(ranks), ranks.index(self.node_rank)
+        options.num_processes = len(ranks) * self.processes_per_node
+        fit_mesh(options, self.flags)
+        return replace(
+            self,
+            options=options,
+            nodes=len(ranks),
+            world_size=options.num_processes,
+            node_rank=options.machine_rank,
+            port=others.members[0].port,  # the launcher of node 0 keeps the one that was given
+        )
 
     @property
     def processes_per_node(self) -> int:
@@ -201,15 +228,30 @@ def parse(arguments: list[str]) -> Launch:
             f"--num_processes is {world_size}, but must be a multiple of --num_machines {nodes}: it"
             " counts the processes of all nodes."
         )
-    if not 0 <= node_rank < nodes:
-        raise ConfigError(f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}.")
+    if not 0 <= own.min_machines <= nodes:
+        raise ConfigError(
+            f"--min_machines is {own.min_machines}, but must be between 1 and {nodes}, the"
+            " --num_machines."
+        )
+    if not 0 <= node_rank < nodes and not (own.min_machines and node_rank > 0):
+        spare = f", or {nodes} and more for spares with --min_machines"
+        raise ConfigError(
+            f"--machine_rank is {node_rank}, but must be between 0 and {nodes - 1}{spare}."
+        )
+    if own.min_machines and "parallelism_config_dp" in " ".join(flags):
+        raise ConfigError(
+            "--min_machines sets the mesh by the nodes that are there: leave out the flags"
+            " --parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size."
+        )
     fit_mesh(options, flags)
     with opened_files_noted():
         config = parse_settings(module_arguments)
     return Launch(
         options=options,
+        flags=tuple(flags),
         module=module,
         arguments=tuple(module_arguments),
+        all_nodes=nodes,
         nodes=nodes,
         world_size=world_size,
         node_rank=node_rank,
@@ -327,7 +369,7 @@ def uses_cpu(where: dict[str, Any]) -> bool:
     return bool(where.get("use_cpu")) or str(where.get("gpu_ids", "")).startswith("-1")
 
 
-def fit_mesh(options: argparse.Namespace, flags: list[str]) -> None:
+def fit_mesh(options: argparse.Namespace, flags: Sequence[str]) -> None:
     """Set the mesh of HSDP by the number of nodes and processes, if no flag gives it.
 
     Where one node has the mesh of its file it stays: cpu_hsdp.yaml rehearses two nodes on one.
@@ -345,8 +387,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--preflight", action="store_true", help="check the cluster first")
     parser.add_argument("--join_timeout_seconds", type=float, default=600, help="for other nodes")
-    help_text = "to be back, where its host is lost; otherwise the run ends"
+    help_text = "with which the run goes on when others are lost, until they are back"
+    parser.add_argument("--min_machines", type=int, default=0, help=help_text)
+    help_text = "to be back, where it is lost; otherwise the run ends"
     parser.add_argument("--wait_for_node_0", type=float, default=0, help=help_text)
+    help_text = "without an answer of its host, after which a node is lost"
+    parser.add_argument("--lost_node_seconds", type=float, default=30, help=help_text)
     parser.add_argument("--max_restarts", type=int, default=RESTARTS, help="without a new step")
     help_text = "75 also after an error, if a checkpoint is newer; not after three without one"
     parser.add_argument("--requeue", action="store_true", help=help_text)
@@ -389,45 +435,60 @@ def summary(launch: Launch, interface: str = "") -> str:
     ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
     host = f"{socket.gethostname()}, {interface}" if interface else socket.gethostname()
     parts = [f"node {launch.node_rank} of {launch.nodes} ({host}): {ranks} of {launch.world_size}"]
+    if launch.node_rank >= launch.nodes:
+        parts = [f"node {launch.node_rank} ({host}): a spare for {launch.nodes} nodes"]
     if launch.nodes > 1:
         parts.append(f"main node {launch.address}:{launch.port}")
     parts.append(f"precision {launch.precision}, run folder {launch.config.folder}")
     return ", ".join(parts)
 
 
-def wait_for_other_nodes(launch: Launch, seconds: float, refusal: str = "", start: str = "") -> Any:
+def meet_other_nodes(
+    launch: Launch,
+    others: Any,
+    seconds: float,
+    *,
+    refusal: str = "",
+    has_waited: bool = False,
+    start: str = "",
+    has_saved: bool = False,
+) -> None:
     """Set the network interface, and wait until all nodes are there and reach each other.
 
     Args:
         launch: the settings.
+        others: the other launchers, nodes.OtherNodes.
         seconds: how long to wait.
         refusal: why this node will not start its processes again; "" if it will start them.
+        has_waited: its processes have waited for others, and start again if a node was lost.
         start: Starts.id; "" for the first one of a launch.
-
-    Returns:
-        The connections to the other launchers, nodes.OtherNodes.
+        has_saved: the run goes on only with other nodes than before.
 
     Raises:
         ConfigError: on every node, why no process starts.
+        nodes.RunHasEnded: no start follows.
     """
     from . import nodes  # pyright: ignore[reportMissingImports]
 
     interface, ip = nodes.interface_to(launch.address)
     if interface:  # else gloo and NCCL choose
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    print(summary(launch, interface), flush=True)
+    if not start:
+        print(summary(launch, interface), flush=True)
     me = nodes.Node(
         rank=launch.node_rank,
         nodes=launch.nodes,
+        min_nodes=launch.own.min_machines or launch.nodes,
         world_size=launch.world_size,
         run=" ".join((launch.module, *mask_command(launch.arguments))),
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
         refusal=refusal,
+        has_waited=has_waited,
         start=start or f"{uuid.uuid4().hex[:12]}.0",
     )
-    return nodes.wait_for_nodes(me, launch.address, launch.port, seconds)
+    others.meet(me, seconds, has_saved=has_saved)
 
 
 # ---- the outcome ---------------------------------------------------------------------------------
@@ -498,6 +559,7 @@ def run_module(
                 file.write(bytes(RESERVE_BYTES))
         os.environ[LOGS] = str(logs.absolute())
     os.environ[START] = starts.id
+    os.environ[NODES] = f"{launch.nodes} of {launch.all_nodes}" if launch.all_nodes > 1 else ""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as errors:
         os.environ[failures.FOLDER] = errors
         environments = launch.environments(starts.count)
@@ -505,7 +567,7 @@ def run_module(
         is_forked = start_method()[0] == "fork"
         settings = launch.config if is_forked else launch.arguments
         function = partial(call, module, settings, launcher=os.getpid())
-        codes = workers.run(function, environments, starts.may_kill)
+        codes = workers.run(function, environments, starts.may_kill, lambda: starts.takes_steps)
         found = read_failures(Path(errors).glob("*.json"))
     for rank in [rank for rank, code in codes.items() if code == -signal.SIGVTALRM]:
         found.append(report_held_lock(launch, rank, logs, starts))
@@ -542,11 +604,23 @@ def get_ready(launch: Launch) -> Workers | int:
         check_gpus(launch.gpus, in_a_child(count_accelerators))
     workers = Workers()
     if launch.nodes > 1:
-        workers.others = wait_for_other_nodes(launch, launch.own.join_timeout_seconds)
+        from .nodes import OtherNodes  # pyright: ignore[reportMissingImports]
+
+        if launch.own.min_machines:  # so that a run under way need not wait for this
+            with opened_files_noted():
+                import_all(launch.config)
+        workers.others = OtherNodes(launch.address, launch.port, launch.own.lost_node_seconds)
+        try:
+            meet_other_nodes(launch, workers.others, launch.own.join_timeout_seconds)
+        except RunHasEnded as ended:
+            say("the run has ended without this node")
+            return ended.code
     else:
         print(summary(launch), flush=True)
-    if launch.own.preflight or launch.module == PREFLIGHT:
-        codes, _ = run_module(launch, workers, PREFLIGHT)
+    # not on a node that joins a run under way, since the others do not check again
+    is_first = not workers.others or workers.others.members[0].start.endswith(".0")
+    if (launch.own.preflight and is_first) or launch.module == PREFLIGHT:
+        codes, _ = run_module(launch.among(workers.others), workers, PREFLIGHT)
         if workers.stop_signal:
             return PREEMPTED
         if any(codes.values()):
@@ -572,34 +646,52 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         limit=launch.own.max_restarts,
         about=None if launch.node_rank else about,
     )
-    lost = None
+    others, lost = workers.others, None
     while True:
-        if workers.others and not workers.stop_signal:  # else there was no other start
-            starts.follow(workers.others.start)
-        codes, found = run_module(launch, workers, TRAIN, logs, starts)
+        here = launch.among(others)
+        if others and not workers.stop_signal:  # else there was no other start
+            starts.follow(others.members[0].start)
+        if others and starts.count:
+            print(summary(here), flush=True)
+        if starts.about:
+            starts.about = {"nodes": here.nodes, "world_size": here.world_size}
+        began_as = starts.id
+        codes, found = run_module(here, workers, TRAIN, logs, starts)
         if codes:  # else it was stopped before another start
-            lost = workers.others.lost if workers.others else None
+            lost = others.lost if others else None
         if codes and lost:
-            found.append(report_lost_node(launch, lost, starts))
+            found.append(report_lost_node(here, others, starts))
         record_end(logs, workers, codes, starts.count)
         by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
-        starts.end(by_themselves, found, workers.stop_signal)
+        # stopped on another node, or for another one: node 0 knows whether the run goes on
+        has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
+        change = others.change if has_saved and others else ""
+        starts.end(by_themselves, found, workers.stop_signal or change)
         # one may fail after the run has ended; what is left is not trained again
         has_ended = starts.is_new and read_status(folder).outcome in ENDED
-        if workers.stop_signal or has_ended or not failed(codes):
+        if workers.stop_signal or not (has_saved or failed(codes)) or (has_ended and not has_saved):
             break
-        if not starts_again(launch, starts, workers, by_themselves, found):
+        if not starts_again(launch, starts, workers, by_themselves, found, has_saved=has_saved):
             break
     workers.ignore_signals()
+    if others and launch.node_rank and workers.stop_signal:
+        others.close()  # the others go on without this node
     starts.write()
+
+    def is_last() -> bool:
+        """Return whether no start has followed, of nodes that have gone on without this one."""
+        return read_info(folder).launch == began_as
+
     # a network file system may be late
     if launch.nodes > 1 and codes and not lost and wait_until(lambda: starts.is_new, 5.0):
         running = ("", "running")
-        wait_until(lambda: read_status(folder).outcome not in running, STATUS_SECONDS)
+        wait_until(
+            lambda: read_status(folder).outcome not in running or not is_last(), STATUS_SECONDS
+        )
     status, is_new = read_status(folder), starts.is_new
     if is_new and codes:  # else it was stopped between two starts
-        found += read_errors(folder, read_info(folder).launch)
-    if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0)):
+        found += read_errors(folder, began_as)
+    if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0 and is_last())):
         # a process on a full disk, or on a node that is lost, has not written that it failed
         if found and status.outcome in ("failed", "running"):
             status = as_failed(folder, status, found)
@@ -608,7 +700,7 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         if goodput := tool("goodput"):
             status = replace(status, goodput=goodput.goodput(folder))
         with suppress(OSError), status_locked(folder):  # a full disk, or another launch
-            if starts.is_new:
+            if starts.is_new and (launch.node_rank == 0 or is_last()):
                 write_status(folder, status)
     ending = Ending(
         folder=folder,
@@ -624,6 +716,9 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
     )
     if ending.kind == "refused" and not is_new and launch.nodes == 1:  # others may look at it
         shutil.rmtree(logs, ignore_errors=True)
+    if others:
+        code = None if launch.node_rank else ending.exit_code
+        others.close(code, may_return=bool(workers.stop_signal))
     return ending
 
 
@@ -645,24 +740,60 @@ def starts_again(
     workers: Workers,
     codes: dict[int, int],
     found: list[Failure],
+    *,
+    has_saved: bool = False,
 ) -> bool:
-    """Return whether all nodes start their processes again, after a failure on any of them."""
-    others = workers.others
-    refusal = starts.refusal(failed(codes), found, others_failed=bool(others and others.failed))
+    """Return whether all nodes start their processes again: after a failure, or with other nodes.
+
+    Args:
+        launch: the settings.
+        starts: those of this launch.
+        workers: of this node.
+        codes: exit codes of the processes that ended by themselves, by rank.
+        found: the error files of the start that has ended.
+        has_saved: it did not fail, but has saved in order to stop.
+    """
+    others, refusal, has_waited = workers.others, "", False
+    if has_saved:
+        starts.count += 1
+    else:
+        may_go_on = launch.own.min_machines > 0
+        first = failures.first_failure(found)
+        has_waited = may_go_on and first is not None and first.cause == "waiting"
+        refusal = starts.refusal(
+            failed(codes),
+            found,
+            others_failed=bool(others and others.failed),
+            may_have_waited=may_go_on,
+        )
     if others:
-        others.tell_failure()
-        seconds = max(RESTART_SECONDS, launch.own.wait_for_node_0 * bool(launch.node_rank))
+        wait = launch.own.wait_for_node_0 * bool(launch.node_rank)
+        seconds = max(wait, GO_ON_SECONDS if launch.own.min_machines else RESTART_SECONDS)
+        if has_saved and launch.node_rank:
+            seconds = wait  # where node 0 has left too, the run has ended
+        if not has_saved:
+            others.tell_failure()
         if others.lost and others.lost.rank == 0 and not launch.own.wait_for_node_0:
             say("the run ends, since node 0 is lost; --wait_for_node_0 SECONDS would wait for it")
             return False
         try:
             with workers.stoppable():
-                if launch.own.max_restarts and not workers.stop_signal:
-                    workers.others = wait_for_other_nodes(launch, seconds, refusal, starts.id)
+                if (has_saved or launch.own.max_restarts) and not workers.stop_signal:
+                    meet_other_nodes(
+                        launch,
+                        others,
+                        seconds,
+                        refusal=refusal,
+                        has_waited=has_waited,
+                        start=starts.id,
+                        has_saved=has_saved and not workers.makes_room,
+                    )
+        except RunHasEnded:
+            return False
         except ConfigError as error:
             say(error)
             return False
-    if not refusal and not workers.stop_signal:
+    if not (refusal or has_saved or workers.stop_signal):
         why = ", ".join(f"rank {rank} {how_it_ended(code)}" for rank, code in codes.items())
         why = why or "another node has failed"
         print(f"{why}: all processes start again, restart {starts.count}", flush=True)
@@ -689,13 +820,15 @@ def report_held_lock(launch: Launch, rank: int, logs: Path | None, starts: Start
     return failure
 
 
-def report_lost_node(launch: Launch, node: Any, starts: Starts) -> Failure:
+def report_lost_node(launch: Launch, others: Any, starts: Starts) -> Failure:
     """Print and write the error file of a node that does not answer; return its content."""
-    rank = node.rank * launch.processes_per_node
+    node = others.lost
+    at = [member.rank for member in others.members].index(node.rank)
+    rank = at * launch.processes_per_node
     step = last_record(launch.config.folder).get("step", 0)
     reason = (
-        f"node {node.rank} has not answered for half a minute: its host has crashed, hangs or is"
-        " cut off from the network"
+        f"node {node.rank} has not answered for {launch.own.lost_node_seconds:g} s: its host has"
+        " crashed, hangs or is cut off from the network"
     )
     failure = failures.record(reason=reason, cause="lost node")
     failure = replace(failure, rank=rank, host=node.host, step=step, launch=starts.id)

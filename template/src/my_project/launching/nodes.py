@@ -1,18 +1,25 @@
-"""Check that all nodes of a run are there and reach each other, before its processes start.
+"""The launchers of all nodes: they meet before each start, and know which has left or come.
 
 torchrun waits 15 minutes for a missing node or an unreachable address, and then ends with a
-traceback. Here each node connects to node 0 at the address and port that training will use, sends
-a description of itself, and tries a connection to every other node. If anything is wrong, all nodes
-end with the same message. Then the launchers stay connected to that of node 0, which notices within
-half a minute that a host has crashed or been cut off, where gloo and NCCL would wait for ten.
-Imports no torch.
+traceback. Here each node connects to node 0 at the address and port that all were given, sends a
+description of itself, and tries a connection to every other node. If anything is wrong, all nodes
+end with the same message. The launchers stay connected to that of node 0, which notices within half
+a minute that a host has crashed or been cut off, where gloo and NCCL would wait for ten.
+
+With --min_machines a run goes on without nodes that have left, and takes nodes that come: one that
+was lost, another in its place, or a spare. Node 0 alone decides who trains, so that the two halves
+of a network that was cut in two never train in one folder: the half without it ends, or waits for
+it. Imports no torch.
 """
 
 import ipaddress
 import json
 import os
+import select
 import socket
 import time
+import uuid
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,30 +29,41 @@ import psutil
 
 from ..config import ConfigError
 from ..files import TransientError
+from ..process import PREEMPTED
 from ..words import printable, say
+from .attempts import RunHasEnded
 
-CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes
+CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes, and of its first message
+ANSWER_SECONDS = 60.0  # within which node 0 answers, once its own time to wait has passed
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that come late
 SAY_SECONDS = 30.0  # between lines about nodes that are missing
-LOST_SECONDS = 30  # without an answer of a host's kernel
-FAILED = b"failed"  # what a launcher says of its processes
+LOST_SECONDS = 30.0  # without an answer of a host's kernel
 MAX_MESSAGE_BYTES = 1 << 20
+THIS_LAUNCHER = uuid.uuid4().hex
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """What a node sends about itself."""
 
-    rank: int  # of the node
-    nodes: int
-    world_size: int  # processes of the whole run
+    rank: int  # of the node; `nodes` or more for a spare
+    nodes: int  # that train
+    min_nodes: int  # that go on when others have left
+    world_size: int  # processes of `nodes` nodes
     run: str  # what is trained; the same on every node
     host: str
     interface: str
     ip: str
-    port: int = 0  # to which the other nodes try to connect
+    port: int = 0  # to which the other nodes try to connect; on node 0 then that of torch's store
     refusal: str = ""  # why it will not start its processes again after a failure
+    has_waited: bool = False  # its processes, for others: they start again if a node has left
     start: str = ""  # Starts.id on node 0, which all nodes take over
+    launcher: str = THIS_LAUNCHER
+
+
+NOBODY = Node(
+    rank=-1, nodes=0, min_nodes=0, world_size=0, run="", host="", interface="", ip="", launcher=""
+)
 
 
 def received(message: dict[str, Any]) -> Node:
@@ -113,184 +131,376 @@ def is_own(address: str) -> bool:
     return False
 
 
-# ---- the rendezvous ------------------------------------------------------------------------------
-def wait_for_nodes(me: Node, address: str, port: int, seconds: float) -> "OtherNodes":
-    """Wait until all nodes are there, and check that each reaches each.
+# ---- the launchers -------------------------------------------------------------------------------
+class OtherNodes:
+    """The launchers of other nodes: node 0 is connected to all of them, each of them to node 0.
 
-    Args:
-        me: this node.
-        address: of node 0, as the other nodes reach it.
-        port: on which node 0 listens; can be listened on again afterwards.
-        seconds: how long to wait for all nodes.
-
-    Returns:
-        The connections to those that this one watches.
-
-    Raises:
-        ConfigError: on every node, what is wrong and what to do; a TransientError if the same
-            command may succeed later (a node was late or unreachable, the port was in use).
+    The kernel finds out whether a host is there (TCP keepalive), so a launcher that is stopped or
+    waits for storage is not lost. Nor is one that has ended, since its processes save first.
     """
-    with _listen(me, 0) as probe_socket:  # nothing is ever sent over it
-        me = replace(me, port=probe_socket.getsockname()[1])
-        run = _join if me.rank else _serve
-        answer, connections = run(me, address, port, seconds)
-    if answer["error"]:
-        for connection in connections:
-            connection.close()
-        raise (TransientError if answer["is_transient"] else ConfigError)(answer["error"])
-    return OtherNodes(connections, connections[0].node.start if me.rank else me.start)
 
+    def __init__(self, address: str, port: int, lost_seconds: float = LOST_SECONDS) -> None:
+        """Connect to nothing yet.
 
-def _listen(me: Node, port: int) -> socket.socket:
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    try:
-        return socket.create_server(
-            ("", port), family=family, backlog=me.nodes + 8, dualstack_ipv6=is_dual
-        )
-    except OSError as error:
-        raise TransientError(
-            f"port {port} cannot be opened on {me.host} ({error.strerror}): another run may use it;"
-            " give another --main_process_port on every node."
-        ) from error
+        Args:
+            address: of node 0, as the other nodes reach it.
+            port: on which the launcher of node 0 listens as long as it runs.
+            lost_seconds: after which a host that does not answer is lost.
+        """
+        self.members: list[Node] = []  # the nodes of the current start, by rank
+        self.lost: Node | None = None  # its host does not answer
+        self.failed: Node | None = None  # it does not answer, or its processes have failed
+        self._me = NOBODY
+        self._address, self._port, self._lost_seconds = address, port, lost_seconds
+        self._server: socket.socket | None = None  # of node 0
+        self._connections: list[_Connection] = []  # the oldest first
+        self._problem: ConfigError | None = None  # of a node that all of them need
+        # otherwise a process would hold a connection after its launcher has ended
+        os.register_at_fork(after_in_child=self.close)
 
+    def meet(self, me: Node, seconds: float, *, has_saved: bool = False) -> None:
+        """Wait until the nodes of the next start are there, and check that each reaches each.
 
-def _serve(
-    me: Node, address: str, port: int, seconds: float
-) -> "tuple[dict[str, Any], list[_Connection]]":
-    """Run node 0's part: wait for all nodes, have them probe each other, send them the result."""
-    joined: dict[int, _Connection] = {}  # by the rank of the node
-    refused: list[_Connection] = []
-    error: ConfigError | None = None
-    deadline = time.monotonic() + seconds
-    if not is_own(address):
-        say(
-            f"{me.host} was started as node 0, but has no address {address}, which the others were"
-            " given: if that is another host, give this one another --machine_rank."
-        )
-    with _listen(me, port) as server:
-        while len(joined) + len(refused) < me.nodes - 1 and time.monotonic() < deadline:
-            server.settimeout(max(0.01, min(SAY_SECONDS, deadline - time.monotonic())))
+        Args:
+            me: this node.
+            seconds: how long to wait for all nodes, or for node 0.
+            has_saved: the run was stopped, and goes on with other nodes than before or not at all.
+
+        Raises:
+            ConfigError: on every node, what is wrong and what to do; a TransientError if the same
+                command may succeed later (a node was late or unreachable, the port was in use).
+            RunHasEnded: no start follows.
+        """
+        with _listen(me, 0) as probe_socket:  # nothing is ever sent over it
+            self._me = me = replace(me, port=probe_socket.getsockname()[1])
             try:
-                connection = _Connection(server.accept()[0])
-            except TimeoutError:
-                if time.monotonic() < deadline:
-                    print(f"waiting for {_missing(me, joined)}", flush=True)
-                continue
+                if me.rank:
+                    self._join(me, seconds)
+                else:
+                    self._serve(me, seconds, has_saved)
+            except (ConfigError, RunHasEnded):
+                self.close()
+                raise
+        self.lost = self.failed = None
+
+    @property
+    def have_failed(self) -> bool:
+        """Return whether the processes here have lost others."""
+        self._read(0.0)
+        return self.failed is not None
+
+    @property
+    def change(self) -> str:
+        """Return on node 0 why a run that has saved goes on with other nodes; "" if it does not."""
+        members = [one for one in self._connections if one.is_member]
+        return (
+            "node left" if 1 + len(members) < len(self.members) else self.newcomer and "node came"
+        )
+
+    @property
+    def newcomer(self) -> str:
+        """Return on node 0 which node waits that the run can take in; "" without one."""
+        members = [one for one in self._connections if one.is_member]
+        nodes = [one.node for one in self._ready() if not one.is_member]
+        if nodes and 1 + len(members) < self._me.nodes:
+            return f"node {nodes[0].rank} ({nodes[0].host})"
+        return ""
+
+    def tell_failure(self) -> None:
+        """Tell the other nodes that the processes here have failed, by way of node 0."""
+        self._tell(self._me)
+
+    def close(self, code: int | None = None, *, may_return: bool = False) -> None:
+        """Close the connections, and tell nodes that wait with which exit code the run has ended.
+
+        Args:
+            code: of node 0; None in any other case.
+            may_return: node 0 was told to stop, which may not hold for the others.
+        """
+        for connection in self._connections:
+            if code is not None:
+                connection.send({"ended": code, "may_return": may_return})
+            connection.socket.close()
+        if self._server:
+            self._server.close()
+        self._server, self._connections = None, []
+
+    def _tell(self, failed: Node) -> None:
+        for connection in self._connections:
+            if connection.is_member and connection.node.rank != failed.rank:
+                connection.send({"failed": failed.rank})
+
+    def _read(self, seconds: float) -> None:
+        """Wait for a message, a new connection or the end of one; take in all that are there."""
+        listening = [self._server] if self._server else []
+        sockets = [connection.socket for connection in self._connections]
+        select.select([*listening, *sockets], [], [], max(0.0, seconds))
+        for server in listening:
+            with suppress(OSError):  # there are no more
+                while True:
+                    self._connections.append(_Connection(server.accept()[0], self._lost_seconds))
+        told = self.failed
+        for connection in [*self._connections]:
+            connection.read()
             try:
-                connection.node = received(connection.receive(CONNECT_SECONDS))
-            except (OSError, ValueError, TypeError):
-                connection.close()  # not a node of this run: a port scan, another run's torchrun
-                continue
-            for rank in [rank for rank, other in joined.items() if other.is_closed]:
-                joined.pop(rank).close()  # started again, or elsewhere: an evicted pod
-            if problem := _problem(me, connection.node, joined):
-                refused.append(connection)
-                error = error or problem
-                deadline = min(deadline, time.monotonic() + LATE_SECONDS)
-            else:
-                joined[connection.node.rank] = connection
-        there = [me, *(joined[rank].node for rank in sorted(joined))]
-        if not error and len(there) < me.nodes:
-            names = ", ".join(f"{n.rank} ({n.host})" for n in there)
-            error = TransientError(
-                f"{_missing(me, joined)} did not connect to {address} within {seconds:.0f} s;"
-                f" connected: {names}. Read the output of the missing nodes; start them, or start"
-                f" this run on fewer nodes. {address} must be an address of node 0, which is"
-                f" {me.host}."
+                while connection.inbox:
+                    self._hear(connection, connection.inbox.popleft())
+            except (ValueError, TypeError, LookupError):  # a port scan, another run's torchrun
+                connection.is_closed = True
+        for connection in [one for one in self._connections if one.is_closed or one.is_mute]:
+            self._connections.remove(connection)
+            connection.socket.close()
+            if connection.is_lost and connection.is_member:
+                self.lost = self.lost or connection.node
+                self.failed = self.failed or connection.node
+        if self._server and self.failed and not told:
+            self._tell(self.failed)
+
+    def _hear(self, connection: "_Connection", message: dict[str, Any]) -> None:
+        if "failed" in message:
+            if connection.is_member:
+                named = [node for node in self.members if node.rank == message["failed"]]
+                self.failed = self.failed or (named or [connection.node])[0]
+        elif self._server:
+            node = connection.node = received(message["node"])
+            connection.is_ready = True
+            for other in self._connections:
+                if other is not connection and other.node.launcher == node.launcher:
+                    other.is_closed = True  # the launcher has lost that connection
+            if problem := self._problem_of(connection):
+                connection.is_ready = False
+                if connection.is_member or not self.members:
+                    self._problem = self._problem or problem
+                else:
+                    connection.send({"error": str(problem), "is_transient": False})
+                    connection.is_closed = True
+            elif self.members and not connection.is_member:
+                connection.send({"wait": self._waits_for()})
+
+    # ---- node 0 ----------------------------------------------------------------------------------
+    def _serve(self, me: Node, seconds: float, has_saved: bool) -> None:
+        """Wait for the other nodes, have them probe each other, send them the result."""
+        if not self._server:
+            if not is_own(self._address):
+                say(
+                    f"{me.host} was started as node 0, but has no address {self._address}, which"
+                    " the others were given: if that is another host, give this one another"
+                    " --machine_rank."
+                )
+            self._server = _listen(me, self._port)
+            self._server.setblocking(False)
+        self._problem = self._problem or _refusal(me)
+        before = {one.launcher: one.host for one in self.members}
+        while True:
+            self._gather(me, seconds, has_saved)
+            chosen = self._ready()[: me.nodes - 1]
+            launchers = {me.launcher, *(one.node.launcher for one in chosen)}
+            if has_saved and not self._problem:
+                self._end_if_saved(me, chosen, has_changed=launchers != before.keys())
+            self._problem = (
+                self._problem
+                or self._too_few(me, chosen, seconds)
+                or self._waited(me, chosen, has_left=bool(before.keys() - launchers))
             )
-        error = error or _probe_all(me, [asdict(node) for node in there], joined)
-        answer = {"error": str(error or ""), "is_transient": isinstance(error, TransientError)}
-        connections = [*(joined[rank] for rank in sorted(joined)), *refused]
-        for connection in connections:
-            connection.send(answer)
-    return answer, connections
+            # a node that does not answer is left out, if enough others are there
+            if self._problem or self._probe_all(me, chosen):
+                break
+        if self._problem:
+            is_transient = isinstance(self._problem, TransientError)
+            for connection in self._connections:
+                connection.send({"error": str(self._problem), "is_transient": is_transient})
+            raise self._problem
+        self.members = [me, *(one.node for one in chosen)]
+        now = {one.launcher: one.host for one in self.members}
+        for word, some, others in (("without", before, now), ("with", now, before)):
+            if before and (hosts := [some[one] for one in some if one not in others]):
+                say(f"the run goes on {word} {', '.join(hosts)}: {len(now)} of {me.nodes} nodes")
+        for connection in [*self._connections]:
+            connection.is_member = connection in chosen
+            if connection.is_member:
+                connection.is_ready = False
+                connection.send({"begins": me.start})
+            elif connection.is_ready:
+                connection.send({"wait": self._waits_for()})
+            else:  # it has not come in time, and has to join again
+                self._connections.remove(connection)
+                connection.socket.close()
 
+    def _end_if_saved(self, me: Node, chosen: "list[_Connection]", *, has_changed: bool) -> None:
+        """End a run that was stopped, unless it can go on with other nodes than before."""
+        if has_changed and 1 + len(chosen) >= me.min_nodes:
+            return
+        if has_changed:
+            say(f"the run ends: {1 + len(chosen)} nodes are left, fewer than --min_machines")
+        self.close(PREEMPTED)
+        raise RunHasEnded(PREEMPTED)
 
-def _join(
-    me: Node, address: str, port: int, seconds: float
-) -> "tuple[dict[str, Any], list[_Connection]]":
-    """Run another node's part: connect to node 0 until it answers, and probe the other nodes."""
-    deadline = time.monotonic() + seconds
-    say_at = time.monotonic() + SAY_SECONDS
-    failure: Exception | str = ""
-    while time.monotonic() < deadline:
-        connection = None
-        try:
-            connection = _Connection(socket.create_connection((address, port), CONNECT_SECONDS))
-            connection.send(asdict(me))
-            answer = connection.receive(deadline - time.monotonic() + LATE_SECONDS)
-            if "error" not in answer:
-                connection.node = received(answer["nodes"][0])
-                connection.send(_probe(me, answer["nodes"]))
-                answer = connection.receive(12 * CONNECT_SECONDS)
-            return answer, [connection]
-        # node 0 has not started, is starting again, or answers in another version's words
-        except (OSError, ValueError, TypeError, LookupError) as error:
-            failure = error
-            if connection:
-                connection.close()
-        if time.monotonic() > say_at:
-            say_at = time.monotonic() + SAY_SECONDS
-            say(f"waiting for node 0 at {address}:{port} ({failure})")
-        time.sleep(0.2)
-    raise TransientError(
-        f"node 0 did not answer at {address}:{port} within {seconds:.0f} s ({failure}),"
-        f" tried from {me.host} ({me.ip}): start it, correct --main_process_ip, or open the port in"
-        " the firewall."
-    )
+    def _waited(
+        self, me: Node, chosen: "list[_Connection]", *, has_left: bool
+    ) -> ConfigError | None:
+        """Return why processes that have waited for others are not started again."""
+        waited = [node.host for node in (me, *(one.node for one in chosen)) if node.has_waited]
+        if not waited or has_left:
+            return None
+        return ConfigError(
+            f"processes on {', '.join(waited)} have waited for others, but no node has left: the"
+            " error would repeat, so none starts again."
+        )
 
+    def _gather(self, me: Node, seconds: float, has_saved: bool) -> None:
+        """Wait until all nodes are there that can be awaited, or for so many seconds."""
+        deadline, say_at = time.monotonic() + seconds, time.monotonic() + SAY_SECONDS
+        while (now := time.monotonic()) < deadline:
+            # at first the nodes themselves are awaited, not spares in their place
+            there = [one for one in self._ready() if self.members or one.node.rank < me.nodes]
+            if self._problem:
+                deadline = min(deadline, now + LATE_SECONDS)
+                there = [one for one in self._connections if one.node is not NOBODY]
+            least = me.min_nodes * (not has_saved) if self.members else me.nodes
+            is_awaited = any(one.is_member and not one.is_ready for one in self._connections)
+            if 1 + len(there) >= least and not is_awaited:
+                return
+            self._read(min(say_at, deadline) - now)
+            if time.monotonic() > say_at:
+                say_at += SAY_SECONDS
+                print(f"waiting for {self._missing(me)}", flush=True)
 
-def _missing(me: Node, joined: "dict[int, _Connection]") -> str:
-    """Return the names of the nodes that have not joined: nodes 1, 5 of 8."""
-    ranks = [str(rank) for rank in range(1, me.nodes) if rank not in joined]
-    return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {me.nodes}"
+    def _ready(self) -> "list[_Connection]":
+        """Return the nodes that wait for the next start, by rank; of each rank the oldest."""
+        oldest: dict[int, _Connection] = {}
+        for connection in self._connections:
+            oldest.setdefault(connection.node.rank, connection)
+        return [oldest[rank] for rank in sorted(oldest) if oldest[rank].is_ready]
 
+    def _waits_for(self) -> str:
+        """Return what a node waits for that is there while others train."""
+        trains = f"the run trains on {len(self.members)} of {self.members[0].nodes} nodes: "
+        if self.newcomer:
+            return f"{trains}it saves, and goes on with this node too"
+        return f"{trains}this one waits until a node is missing"
 
-def _problem(me: Node, node: Node, joined: "dict[int, _Connection]") -> ConfigError | None:
-    """Return why a node cannot join; None if it can."""
-    for one in (me, node):
-        if one.refusal:
-            return ConfigError(f"{one.host} does not start its processes again: {one.refusal}.")
-    options = {"nodes": "--num_machines", "world_size": "--num_processes", "run": "-m"}
-    for name, option in options.items():
-        mine, theirs = getattr(me, name), getattr(node, name)
-        if mine != theirs:
-            return ConfigError(
-                f"{node.host} was started with {option} {theirs}, {me.host} with {mine}: give every"
-                " node the same, and every run on one host its own --main_process_port."
+    def _missing(self, me: Node) -> str:
+        """Return the names of the nodes that have not joined: nodes 1, 5 of 8."""
+        there = {one.node.rank for one in self._ready()}
+        ranks = [str(rank) for rank in range(1, me.nodes) if rank not in there]
+        return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {me.nodes}"
+
+    def _too_few(
+        self, me: Node, chosen: "list[_Connection]", seconds: float
+    ) -> TransientError | None:
+        if 1 + len(chosen) >= me.min_nodes:
+            return None
+        names = ", ".join(f"{n.rank} ({n.host})" for n in (me, *(one.node for one in chosen)))
+        return TransientError(
+            f"{self._missing(me)} did not connect to {self._address} within {seconds:.0f} s;"
+            f" connected: {names}. Read the output of the missing nodes; start them, or start this"
+            f" run on fewer nodes. {self._address} must be an address of node 0, which is"
+            f" {me.host}."
+        )
+
+    def _problem_of(self, connection: "_Connection") -> ConfigError | None:
+        """Return why a node cannot join; None if it can."""
+        me, node = self._me, connection.node
+        options = {"nodes": "--num_machines", "world_size": "--num_processes", "run": "-m"}
+        options["min_nodes"] = "--min_machines"
+        for name, option in options.items():
+            mine, theirs = getattr(me, name), getattr(node, name)
+            if mine != theirs:
+                return ConfigError(
+                    f"{node.host} was started with {option} {theirs}, {me.host} with {mine}: give"
+                    " every node the same, and every run on one host its own --main_process_port."
+                )
+        others = [one.node for one in self._connections if not one.is_closed]
+        same = [one for one in (me, *others) if one.rank == node.rank and one is not node]
+        first = same[0] if same else None
+        if not first or (self.members and node.rank):  # else it waits until that one has left
+            return _refusal(node)
+        # on the same host it may be a restarted pod whose old connection was cut off
+        kind = TransientError if first.host == node.host else ConfigError
+        return kind(
+            f"{first.host} ({first.ip}) and {node.host} ({node.ip}) were both started as node"
+            f" {node.rank}: give each its own --machine_rank, 0 to {me.nodes - 1}."
+        )
+
+    def _probe_all(self, me: Node, chosen: "list[_Connection]") -> bool:
+        """Have each node connect to each other; return False to try again without some of them."""
+        nodes = [asdict(me), *(asdict(one.node) for one in chosen)]
+        for connection in chosen:
+            connection.send({"nodes": nodes})
+        failures, silent = _probe(me, nodes), []
+        for connection in chosen:
+            try:
+                failures += connection.receive(6 * CONNECT_SECONDS)["probed"]
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                failures.append(f"{connection.node.host} stopped answering ({error})")
+                silent.append(connection)
+        if silent and 1 + len(chosen) - len(silent) >= me.min_nodes:
+            for connection in silent:
+                self._connections.remove(connection)
+                connection.socket.close()
+            return False
+        if failures:
+            more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
+            self._problem = TransientError(
+                f"{'; '.join(failures[:4])}{more}. Allow connections between the nodes on all"
+                " ports, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that"
+                " allows them (launch/network.sh)."
             )
-    if node.rank and node.rank not in joined:
-        return None
-    first = joined[node.rank].node if node.rank else me
-    # on the same host it may be a restarted pod whose old connection was cut off
-    kind = TransientError if first.host == node.host else ConfigError
-    return kind(
-        f"{first.host} ({first.ip}) and {node.host} ({node.ip}) were both started as node"
-        f" {node.rank}: give each its own --machine_rank, 0 to {me.nodes - 1}."
-    )
+        return True
 
+    # ---- every other node ------------------------------------------------------------------------
+    def _join(self, me: Node, seconds: float) -> None:
+        """Connect to node 0 until it answers, and probe the other nodes."""
+        deadline = time.monotonic() + seconds
+        say_at = time.monotonic() + SAY_SECONDS
+        while True:
+            try:
+                answer = self._ask(me, deadline)
+                if seconds and answer.get("may_return"):
+                    raise ConnectionError("it was told to stop")
+                break
+            # node 0 has not started, is starting again, or answers in another version's words
+            except (OSError, ValueError, TypeError, LookupError) as error:
+                self.close()
+                failure = error
+            if time.monotonic() > say_at:
+                say_at = time.monotonic() + SAY_SECONDS
+                say(f"waiting for node 0 at {self._address}:{self._port} ({failure})")
+            if time.monotonic() > deadline:
+                raise TransientError(
+                    f"node 0 did not answer at {self._address}:{self._port} within {seconds:.0f} s"
+                    f" ({failure}), tried from {me.host} ({me.ip}): start it, correct"
+                    " --main_process_ip, or open the port in the firewall."
+                )
+            time.sleep(0.2)
+        if "ended" in answer:
+            raise RunHasEnded(int(answer["ended"]))
+        if "error" in answer:
+            kind = TransientError if answer["is_transient"] else ConfigError
+            raise kind(printable(answer["error"]))
 
-def _probe_all(
-    me: Node, nodes: list[dict[str, Any]], joined: "dict[int, _Connection]"
-) -> ConfigError | None:
-    """Have every node connect to every other one; return which cannot be reached, if any."""
-    for connection in joined.values():
-        connection.send({"nodes": nodes})
-    failures = _probe(me, nodes)
-    for connection in joined.values():
-        try:
-            failures += connection.receive(6 * CONNECT_SECONDS)
-        except (OSError, ValueError) as lost:
-            failures.append(f"{connection.node.host} stopped answering ({lost})")
-    if not failures:
-        return None
-    more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
-    return TransientError(
-        f"{'; '.join(failures[:4])}{more}. Allow connections between the nodes on all ports, or set"
-        " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that allows them"
-        " (launch/network.sh)."
-    )
+    def _ask(self, me: Node, deadline: float) -> dict[str, Any]:
+        """Ask node 0 to take part in the next start; return its last answer, once that begins."""
+        if not self._connections:
+            at = (self._address, self._port)
+            new = _Connection(socket.create_connection(at, CONNECT_SECONDS), self._lost_seconds)
+            self._connections = [new]
+        connection, nodes = self._connections[0], []
+        connection.send({"node": asdict(me)})
+        while True:
+            answer = connection.receive(max(0.0, deadline - time.monotonic()) + ANSWER_SECONDS)
+            if "nodes" in answer:
+                nodes = [received(node) for node in answer["nodes"]]
+                connection.send({"probed": _probe(me, answer["nodes"])})
+            elif "wait" in answer:
+                say(printable(answer["wait"]))
+                deadline = float("inf")
+            elif "begins" in answer:
+                self.members = nodes
+                connection.node, connection.is_member = nodes[0], True
+                return answer
+            elif "error" in answer or "ended" in answer:
+                return answer
 
 
 def _probe(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
@@ -311,107 +521,91 @@ def _probe(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
         return [failure for failure in pool.map(probe, others) if failure]
 
 
+def _refusal(node: Node) -> ConfigError | None:
+    if not node.refusal:
+        return None
+    return ConfigError(f"{node.host} does not start its processes again: {node.refusal}.")
+
+
+def _listen(me: Node, port: int) -> socket.socket:
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    try:
+        return socket.create_server(
+            ("", port), family=family, backlog=me.nodes + 8, dualstack_ipv6=is_dual
+        )
+    except OSError as error:
+        raise TransientError(
+            f"port {port} cannot be opened on {me.host} ({error.strerror}): another run may use it;"
+            " give another --main_process_port on every node."
+        ) from error
+
+
 class _Connection:
     """A connection to another node that carries messages, one line of JSON each."""
 
-    node: Node  # at its other end
+    def __init__(self, connection: socket.socket, lost_seconds: float) -> None:
+        """Have the kernel end it once the other host has not answered for so many seconds."""
+        self.socket = connection
+        self.node = NOBODY  # at its other end, once that has said who it is
+        self.inbox: deque[dict[str, Any]] = deque()
+        self.is_member = False  # the node takes part in the current start
+        self.is_ready = False  # it waits for the next one
+        self.is_closed = False
+        self.is_lost = False  # by the kernel
+        self._rest = b""
+        self._began = time.monotonic()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        each = max(1, int(lost_seconds / 6))
+        options = {"TCP_KEEPIDLE": each, "TCP_KEEPINTVL": each, "TCP_KEEPCNT": 5}
+        options["TCP_USER_TIMEOUT"] = int(1000 * lost_seconds)
+        for name, value in options.items():
+            if hasattr(socket, name):  # the last one on Linux only
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.file = connection.makefile("rb")
+    @property
+    def is_mute(self) -> bool:
+        """Return whether it has not said in time who it is."""
+        return self.node is NOBODY and time.monotonic() > self._began + CONNECT_SECONDS
 
-    def send(self, message: Any) -> None:
-        """Send a message; a peer that has left is noticed by `receive`."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message; a peer that has left is noticed by `read`."""
         with suppress(OSError):
-            self.connection.settimeout(CONNECT_SECONDS)
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.settimeout(CONNECT_SECONDS)
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, seconds: float) -> Any:
+    def read(self) -> None:
+        """Move what has come into the inbox, without waiting."""
+        self.socket.setblocking(False)
+        try:
+            while data := self.socket.recv(1 << 16):
+                self._rest += data
+            self.is_closed = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:  # its launcher was killed
+            self.is_closed = True
+        except OSError:
+            self.is_closed = self.is_lost = True
+        *lines, self._rest = self._rest.split(b"\n")
+        self.is_closed |= len(self._rest) > MAX_MESSAGE_BYTES
+        try:
+            self.inbox += map(json.loads, lines)
+        except ValueError:  # not a node of this run
+            self.is_closed = True
+
+    def receive(self, seconds: float) -> dict[str, Any]:
         """Wait for a message and return it.
 
         Raises:
-            OSError: none came in time.
-            ValueError: the line is not JSON, or the peer closed the connection.
+            OSError: none came in time, or the peer closed the connection.
         """
-        self.connection.settimeout(max(0.1, seconds))
-        line = self.file.readline(MAX_MESSAGE_BYTES)
-        if not line:
-            raise ValueError("it closed the connection")
-        return json.loads(line)
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether the peer has closed the connection."""
-        self.connection.setblocking(False)
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def keep_alive(self) -> None:
-        """From now on, never block, and fail once the other host has not answered for long."""
-        self.connection.setblocking(False)
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        seconds = {"TCP_KEEPIDLE": LOST_SECONDS // 6, "TCP_KEEPINTVL": LOST_SECONDS // 6}
-        options = seconds | {"TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * LOST_SECONDS}
-        for name, value in options.items():
-            if hasattr(socket, name):  # the last one on Linux only
-                self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.file.close()
-        self.connection.close()
-
-
-# ---- while the processes run ---------------------------------------------------------------------
-class OtherNodes:
-    """The launchers of other nodes: node 0 is connected to all of them, each of them to node 0.
-
-    The kernel finds out whether a host is there (TCP keepalive), so a launcher that is stopped or
-    waits for storage is not lost. Nor is one that has ended, since its processes save first.
-    """
-
-    def __init__(self, connections: list[_Connection], start: str) -> None:
-        self.start = start  # Node.start of node 0
-        self.lost: Node | None = None  # its host does not answer
-        self.failed: Node | None = None  # it does not answer, or its processes have failed
-        self._connections = connections
-        for connection in connections:
-            connection.keep_alive()
-        # else a process would hold the connection after its launcher has ended
-        os.register_at_fork(after_in_child=self.close)
-
-    @property
-    def have_failed(self) -> bool:
-        """Return whether the processes here have lost others."""
-        for connection in [*self._connections]:
-            try:
-                message = connection.connection.recv(len(FAILED))
-            except BlockingIOError:
-                continue
-            except ConnectionResetError:  # its launcher was killed
-                message = b""
-            except OSError:
-                self.lost = self.lost or connection.node
-                message = FAILED
-            if message:
-                self.failed = self.failed or connection.node
-            self._connections.remove(connection)
-            connection.close()
-        return self.failed is not None
-
-    def tell_failure(self) -> None:
-        """Tell the other nodes that the processes here have failed, by way of node 0."""
-        for connection in self._connections:
-            with suppress(OSError):
-                connection.connection.send(FAILED)
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        for connection in self._connections:
-            connection.close()
-        self._connections = []
+        deadline = time.monotonic() + seconds
+        while not self.inbox:
+            if self.is_closed:
+                raise ConnectionError("it closed the connection")
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            select.select([self.socket], [], [], min(left, SAY_SECONDS))
+            self.read()
+        return self.inbox.popleft()

@@ -48,6 +48,7 @@ class Workers:
         self._stopped_at = float("inf")  # time.monotonic(), which no clock step changes
         self._may_raise = True  # nothing has to be ended or written when a signal comes
         self.others: Any = None  # with several nodes: nodes.OtherNodes
+        self.makes_room = False  # the run saves in order to go on with another node
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process
         self._handle_signals()
 
@@ -90,6 +91,7 @@ class Workers:
         function: Callable[[], object],
         environments: list[dict[str, str]],
         may_kill: Callable[[dict[int, int | None], float], bool],
+        takes_steps: Callable[[], bool] = lambda: False,
     ) -> dict[int, int]:
         """Call a function in new processes, and wait until all of them have ended.
 
@@ -100,12 +102,13 @@ class Workers:
             environments: of each process.
             may_kill: whether the others need to be waited for no longer, by the exit codes so far
                 and the seconds since the first has failed, here or on another node.
+            takes_steps: whether a stop signal makes the run save, so that it can take in a node.
 
         Returns:
             The exit code of each process by rank, in the order in which they ended; -n for one
             that signal n ended. {} after a stop signal, which may have come between two starts.
         """
-        self.killed = []
+        self.killed, self.makes_room = [], False
         self._handle_signals()  # again: an import may have installed handlers of its own
         ranks = [int(environment.get("RANK", "0")) for environment in environments]
         method, why = start_method()
@@ -125,12 +128,14 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
-            return self._wait(ranks, may_kill) if self.running else {}
+            return self._wait(ranks, may_kill, takes_steps) if self.running else {}
         finally:
             kill_all(self.running)
             self.running = []
 
-    def _wait(self, ranks: list[int], may_kill: Callable) -> dict[int, int]:
+    def _wait(
+        self, ranks: list[int], may_kill: Callable, takes_steps: Callable[[], bool]
+    ) -> dict[int, int]:
         failed_at = float("inf")
         ended: dict[int, int] = {}
         while True:
@@ -143,6 +148,11 @@ class Workers:
             if failed(codes) or (self.others and self.others.have_failed):
                 failed_at = min(failed_at, time.monotonic())
             left = [worker for worker in self.running if worker.exitcode is None]
+            newcomer = self.others.newcomer if self.others and not self.makes_room else ""
+            if newcomer and not ended and takes_steps():
+                print(f"{newcomer} has come: the run saves, and goes on with it", flush=True)
+                self.makes_room = True
+                os.kill(left[0].pid, signal.SIGUSR1)
             reap_others({worker.pid for worker in left})
             if not self.killed and may_kill(codes, time.monotonic() - failed_at):
                 self.killed = [rank for rank, code in codes.items() if code is None]

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: a network namespace each, a hostname, a cable; root and iproute2.
+"""Hosts on one machine: a network namespace each, a hostname, a cable to a switch; root, iproute2.
 
 Everything on disk is storage that both share, but for what `disk` binds to a folder of one host.
 """
@@ -20,8 +20,8 @@ from shell import succeed
 ip = partial(succeed, "ip")
 # Time limits of the tests on two hosts are multiples of this: TEST_PATIENCE=5 on a busy machine.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-HOSTS = "127.0.0.1 localhost\n10.77.0.1 host0\n10.77.0.2 host1\n"
+ADDRESSES = tuple(f"10.77.0.{host + 1}" for host in range(6))
+NAMES = "".join(f"{address} host{host}\n" for host, address in enumerate(ADDRESSES))
 ENTER = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 ENTER_WITH_DISK = 'mount --bind "$1" "$2"; shift 2; ' + ENTER
 
@@ -69,34 +69,43 @@ def steps(run_folder: Path) -> int:
     return path.read_text().count('"interval"') if path.exists() else 0
 
 
-class TwoHosts:
-    """Start commands on host 0 and host 1; pull the cable; leave nothing behind."""
+class Hosts:
+    """Start commands on host 0, host 1, ...; pull cables; leave nothing behind."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = 2) -> None:
         self.folder = folder
+        self.count = count
         self.run_folder = folder / "runs/tiny"
-        self.namespaces = [f"cca{os.getpid()}h{i}" for i in (0, 1)]
+        self.namespaces = [f"cca{os.getpid()}h{i}" for i in range(count)]
+        self.switch = f"cca{os.getpid()}s"
         self.commands: list[subprocess.Popen] = []
 
-    def __enter__(self) -> "TwoHosts":
-        (self.folder / "hosts").write_text(HOSTS)
-        for name in self.namespaces:
-            ip("netns", "add", name)
-        first, second = self.namespaces
-        ip("link", "add", "veth0", "netns", first, "type", "veth",
-            "peer", "name", "veth0", "netns", second)  # fmt: skip
-        for name, address in zip(self.namespaces, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "veth0")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "veth0", "up")
+    def __enter__(self) -> "Hosts":
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{NAMES}")
+        ip("netns", "add", self.switch)
+        ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "switch", "up")
+        for host in range(self.count):
+            self.add(host)
         return self
+
+    def add(self, host: int) -> None:
+        """Make a host, and connect it to the switch."""
+        name, port = self.namespaces[host], f"port{host}"
+        ip("netns", "add", name)
+        ip("link", "add", "veth0", "netns", name, "type", "veth",
+            "peer", "name", port, "netns", self.switch)  # fmt: skip
+        ip("-n", self.switch, "link", "set", port, "master", "switch", "up")
+        ip("-n", name, "addr", "add", f"{ADDRESSES[host]}/24", "dev", "veth0")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "set", "veth0", "up")
 
     def __exit__(self, *_: object) -> None:
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
         for command in self.commands:
             command.wait()
-        for name in self.namespaces:
+        for name in (*self.namespaces, self.switch):
             ip("netns", "del", name)
 
     def start(
@@ -105,7 +114,7 @@ class TwoHosts:
         """Start a command on a host; what it prints goes to the file host<n>.txt.
 
         Args:
-            host: 0 or 1.
+            host: its number.
             command: and its arguments.
             disk: (folder, place): where this host alone sees the folder.
             environment: in addition to that of this process.
@@ -140,12 +149,22 @@ class TwoHosts:
         path = self.folder / f"host{host}.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def cable(self, state: str) -> None:
-        """Pull the cable ("down") or put it back ("up")."""
-        ip("-n", self.namespaces[0], "link", "set", "veth0", state)
+    def outputs(self) -> str:
+        """Read what the commands on all hosts have printed."""
+        return "".join(f"---- host {host}\n{self.output(host)}" for host in range(self.count))
+
+    def cable(self, host: int, state: str) -> None:
+        """Pull the cable of a host out of the switch ("down") or put it back ("up")."""
+        ip("-n", self.switch, "link", "set", f"port{host}", state)
+
+    def lose(self, host: int) -> None:
+        """Cut a host off and end all that runs there, as a power failure does."""
+        self.cable(host, "down")
+        for pid in self.pids(host):
+            os.kill(pid, signal.SIGKILL)
 
     def pids(self, host: int | None = None) -> list[int]:
-        """List the processes of one host, or of both."""
+        """List the processes of one host, or of all."""
         names = self.namespaces if host is None else [self.namespaces[host]]
         return [int(pid) for name in names for pid in ip("netns", "pids", name).split()]
 
@@ -175,8 +194,8 @@ class TwoHosts:
         """Wait until something holds, while one of the commands runs."""
         deadline = time.monotonic() + seconds * PATIENCE
         while not condition():
-            assert time.monotonic() < deadline, self.output(0) + self.output(1)
-            assert any(c.poll() is None for c in self.commands), self.output(0) + self.output(1)
+            assert time.monotonic() < deadline, self.outputs()
+            assert any(c.poll() is None for c in self.commands), self.outputs()
             time.sleep(0.1)
 
     def status(self) -> dict:

@@ -1,0 +1,247 @@
+"""Lose hosts of a run on four, by each kind of fault and at each time; say what the run does.
+
+    python tests/node_faults.py             as root: all cases, 25 minutes; a table in Markdown
+    python tests/node_faults.py power cut   those with one of these words
+
+The hosts are network namespaces (hosts.py). Each case ends as `expected` says: the weights of an
+uninterrupted run and one record per step, or an end by name on every host that is left. Nothing
+may run afterwards, and no two starts at the same time.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from hosts import ADDRESSES, CONFIG, PATIENCE, PLAIN, PROJECT, Hosts
+from safetensors.torch import load_file
+
+COUNT, STEPS, LOST_SECONDS = 4, 150, 6
+ENVIRONMENT = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+RECIPE = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragged import Ragged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Ragged):
+    def build_metrics(self):
+        Path("evaluates").touch()
+        time.sleep(0.3)
+        return super().build_metrics()
+"""
+SETTINGS = (
+    CONFIG.replace("ragged.Ragged", "slow.Slow").replace("steps: 400", f"steps: {STEPS}")
+    + "evaluation: {every_steps: 50, sanity_check: false}\n"
+)
+
+
+@dataclass(frozen=True)
+class NodeFault:
+    """What happens to which hosts, when, and whether they come back."""
+
+    what: str  # a key of FAULTS
+    hosts: tuple[int, ...] = (2,)
+    when: str = "step"  # a key of TIMES
+    back: bool = False  # a new launcher is started there, a while after the fault
+    options: tuple[str, ...] = ()  # of the launchers
+    expected: str = "right"  # weights and records; or a sentence that the hosts that are left print
+
+    def __str__(self) -> str:
+        return " ".join((self.what, *map(str, self.hosts), self.when, *["back"] * self.back))
+
+
+def kill(pids: list[int], sign: signal.Signals = signal.SIGKILL) -> None:
+    for pid in pids:
+        os.kill(pid, sign)
+
+
+def cut(seconds: float) -> Callable[[Hosts, int], None]:
+    def cut_off(hosts: Hosts, host: int) -> None:
+        hosts.cable(host, "down")
+        if seconds:
+            subprocess.Popen(
+                f"sleep {seconds}; ip -n {hosts.switch} link set port{host} up 2>/dev/null",
+                shell=True,
+            )
+
+    return cut_off
+
+
+FAULTS: dict[str, Callable[[Hosts, int], None]] = {
+    "power": Hosts.lose,
+    "cut": cut(0),
+    "cut 3 s": cut(LOST_SECONDS / 2),
+    "cut 20 s": cut(20),
+    "launcher killed": lambda hosts, host: kill([hosts.commands[host].pid]),
+    "launcher told to stop": lambda hosts, host: kill([hosts.commands[host].pid], signal.SIGTERM),
+    "processes killed": lambda hosts, host: kill(hosts.workers(host)),
+    "all killed": lambda hosts, host: kill(hosts.pids(host)),
+    "stopped": lambda hosts, host: kill(hosts.pids(host), signal.SIGSTOP),
+}
+TIMES: dict[str, Callable[[Hosts], bool]] = {
+    "join": lambda hosts: "node 2 of" in hosts.output(2),
+    "start": lambda hosts: all(hosts.workers(host) for host in range(COUNT)),
+    "step": lambda hosts: hosts.steps() >= 25,
+    "save": lambda hosts: any(hosts.run_folder.glob("checkpoints/.step_00000040*.partial")),
+    "evaluation": lambda hosts: (hosts.folder / "evaluates").exists() and hosts.steps() > 40,
+    "end": lambda hosts: hosts.steps() >= STEPS - 1,
+}
+CASES = [
+    *(NodeFault("power", (host,), back=back) for host in (1, 3) for back in (False, True)),
+    *(NodeFault("power", (2,), when) for when in TIMES if when != "step"),
+    NodeFault("power", (1, 2)),
+    NodeFault("power", (1, 3), back=True),
+    NodeFault("power", (1, 2, 3), expected="nodes 1, 2, 3 of 4 did not connect"),
+    *(NodeFault("cut", (2,), when) for when in ("start", "step", "save", "end")),
+    *(NodeFault("cut 3 s", (host,)) for host in (0, 2)),
+    NodeFault("cut 20 s", (2,), options=("--wait_for_node_0", "60")),
+    NodeFault("cut 20 s", (2,)),
+    *(NodeFault("launcher killed", (host,), back=True) for host in (1, 3)),
+    *(NodeFault("launcher killed", (2,), when) for when in ("join", "start", "evaluation", "end")),
+    *(NodeFault("launcher told to stop", (2,), when, back=when == "step") for when in TIMES),
+    *(NodeFault("processes killed", (host,)) for host in (0, 2)),
+    NodeFault("all killed", (3,), back=True),
+    NodeFault("all killed", (3,), "save"),
+    NodeFault("stopped", (2,)),
+    # node 0: the others end, or wait for it
+    NodeFault("power", (0,), expected="the run ends, since node 0 is lost"),
+    NodeFault("power", (0,), "start", expected="the run ends, since node 0 is lost"),
+    NodeFault("cut", (0,), expected="the run ends, since node 0 is lost"),
+    NodeFault("power", (0,), back=True, options=("--wait_for_node_0", "90")),
+    NodeFault("launcher told to stop", (0,), expected="preempted: SIGTERM"),
+    NodeFault("launcher told to stop", (0,), back=True, options=("--wait_for_node_0", "90")),
+]
+
+
+@cache
+def right_weights() -> dict[str, torch.Tensor]:
+    """Train by one process, without an interruption."""
+    with tempfile.TemporaryDirectory() as name:
+        make_project(Path(name))
+        subprocess.run(
+            [sys.executable, "-m", "my_project.train", "--config", "tiny.yaml",
+             "--recipe.init_args.seconds", "0"],
+            cwd=name, env=os.environ | PLAIN | {"ACCELERATE_USE_CPU": "1"}, check=True,
+            capture_output=True,
+        )  # fmt: skip
+        return load_file(f"{name}/runs/tiny/export/model.safetensors")
+
+
+def make_project(folder: Path) -> None:
+    for name in ("src", "accelerate_configs"):
+        (folder / name).symlink_to(PROJECT / name)
+    (folder / "slow.py").write_text(RECIPE)
+    (folder / "tiny.yaml").write_text(SETTINGS)
+
+
+def launch(hosts: Hosts, host: int, *options: str, nodes: int = COUNT, min_nodes: int = 2) -> None:
+    """Start the launcher on a host, with one process."""
+    hosts.start(
+        host, sys.executable, "-m", "my_project.launch",
+        "--config_file", "accelerate_configs/cpu_2_processes.yaml",
+        "--num_machines", str(nodes), "--num_processes", str(nodes), "--machine_rank", str(host),
+        "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500",
+        "--min_machines", str(min_nodes), "--lost_node_seconds", str(LOST_SECONDS),
+        "--join_timeout_seconds", str(20 * PATIENCE), *options,
+        "-m", "my_project.train", "--config", "tiny.yaml", **ENVIRONMENT,
+    )  # fmt: skip
+
+
+def run(fault: NodeFault) -> str:
+    """Let a fault happen; return what the run did, in a few words.
+
+    Raises:
+        AssertionError: it did not do what is expected.
+    """
+    with tempfile.TemporaryDirectory() as name, Hosts(Path(name), COUNT) as hosts:
+        make_project(hosts.folder)
+        for host in range(COUNT):
+            launch(hosts, host, *fault.options)
+        while not TIMES[fault.when](hosts):
+            assert any(one.poll() is None for one in hosts.commands), hosts.outputs()
+            time.sleep(0.002)
+        began, before = time.monotonic(), hosts.steps()
+        for host in fault.hosts:
+            FAULTS[fault.what](hosts, host)
+        # those that are gone for good count as ended
+        gone = fault.hosts if fault.what in ("power", "stopped", "all killed") else ()
+        left = [one for host, one in enumerate(hosts.commands) if host not in gone]
+        next_step = ended_at = 0.0
+        pause, last, stepped = 0.0, before, began
+        is_back = not fault.back
+        while any(one.poll() is None for one in left):
+            now, steps = time.monotonic(), hosts.steps()
+            assert now < began + 180 * PATIENCE, f"{fault} hangs:\n{hosts.outputs()}"
+            if steps != last:
+                pause, last, stepped = max(pause, now - stepped), steps, now
+                next_step = next_step or now - began
+            if not is_back and now > began + 3 and (0 in fault.hosts or steps > before + 20):
+                is_back = True
+                for host in fault.hosts:
+                    hosts.cable(host, "up")
+                    launch(hosts, host, *fault.options)
+                    left.append(hosts.commands[-1])
+            time.sleep(0.02)
+        ended_at = time.monotonic() - began
+        kill([pid for host in fault.hosts for pid in hosts.pids(host)])
+        codes = [one.poll() for one in left]
+        shown = hosts.outputs()
+        starts = [json.loads(line) for line in (hosts.run_folder / "starts.jsonl").open()]
+        deadline = time.monotonic() + 10 * PATIENCE
+        while pids := hosts.pids():
+            assert time.monotonic() < deadline, f"{fault}: processes {pids} are left\n{shown}"
+            time.sleep(0.1)
+        assert is_back, f"{fault}: it ended before a host came back\n{shown}"
+        if fault.expected != "right":
+            survivors = [host for host in range(COUNT) if host not in fault.hosts]
+            assert any(fault.expected in hosts.output(host) for host in survivors), shown
+            assert 0 not in codes, shown
+            assert ended_at < 60 * PATIENCE, f"{fault}: it took {ended_at:.0f} s to end\n{shown}"
+            return f"ends after {ended_at:.1f} s: {fault.expected}"
+        status = hosts.status()
+        assert status["outcome"] == "finished", f"{fault}: {status}\n{shown}"
+        ours = load_file(hosts.run_folder / "export/model.safetensors")
+        torch.testing.assert_close(ours, right_weights(), rtol=1e-9, atol=1e-9)
+        records = (hosts.run_folder / "metrics.jsonl").read_text().splitlines()
+        steps = [one["step"] for one in map(json.loads, records) if one["kind"] == "interval"]
+        assert steps == list(range(1, STEPS + 1)), f"{fault}: not one record per step"
+        nodes = [one["nodes"] for one in starts if one["event"] == "start"]
+        times = [one["time"] for one in starts]
+        assert times == sorted(times), "no two starts at the same time"
+        how = " -> ".join(map(str, nodes))
+        return f"goes on: {how} nodes; longest pause {pause:.1f} s"
+
+
+def main(words: list[str]) -> int:
+    """Run cases, and print a table; return 1 if one did not do what is expected."""
+    wrong = 0
+    print("| fault | of node | when | comes back | what the run does |\n|---|---|---|---|---|")
+    for case in CASES:
+        if words and not any(word in str(case) for word in words):
+            continue
+        try:
+            told = run(case)
+        except (AssertionError, subprocess.SubprocessError) as error:
+            wrong += 1
+            told = f"WRONG: {error}"
+        back = "yes" if case.back else "no"
+        more = f", `{' '.join(case.options)}`" if case.options else ""
+        hosts = ", ".join(map(str, case.hosts))
+        print(f"| {case.what} | {hosts} | {case.when} | {back}{more} | {told} |", flush=True)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
