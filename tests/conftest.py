@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shell import succeed
 from hosts import CONFIG, PROJECT, Hosts
+from shell import succeed
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -5,8 +5,8 @@ import sys
 
 import faults
 import pytest
-from shell import succeed
 from hosts import NEEDS_TWO_HOSTS
+from shell import succeed
 
 SIX = sorted(random.Random(faults.SEED).sample(range(len(faults.FAULTS)), 6))
 

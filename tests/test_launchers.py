@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from hosts import CONFIG, NEEDS_TWO_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, Hosts, ip
 from slurm_cluster import SlurmCluster
 from test_manifests import manifests, values
-from hosts import CONFIG, NEEDS_TWO_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, Hosts, ip
 
 pytestmark = NEEDS_TWO_HOSTS
 ENVIRONMENT = PLAIN | {"WHERE": "multi_node_cpu"}
