@@ -39,7 +39,7 @@ def available() -> bool:
     return True
 
 
-NEEDS_TWO_HOSTS = [
+NEEDS_HOSTS = [
     pytest.mark.root,
     pytest.mark.slow,
     pytest.mark.skipif(not available(), reason="needs root and iproute2 for network namespaces"),

@@ -45,7 +45,7 @@ printf '%s\\n' "$*" >> "$(dirname "$0")/mails"
 class SlurmCluster:
     """Start the daemons on two hosts; Hosts ends them."""
 
-    def __init__(self, hosts: Hosts, environment: dict[str, str]) -> None:
+    def __init__(self, hosts: Hosts, environment: dict[str, str], more: str = "") -> None:
         if not all(shutil.which(name, path="/usr/sbin") for name in ("munged", "slurmctld")):
             pytest.skip("needs Slurm and munge (Debian: slurm-wlm munge)")
         self.hosts = hosts
@@ -54,7 +54,7 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        (self.folder / "slurm.conf").write_text(CONF.format(self.folder))
+        (self.folder / "slurm.conf").write_text(CONF.format(self.folder) + more)
         for gpu in range(8):
             (self.folder / f"gpu{gpu}").touch()
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")

@@ -5,7 +5,7 @@ import sys
 
 import faults
 import pytest
-from hosts import NEEDS_TWO_HOSTS
+from hosts import NEEDS_HOSTS
 from shell import succeed
 
 SIX = sorted(random.Random(faults.SEED).sample(range(len(faults.FAULTS)), 6))
@@ -13,7 +13,7 @@ SIX = sorted(random.Random(faults.SEED).sample(range(len(faults.FAULTS)), 6))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=NEEDS_TWO_HOSTS * faults.FAULTS[n].needs_root) for n in SIX]
+    "number", [pytest.param(n, marks=NEEDS_HOSTS * faults.FAULTS[n].needs_root) for n in SIX]
 )
 def test_doctor_names_the_rank_and_the_cause_of_a_fault(number, tmp_path):
     result = faults.run(faults.FAULTS[number], tmp_path)

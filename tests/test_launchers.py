@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import CONFIG, NEEDS_TWO_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, Hosts, ip
+from hosts import CONFIG, NEEDS_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, Hosts, ip
 from slurm_cluster import SlurmCluster
 from test_manifests import manifests, values
 
-pytestmark = NEEDS_TWO_HOSTS
+pytestmark = NEEDS_HOSTS
 ENVIRONMENT = PLAIN | {"WHERE": "multi_node_cpu"}
 SSHD = """
 HostKey {0}/host_key
@@ -50,10 +50,10 @@ def ssh(hosts):
     daemons = set(hosts.pids())
     (hosts.folder / "hosts.txt").write_text("host0 slots=2\nhost1 slots=2\n")
 
-    def start(*arguments: str) -> subprocess.Popen:
+    def start(*arguments: str, **more: str) -> subprocess.Popen:
         return hosts.start(
             0, "launch/ssh.sh", "hosts.txt", "--config", "tiny.yaml", *arguments,
-            SSH=SSH.format(hosts.folder), **ENVIRONMENT,
+            SSH=SSH.format(hosts.folder), **ENVIRONMENT | more,
         )  # fmt: skip
 
     def wait_for_its_end() -> None:
@@ -107,6 +107,19 @@ def test_ssh_passes_any_text_on_and_ends_all_when_one_process_fails(hosts, ssh):
     wait_for_its_end()
     reason = json.loads((hosts.folder / "runs" / name / "status.json").read_text())["reason"]
     assert reason.startswith("rank 3 on host1, step 100: ValueError")
+
+
+def test_ssh_starts_a_killed_launcher_again_which_joins_the_others(hosts, ssh):
+    start, wait_for_its_end = ssh
+    running = start("--steps", "500", MIN_MACHINES="1")
+    hosts.wait_for(lambda: hosts.steps() >= 10)
+    launcher = next(p for p in hosts.pids(1) if b"python -m my_project.launch" in cmdline(p))
+    os.kill(launcher, signal.SIGKILL)
+    for nodes in ("1 of 2", "2 of 2"):
+        hosts.wait_for(lambda nodes=nodes: hosts.status()["nodes"] == nodes, 60)
+    assert running.wait(300 * PATIENCE) == 0, hosts.output(0)
+    wait_for_its_end()
+    hosts.assert_finished_with_the_right_weights(500)
 
 
 def cmdline(pid: int) -> bytes:
@@ -336,6 +349,23 @@ def test_slurm_sbatch_starts_one_process_per_gpu_of_the_job(noting):
     assert noting.about(job)["ExitCode"] == "2:0"
 
 
+def test_slurm_goes_on_without_a_node_that_it_has_lost(hosts):
+    """The scheduler notices too, and ends srun; without --no-kill it would end the job."""
+    more = {"PROCESSES_PER_NODE": "2", "MIN_MACHINES": "1", "WHERE": "multi_node_cpu"}
+    slurm = SlurmCluster(hosts, ENVIRONMENT | more, f"SlurmdTimeout={round(20 * PATIENCE)}\n")
+    job = slurm.submit(
+        "--no-kill", "--nodes=2", "--gpus-per-node=0", "--cpus-per-task=2", "launch/slurm.sbatch",
+        "--config", "tiny.yaml", "--steps", "400",
+    )  # fmt: skip
+    hosts.wait_for(lambda: hosts.steps() >= 10)
+    hosts.lose(1)
+    hosts.wait_for(lambda: slurm.about(job)["JobState"] not in ("RUNNING", "COMPLETING"), 300)
+    print(slurm.output(job), slurm.about(job))
+    assert slurm.about(job)["JobState"] == "COMPLETED", slurm.output(job)
+    assert hosts.status()["nodes"] == "1 of 2"
+    hosts.assert_finished_with_the_right_weights(400)
+
+
 # ---- Kubernetes ----------------------------------------------------------------------------------
 POD = manifests("kubernetes.yaml")["Job"]["spec"]["template"]["spec"]["containers"][0]
 TRAIN_JOB = manifests("kubeflow.yaml")["TrainJob"]["spec"]["trainer"]
@@ -364,7 +394,7 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts):
         script = container["args"][0].replace("/storage/runs", "runs").rstrip()
         script += f" --steps 20 {more}"
         given = values(container) | {"RUN": "tiny"}
-        sizes = {"NODES": "2", "GPUS": "8", "WHERE": "multi_node"}
+        sizes = {"NODES": "2", "GPUS": "8", "WHERE": "multi_node", "MIN_MACHINES": ""}
         assert given == sizes | {"RUN": "tiny"}
         hosts.commands.clear()
         for host in (0, 1):

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hosts import ADDRESSES, CONFIG, NEEDS_TWO_HOSTS, PLAIN, PROJECT, STOPS_AT, Hosts
+from hosts import ADDRESSES, CONFIG, NEEDS_HOSTS, PATIENCE, PLAIN, PROJECT, STOPS_AT, Hosts
 
-pytestmark = NEEDS_TWO_HOSTS
+pytestmark = NEEDS_HOSTS
 ENVIRONMENT = PLAIN | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 OWN = (sys.executable, "-m", "my_project.launch")
 PATIENT = re.sub("timeout_seconds: [0-9.e+]+", "timeout_seconds: 1800", CONFIG)  # the watchdog
@@ -228,6 +228,42 @@ def test_fsdp2_preempted_on_one_host_goes_on_as_hsdp_with_the_curve_of_ddp(hosts
     assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
     for host in (0, 1):
         assert "Warning" not in hosts.output(host), "of Python, which nobody could act on"
+
+
+def test_hsdp_goes_on_on_the_node_that_is_left_and_takes_the_other_back(hosts):
+    """On one node as FSDP2; the mesh follows the nodes that are there."""
+    (hosts.folder / "tiny.yaml").write_text(
+        SHARDED + f"distributed: {{timeout_seconds: {60 * PATIENCE:g}}}\n"
+    )
+    elastic = (*OWN, "--min_machines", "1", "--lost_node_seconds", "6")
+
+    def start(host: int) -> None:
+        more = ("--steps", "200", "--evaluation.every_steps", "null")
+        more += ("--checkpoints.every_steps", "10")
+        hosts.start(host, *elastic, *card("multi_node_hsdp", host), *more, **ENVIRONMENT)
+
+    for host in (0, 1):
+        start(host)
+    hosts.wait_for(lambda: hosts.steps() >= 15)
+    hosts.lose(1)
+    hosts.wait_for(lambda: hosts.status()["nodes"] == "1 of 2" and hosts.steps() >= 50)
+    hosts.cable(1, "up")
+    start(1)
+    assert hosts.wait(300)[::2] == [0, 0], hosts.outputs()
+    lines = map(json.loads, (hosts.run_folder / "starts.jsonl").read_text().splitlines())
+    assert [one["nodes"] for one in lines if one["event"] == "start"] == [2, 1, 2]
+    assert hosts.status()["nodes"] == "2 of 2"
+
+    hosts.commands.clear()
+    hosts.start(
+        0, "accelerate", "launch", "--config_file", "accelerate_configs/cpu_2_processes.yaml",
+        "-m", "my_project.train", "--config", "tiny.yaml", "--run_name", "ddp", "--steps", "200",
+        "--evaluation.every_steps", "null", "--recipe.init_args.seconds", "0", **ENVIRONMENT,
+    )  # fmt: skip
+    assert hosts.wait(300) == [0], hosts.output(0)
+    ours, theirs = (curve(hosts.folder / "runs" / name) for name in ("tiny", "ddp"))
+    assert len(ours) == 2 * 200 + 2, "two numbers of each step and of the evaluation, once"
+    assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9)
 
 
 def curve(folder: Path) -> list[float]:

@@ -12,6 +12,8 @@
 #
 # Environment variables: WHERE, a name in accelerate_configs/ (default multi_node); PORT of the main
 # node (29500); ADDRESS of the main node, if it is not its name in the list; SSH, the command (ssh).
+# With MIN_MACHINES=3 the run goes on while three nodes or more are there: one that cannot be reached
+# any more, or whose launcher was killed, is tried again every 10 s, and joins when it is back.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! python=$(command -v python); then
@@ -67,13 +69,22 @@ for rank in "${!hosts[@]}"; do
         --config_file "accelerate_configs/${WHERE:-multi_node}.yaml" \
         --num_machines "${#hosts[@]}" --num_processes "$((slots * ${#hosts[@]}))" \
         --machine_rank "$rank" --main_process_ip "${ADDRESS:-${hosts[0]}}" \
-        --main_process_port "${PORT:-29500}" \
+        --main_process_port "${PORT:-29500}" ${MIN_MACHINES:+--min_machines "$MIN_MACHINES"} \
         -m my_project.train "$@")"
     (
         exec {pipe}>&- # otherwise this subshell would keep the pipe open
-        code=0
-        "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
-            sed -u "s|^|${hosts[rank]}: |" || code=$?
+        while :; do
+            code=0
+            "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
+                sed -u "s|^|${hosts[rank]}: |" || code=$?
+            # 255: ssh lost the node; 128 and more: a signal ended the launcher
+            [ -n "${MIN_MACHINES:-}" ] && [ "$rank" -gt 0 ] && [ "$code" -ge 128 ] || break
+            sleep 10
+            if [ -e "$folder/code.0" ]; then # the run has ended without this node
+                code=$(<"$folder/code.0")
+                break
+            fi
+        done
         echo "$code" >"$folder/.code.$rank"
         mv "$folder/.code.$rank" "$folder/code.$rank"
     ) &

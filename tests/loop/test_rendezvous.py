@@ -3,7 +3,9 @@
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -82,6 +84,159 @@ def test_all_nodes_know_each_other_and_a_failure_reaches_all():
     first.tell_failure()
     assert told(others[1])
     assert others[1].failed.host == "host0"
+
+
+# ---- nodes that leave and come -------------------------------------------------------------------
+def elastic(rank: int, **more) -> Node:
+    return node(rank, **{"nodes": 3, "min_nodes": 2} | more)
+
+
+@contextmanager
+def started(*nodes: Node) -> Iterator[tuple[int, dict[int, OtherNodes], ThreadPoolExecutor]]:
+    """Have nodes begin a run; yield the port, the launchers by rank, and threads for others."""
+    port, everyone = free_port(), {one.rank: OtherNodes("127.0.0.1", 0) for one in nodes}
+    with ThreadPoolExecutor(8) as pool:
+        for others in everyone.values():
+            others._port = port
+        joined = [pool.submit(everyone[one.rank].meet, one, 20) for one in nodes if one.rank < 3]
+        spares = [pool.submit(call, everyone[one.rank], one) for one in nodes if one.rank >= 3]
+        for each in joined:
+            each.result()
+        for rank, waiting in zip((one.rank for one in nodes if one.rank >= 3), spares, strict=True):
+            everyone[rank].waiting = waiting
+        yield port, everyone, pool
+        for others in everyone.values():
+            others.close()
+
+
+def call(others: OtherNodes, me: Node, **more) -> str:
+    """Let a node meet the others; return the hosts that train, or how it ends."""
+    try:
+        others.meet(me, 5, **more)
+    except meeting.RunHasEnded as ended:
+        return f"ended {ended.code}"
+    except ConfigError as error:
+        return str(error)
+    return " ".join(one.host for one in others.members)
+
+
+def meet_again(pool, everyone: dict[int, OtherNodes], *nodes: Node, **more) -> list[str]:
+    return [
+        each.result()
+        for each in [pool.submit(call, everyone[one.rank], one, **more) for one in nodes]
+    ]
+
+
+def test_the_others_go_on_without_a_node_that_has_left():
+    with started(*map(elastic, range(3))) as (_, everyone, pool):
+        everyone[1].close()
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].change, 5)
+        assert everyone[0].change == "node left"
+        assert meet_again(pool, everyone, elastic(0), elastic(2)) == ["host0 host2"] * 2
+        everyone[2].close()
+        (said,) = meet_again(pool, everyone, elastic(0))
+        assert "nodes 1, 2 of 3 did not connect" in said
+
+
+def test_a_run_goes_on_on_one_node():
+    two = [node(rank, 2, min_nodes=1) for rank in (0, 1)]
+    with started(*two) as (_, everyone, pool):
+        everyone[1].close()
+        assert meet_again(pool, everyone, two[0]) == ["host0"]
+
+
+def test_a_node_that_comes_waits_until_the_others_meet():
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        meet_again(pool, everyone, elastic(0), elastic(2))
+        new = OtherNodes("127.0.0.1", port)
+        taken = pool.submit(call, new, elastic(1, launcher="new", host="new"))
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+        assert everyone[0].newcomer == "node 1 (new)"
+        assert not everyone[2].have_failed
+        assert meet_again(pool, everyone, elastic(0), elastic(2)) == ["host0 new host2"] * 2
+        assert taken.result() == "host0 new host2"
+        assert not everyone[0].newcomer
+        new.close()
+
+
+def test_a_second_node_of_a_rank_waits_until_the_first_has_left():
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        new = OtherNodes("127.0.0.1", port)
+        taken = pool.submit(call, new, elastic(1, launcher="new", host="new"))
+        assert not wait_until(lambda: everyone[0].have_failed or everyone[0].newcomer, 1)
+        everyone[1].close()
+        assert meet_again(pool, everyone, elastic(0), elastic(2)) == ["host0 new host2"] * 2
+        assert taken.result() == "host0 new host2"
+        new.close()
+
+
+def test_a_spare_takes_the_place_of_a_node_that_has_left():
+    with started(*map(elastic, range(4))) as (_, everyone, pool):
+        assert [one.rank for one in everyone[0].members] == [0, 1, 2]
+        assert not wait_until(lambda: everyone[0].have_failed or everyone[0].newcomer, 0.5)
+        everyone[2].close()
+        assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+        assert meet_again(pool, everyone, elastic(0), elastic(1)) == ["host0 host1 host3"] * 2
+        assert everyone[3].waiting.result() == "host0 host1 host3"
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_spare_ends_with_the_exit_code_of_the_run(code):
+    with started(*map(elastic, range(4))) as (_, everyone, _):
+        everyone[0].close(code)
+        assert everyone[3].waiting.result() == f"ended {code}"
+
+
+def test_a_run_that_was_stopped_ends_unless_a_node_has_left_or_come():
+    everywhere = [elastic(rank) for rank in range(3)]
+    with started(*everywhere) as (_, everyone, pool):
+        assert meet_again(pool, everyone, *everywhere, has_saved=True) == ["ended 75"] * 3
+    with started(*everywhere) as (_, everyone, pool):
+        everyone[1].close()
+        left = everywhere[::2]
+        assert meet_again(pool, everyone, *left, has_saved=True) == ["host0 host2"] * 2
+        everyone[2].close()
+        assert meet_again(pool, everyone, elastic(0), has_saved=True) == ["ended 75"]
+
+
+def test_processes_that_have_waited_start_again_only_if_a_node_has_left():
+    waited = [elastic(0), elastic(2, has_waited=True)]
+    with started(*map(elastic, range(3))) as (_, everyone, pool):
+        for said in meet_again(pool, everyone, *waited, elastic(1)):
+            assert said.startswith(
+                "processes on host2 have waited for others, but no node has left"
+            )
+    with started(*map(elastic, range(3))) as (_, everyone, pool):
+        everyone[1].close()
+        assert meet_again(pool, everyone, *waited) == ["host0 host2"] * 2
+
+
+def test_a_newcomer_that_does_not_fit_is_refused_and_disturbs_nobody():
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        meet_again(pool, everyone, elastic(0), elastic(2))
+        for wrong in ({"run": "other"}, {"world_size": 9}, {"min_nodes": 1}, {"nodes": 4}):
+            new = OtherNodes("127.0.0.1", port)
+            said = pool.submit(call, new, elastic(1, launcher="new", **wrong))
+            ended = said.done
+            assert wait_until(lambda ended=ended: not everyone[0].have_failed and ended(), 5)
+            assert not everyone[0].newcomer
+            assert "host1 was started with " in said.result()
+        assert meet_again(pool, everyone, elastic(0), elastic(2)) == ["host0 host2"] * 2
+
+
+def test_a_node_that_does_not_answer_is_left_out():
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        message = {"node": asdict(elastic(1, launcher="mute"))}
+        with socket.create_connection(("127.0.0.1", port)) as mute:
+            mute.sendall(json.dumps(message).encode() + b"\n")
+            assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+            again = [pool.submit(call, everyone[rank], elastic(rank)) for rank in (0, 2)]
+            while b"nodes" not in mute.recv(1 << 16):
+                pass
+        assert [each.result() for each in again] == ["host0 host2"] * 2
 
 
 def test_a_node_that_never_comes_is_named_on_every_node():

@@ -228,10 +228,10 @@ def parse(arguments: list[str]) -> Launch:
             f"--num_processes is {world_size}, but must be a multiple of --num_machines {nodes}: it"
             " counts the processes of all nodes."
         )
-    if not 0 <= own.min_machines <= nodes:
+    if own.min_machines and not 1 <= own.min_machines <= nodes != 1:
         raise ConfigError(
-            f"--min_machines is {own.min_machines}, but must be between 1 and {nodes}, the"
-            " --num_machines."
+            f"--min_machines is {own.min_machines}, but must be between 1 and --num_machines, which"
+            f" is {nodes} and must be 2 or more."
         )
     if not 0 <= node_rank < nodes and not (own.min_machines and node_rank > 0):
         spare = f", or {nodes} and more for spares with --min_machines"

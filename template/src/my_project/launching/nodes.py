@@ -517,7 +517,7 @@ def _probe(me: Node, nodes: list[dict[str, Any]]) -> list[str]:
         return ""
 
     others = [node for node in nodes if node["rank"] != me.rank]
-    with ThreadPoolExecutor(min(64, len(others))) as pool:
+    with ThreadPoolExecutor(64) as pool:
         return [failure for failure in pool.map(probe, others) if failure]
 
 
