@@ -448,10 +448,9 @@ def meet_other_nodes(
     others: Any,
     seconds: float,
     *,
-    refusal: str = "",
-    has_waited: bool = False,
     start: str = "",
     has_saved: bool = False,
+    **about: Any,
 ) -> None:
     """Set the network interface, and wait until all nodes are there and reach each other.
 
@@ -459,10 +458,9 @@ def meet_other_nodes(
         launch: the settings.
         others: the other launchers, nodes.OtherNodes.
         seconds: how long to wait.
-        refusal: why this node will not start its processes again; "" if it will start them.
-        has_waited: its processes have waited for others, and start again if a node was lost.
         start: Starts.id; "" for the first one of a launch.
         has_saved: the run goes on only with other nodes than before.
+        about: this node: its refusal and has_waited.
 
     Raises:
         ConfigError: on every node, why no process starts.
@@ -484,9 +482,8 @@ def meet_other_nodes(
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
-        refusal=refusal,
-        has_waited=has_waited,
         start=start or f"{uuid.uuid4().hex[:12]}.0",
+        **about,
     )
     others.meet(me, seconds, has_saved=has_saved)
 
@@ -646,62 +643,14 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         limit=launch.own.max_restarts,
         about=None if launch.node_rank else about,
     )
-    others, lost = workers.others, None
-    while True:
-        here = launch.among(others)
-        if others and not workers.stop_signal:  # else there was no other start
-            starts.follow(others.members[0].start)
-        if others and starts.count:
-            print(summary(here), flush=True)
-        if starts.about:
-            starts.about = {"nodes": here.nodes, "world_size": here.world_size}
-        began_as = starts.id
-        codes, found = run_module(here, workers, TRAIN, logs, starts)
-        if codes:  # else it was stopped before another start
-            lost = others.lost if others else None
-        if codes and lost:
-            found.append(report_lost_node(here, others, starts))
-        record_end(logs, workers, codes, starts.count)
-        by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
-        # stopped on another node, or for another one: node 0 knows whether the run goes on
-        has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
-        change = others.change if has_saved and others else ""
-        starts.end(by_themselves, found, workers.stop_signal or change)
-        # one may fail after the run has ended; what is left is not trained again
-        has_ended = starts.is_new and read_status(folder).outcome in ENDED
-        if workers.stop_signal or not (has_saved or failed(codes)) or (has_ended and not has_saved):
-            break
-        if not starts_again(launch, starts, workers, by_themselves, found, has_saved=has_saved):
-            break
+    others = workers.others
+    last = run_starts(launch, workers, starts, logs)
     workers.ignore_signals()
     if others and launch.node_rank and workers.stop_signal:
-        others.close()  # the others go on without this node
+        others.close()  # they may go on without this node
     starts.write()
-
-    def is_last() -> bool:
-        """Return whether no start has followed, of nodes that have gone on without this one."""
-        return read_info(folder).launch == began_as
-
-    # a network file system may be late
-    if launch.nodes > 1 and codes and not lost and wait_until(lambda: starts.is_new, 5.0):
-        running = ("", "running")
-        wait_until(
-            lambda: read_status(folder).outcome not in running or not is_last(), STATUS_SECONDS
-        )
-    status, is_new = read_status(folder), starts.is_new
-    if is_new and codes:  # else it was stopped between two starts
-        found += read_errors(folder, began_as)
-    if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0 and is_last())):
-        # a process on a full disk, or on a node that is lost, has not written that it failed
-        if found and status.outcome in ("failed", "running"):
-            status = as_failed(folder, status, found)
-        elif status.outcome == "running" and not workers.stop_signal:  # also by os._exit(0)
-            status = replace(status, outcome="failed", reason=unexplained(codes))
-        if goodput := tool("goodput"):
-            status = replace(status, goodput=goodput.goodput(folder))
-        with suppress(OSError), status_locked(folder):  # a full disk, or another launch
-            if starts.is_new and (launch.node_rank == 0 or is_last()):
-                write_status(folder, status)
+    status, is_new = settled(launch, workers, starts, last)
+    codes, found = last.codes, last.failures
     ending = Ending(
         folder=folder,
         logs=logs,
@@ -720,6 +669,84 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         code = None if launch.node_rank else ending.exit_code
         others.close(code, may_return=bool(workers.stop_signal))
     return ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a start has ended on this node."""
+
+    id: str
+    codes: dict[int, int]  # exit codes of the processes by rank, as they ended
+    failures: list[Failure]
+    lost: Any  # nodes.Node, whose host does not answer; or None
+
+
+def run_starts(launch: Launch, workers: Workers, starts: Starts, logs: Path) -> Start:
+    """Train, and start again while that may help; return the last start."""
+    others, lost = workers.others, None
+    while True:
+        here = launch.among(others)
+        if others and not workers.stop_signal:  # else there was no other start
+            starts.follow(others.members[0].start)
+            if starts.count:
+                print(summary(here), flush=True)
+        if starts.about:
+            starts.about = {"nodes": here.nodes, "world_size": here.world_size}
+        start = starts.id
+        codes, found = run_module(here, workers, TRAIN, logs, starts)
+        if codes:  # else it was stopped before another start
+            lost = others.lost if others else None
+        if codes and lost:
+            found.append(report_lost_node(here, others, starts))
+        record_end(logs, workers, codes, starts.count)
+        by_themselves = {rank: code for rank, code in codes.items() if rank not in workers.killed}
+        # stopped for another node, or on another one: the run may go on
+        has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
+        change = others.change if has_saved and others else ""
+        starts.end(by_themselves, found, workers.stop_signal or change)
+        # one may fail after the run has ended; what is left is not trained again
+        has_ended = starts.is_new and read_status(launch.config.folder).outcome in ENDED
+        may_start = has_saved or (failed(codes) and not has_ended)
+        if workers.stop_signal or not may_start:
+            break
+        if not starts_again(launch, starts, workers, by_themselves, found, has_saved=has_saved):
+            break
+    return Start(id=start, codes=codes, failures=found, lost=lost)
+
+
+def settled(launch: Launch, workers: Workers, starts: Starts, last: Start) -> tuple[Status, bool]:
+    """Write how the run has ended where no process has, and add what its error files say.
+
+    Returns:
+        The status, and whether this launch has begun the run.
+    """
+    folder, codes, found, lost = launch.config.folder, last.codes, last.failures, last.lost
+
+    def is_last() -> bool:
+        """Return whether no nodes have gone on without this one."""
+        return read_info(folder).launch == last.id
+
+    # a network file system may be late
+    if launch.nodes > 1 and codes and not lost and wait_until(lambda: starts.is_new, 5.0):
+        running = ("", "running")
+        wait_until(
+            lambda: read_status(folder).outcome not in running or not is_last(), STATUS_SECONDS
+        )
+    status, is_new = read_status(folder), starts.is_new
+    if is_new and codes:  # else it was stopped between two starts
+        found += read_errors(folder, read_info(folder).launch)
+    if is_new and (launch.node_rank == 0 or (lost and lost.rank == 0 and is_last())):
+        # a process on a full disk, or on a node that is lost, has not written that it failed
+        if found and status.outcome in ("failed", "running"):
+            status = as_failed(folder, status, found)
+        elif status.outcome == "running" and not workers.stop_signal:  # also by os._exit(0)
+            status = replace(status, outcome="failed", reason=unexplained(codes))
+        if goodput := tool("goodput"):
+            status = replace(status, goodput=goodput.goodput(folder))
+        with suppress(OSError), status_locked(folder):  # a full disk, or another launch
+            if starts.is_new and (launch.node_rank == 0 or is_last()):
+                write_status(folder, status)
+    return status, is_new
 
 
 def as_failed(folder: Path, status: Status, found: list[Failure]) -> Status:

@@ -107,6 +107,7 @@ class Ending:
             title = f"stopped: saved at step {self.status.step} of {self.status.steps}"
             pairs[0] = ("reason", self.status.reason)
             pairs += [("note", self.status.note or ""), self._warnings, *links(self.status)]
+            pairs.append(("nodes", too_few_nodes(self.status)))
             pairs.append(("goodput", goodput_in_words(self.status)))
         print_block(title, [*rows(pairs), *self._next("the same command")])
 
@@ -136,6 +137,7 @@ class Ending:
             ("error", reason),
             ("ranks", ranks),
             self._warnings,
+            ("nodes", too_few_nodes(self.status)),
             ("goodput", goodput_in_words(self.status)),
             ("logs", str(self.folder / "logs")),
             ("doctor", doctor),
@@ -170,6 +172,7 @@ def print_finished(folder: Path, status: Status, *more: tuple[str, str]) -> None
         ("note", status.note or ""),
         *more,
         ("time", f"{format_seconds(status.seconds)} in the last start"),
+        ("nodes", too_few_nodes(status)),
         ("goodput", goodput_in_words(status)),
         ("best", best_of(folder)),
         ("result", ", ".join(results)),
@@ -196,6 +199,12 @@ def best_of(folder: Path) -> str:
 def links(status: Status) -> list[tuple[str, str]]:
     """Return where the trackers show the run, as rows."""
     return [("tracker", link) for link in status.trackers.values()]
+
+
+def too_few_nodes(status: Status) -> str:
+    """Return how many nodes of how many took part at the end; "" if all did."""
+    here, _, everywhere = status.nodes.partition(" of ")
+    return status.nodes if here != everywhere else ""
 
 
 def goodput_in_words(status: Status) -> str:

@@ -191,8 +191,9 @@ def newest_start(run: Run, locked: bool | None) -> Start:
         start.hosts = dict(enumerate(run.info.hosts))
     by_rank = {one.rank: one for one in reversed(reports)}
     start.failures = sorted(by_rank.values(), key=lambda one: one.time)
+    is_known = bool(start.hosts)
     start.hosts |= {one.rank: one.host for one in start.failures}
-    largest = max([0, *start.hosts, *start.logs])
+    largest = max([0, *start.hosts, *(() if is_known else start.logs)])
     start.world_size = min(largest, MOST_RANKS) + 1
     return start
 
@@ -206,18 +207,21 @@ def _read_logs(start: Start, opened: float) -> Start:
     """Add what the newest log folder of each node holds, but not from before the run was opened."""
     nodes = sorted(start.run.folder.glob("logs/node_*/"))
     newest = [sorted(node.glob("[0-9]*T[0-9]*/"))[-1:] for node in nodes]  # by the time in the name
+    logs: list[Path] = []
     for folder in chain(*newest):
         changed = max((path.lstat().st_mtime for path in folder.iterdir()), default=0.0)
         if changed < opened - COPIED_SECONDS:
             continue
-        logs = folder.glob("rank_" + 5 * "[0-9]" + ".log")
-        start.logs |= {int(path.stem[5:]): path for path in logs}
+        logs += folder.glob("rank_" + 5 * "[0-9]" + ".log")
         start.failures += read_failures(sorted(folder.glob("rank_*.json")))
         start.ended[folder] = ended = read_json(folder / "launcher.json")
         signals = [read_json(path) for path in sorted(folder.glob("signal_rank_*.json"))]
         told = (one.get("signal") for one in (*signals, ended))
         start.told = start.told or next((one for one in told if isinstance(one, str)), "")
         start.exits |= _exits(ended, folder / "launcher.json")
+    # a node has other ranks in a later attempt, where the nodes were others
+    logs.sort(key=lambda path: path.lstat().st_mtime)
+    start.logs = {int(path.stem[5:]): path for path in logs}
     return start
 
 
