@@ -37,6 +37,8 @@ OURS += ("--main_process_ip", ADDRESSES[0], "--main_process_port", "29500", "--m
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes", "2:3", "--nproc_per_node")
 TORCHRUN += ("1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500")
 TORCHRUN += ("--rdzv_id", "run", "--max_restarts", "20", "--monitor_interval", "0.1")
+ENVIRONMENT = PLAIN | {"ACCELERATE_USE_CPU": "1", "GLOO_SOCKET_IFNAME": "veth0"}
+ENVIRONMENT |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TRAIN = ("-m", "my_project.train", "--config", "tiny.yaml")
 
 
@@ -64,9 +66,7 @@ def start(hosts: Hosts, host: int, launcher: tuple[str, ...]) -> None:
     """Start a launcher on a host."""
     rank = ("--machine_rank", str(host)) if launcher == OURS else ()
     local = ("--local_addr", ADDRESSES[host]) if launcher == TORCHRUN else ()
-    environment = PLAIN | {"ACCELERATE_USE_CPU": "1", "GLOO_SOCKET_IFNAME": "veth0"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    hosts.start(host, *launcher, *rank, *local, *TRAIN, **environment)
+    hosts.start(host, *launcher, *rank, *local, *TRAIN, disk=None, **ENVIRONMENT)
 
 
 def measure(launcher: tuple[str, ...]) -> tuple[float, float]:

@@ -102,6 +102,9 @@ def started(*nodes: Node) -> Iterator[tuple[int, dict[int, OtherNodes], ThreadPo
         spares = [pool.submit(call, everyone[one.rank], one) for one in nodes if one.rank >= 3]
         for each in joined:
             each.result()
+        assert wait_until(
+            lambda: everyone[0].have_failed or len(everyone[0]._ready()) == len(spares), 5
+        )
         for rank, waiting in zip((one.rank for one in nodes if one.rank >= 3), spares, strict=True):
             everyone[rank].waiting = waiting
         yield port, everyone, pool

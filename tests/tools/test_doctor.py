@@ -145,6 +145,33 @@ def test_ranks_that_lost_contact_point_to_those_that_do_not_report(
     assert (found["first"]["rank"], found["first"]["host"]) == (rank, host)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "stale"),
+    [
+        # node 1 was lost, and the others went on
+        (("gpu-a", "gpu-c"), {("node_1", 1), ("node_2", 2)}),
+        # and it came back
+        (("gpu-a", "gpu-b", "gpu-c"), {("node_2", 1)}),
+    ],
+)
+def test_ranks_of_an_earlier_attempt_with_other_nodes_are_told_apart(
+    tmp_path, monkeypatch, hosts, stale
+):
+    run = begin(tmp_path, monkeypatch, hosts=hosts)
+    stamp = time.strftime("%Y%m%dT%H%M%S_1", time.gmtime())
+    for node, ranks in {"node_0": (0,), "node_1": (1,), "node_2": (2, 1)}.items():
+        folder = run.folder / "logs" / node / stamp
+        folder.mkdir(parents=True)
+        for rank in ranks:
+            path = folder / f"rank_{rank:05d}.log"
+            path.write_text(f"of {node}")
+            written = time.time() - (20 if (node, rank) in stale else 10)
+            os.utime(path, (written, written))
+    start = doctor.newest_start(doctor.read_folder(run.folder), None)
+    assert start.silent == [*range(len(hosts))]
+    assert start.logs[1].read_text() == ("of node_2" if len(hosts) == 2 else "of node_1")
+
+
 def test_a_rank_that_went_on_after_the_others_gave_up_was_likely_stopped(tmp_path, monkeypatch):
     run = begin(tmp_path, monkeypatch, (HERE, HERE))
     for run.rank, cause, idle_seconds in ((0, "waiting", 10), (1, "lost contact", 30)):
