@@ -91,10 +91,12 @@ class Starts:
         return read_info(self.folder).launch == self.id
 
     @property
-    def takes_steps(self) -> bool:
-        """Return whether the current start has taken a step, and the run has not ended."""
+    def phase(self) -> str:
+        """Return starting (no step is done, so nothing saves), training, or ended."""
         status = read_status(self.folder)
-        return self.has_begun and status.outcome == "running" and bool(status.first_step_time)
+        if not self.has_begun or (status.outcome == "running" and not status.first_step_time):
+            return "starting"
+        return "training" if status.outcome == "running" else "ended"
 
     @property
     def is_new(self) -> bool:

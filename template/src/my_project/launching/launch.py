@@ -564,7 +564,9 @@ def run_module(
         is_forked = start_method()[0] == "fork"
         settings = launch.config if is_forked else launch.arguments
         function = partial(call, module, settings, launcher=os.getpid())
-        codes = workers.run(function, environments, starts.may_kill, lambda: starts.takes_steps)
+        codes = workers.run(
+            function, environments, starts.may_kill, lambda: starts.phase if module == TRAIN else ""
+        )
         found = read_failures(Path(errors).glob("*.json"))
     for rank in [rank for rank, code in codes.items() if code == -signal.SIGVTALRM]:
         found.append(report_held_lock(launch, rank, logs, starts))

@@ -190,21 +190,22 @@ class OtherNodes:
         return self.failed is not None
 
     @property
-    def change(self) -> str:
-        """Return on node 0 why a run that has saved goes on with other nodes; "" if it does not."""
-        members = [one for one in self._connections if one.is_member]
-        return (
-            "node left" if 1 + len(members) < len(self.members) else self.newcomer and "node came"
-        )
+    def has_left(self) -> bool:
+        """Return whether a launcher has ended to which this one was connected."""
+        expected = min(1, len(self.members) - 1) if self._me.rank else len(self.members) - 1
+        return sum(one.is_member for one in self._connections) < expected
 
     @property
     def newcomer(self) -> str:
         """Return on node 0 which node waits that the run can take in; "" without one."""
-        members = [one for one in self._connections if one.is_member]
+        here = 1 + sum(one.is_member for one in self._connections)
         nodes = [one.node for one in self._ready() if not one.is_member]
-        if nodes and 1 + len(members) < self._me.nodes:
-            return f"node {nodes[0].rank} ({nodes[0].host})"
-        return ""
+        return f"node {nodes[0].rank} ({nodes[0].host})" if nodes and here < self._me.nodes else ""
+
+    @property
+    def change(self) -> str:
+        """Return on node 0 why a run that has saved goes on with other nodes; "" if it does not."""
+        return "node left" if self.has_left else self.newcomer and "node came"
 
     def tell_failure(self) -> None:
         """Tell the other nodes that the processes here have failed, by way of node 0."""

@@ -91,7 +91,7 @@ class Workers:
         function: Callable[[], object],
         environments: list[dict[str, str]],
         may_kill: Callable[[dict[int, int | None], float], bool],
-        takes_steps: Callable[[], bool] = lambda: False,
+        phase: Callable[[], str] = lambda: "",
     ) -> dict[int, int]:
         """Call a function in new processes, and wait until all of them have ended.
 
@@ -102,7 +102,7 @@ class Workers:
             environments: of each process.
             may_kill: whether the others need to be waited for no longer, by the exit codes so far
                 and the seconds since the first has failed, here or on another node.
-            takes_steps: whether a stop signal makes the run save, so that it can take in a node.
+            phase: of the run, Starts.phase.
 
         Returns:
             The exit code of each process by rank, in the order in which they ended; -n for one
@@ -128,13 +128,13 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
-            return self._wait(ranks, may_kill, takes_steps) if self.running else {}
+            return self._wait(ranks, may_kill, phase) if self.running else {}
         finally:
             kill_all(self.running)
             self.running = []
 
     def _wait(
-        self, ranks: list[int], may_kill: Callable, takes_steps: Callable[[], bool]
+        self, ranks: list[int], may_kill: Callable, phase: Callable[[], str]
     ) -> dict[int, int]:
         failed_at = float("inf")
         ended: dict[int, int] = {}
@@ -145,14 +145,9 @@ class Workers:
             ended |= {rank: code for rank, code in codes.items() if code is not None}
             if len(ended) == len(ranks):
                 return ended
-            if failed(codes) or (self.others and self.others.have_failed):
-                failed_at = min(failed_at, time.monotonic())
             left = [worker for worker in self.running if worker.exitcode is None]
-            newcomer = self.others.newcomer if self.others and not self.makes_room else ""
-            if newcomer and not ended and takes_steps():
-                print(f"{newcomer} has come: the run saves, and goes on with it", flush=True)
-                self.makes_room = True
-                os.kill(left[0].pid, signal.SIGUSR1)
+            if failed(codes) or (self.others and self._has_lost_nodes(left, phase)):
+                failed_at = min(failed_at, time.monotonic())
             reap_others({worker.pid for worker in left})
             if not self.killed and may_kill(codes, time.monotonic() - failed_at):
                 self.killed = [rank for rank, code in codes.items() if code is None]
@@ -160,6 +155,18 @@ class Workers:
                     worker.kill()
             # a sentinel that a loader worker has inherited stays open, so the time counts too
             connection.wait([worker.sentinel for worker in left], POLL_SECONDS)
+
+    def _has_lost_nodes(self, left: list[Any], phase: Callable[[], str]) -> bool:
+        """Return whether processes of other nodes have failed; make room for a node that waits."""
+        if self.others.have_failed:
+            return True
+        newcomer = self.others.newcomer if not self.makes_room else ""
+        if newcomer and len(left) == len(self.running) and phase() == "training":
+            print(f"{newcomer} has come: the run saves, and goes on with it", flush=True)
+            self.makes_room = True
+            os.kill(left[0].pid, signal.SIGUSR1)
+        # its processes save with the others, but end at once where nothing saves
+        return self.others.has_left and phase() == "starting"
 
 
 def start_method() -> tuple[str, str]:
