@@ -198,7 +198,8 @@ def run(fault: NodeFault) -> str:
         kill([pid for host in fault.hosts for pid in hosts.pids(host)])
         codes = [one.poll() for one in left]
         shown = hosts.outputs()
-        starts = [json.loads(line) for line in (hosts.run_folder / "starts.jsonl").open()]
+        status = hosts.run_folder / "status.json"
+        assert status.exists() or fault.expected != "right", f"{fault}: nothing began\n{shown}"
         deadline = time.monotonic() + 10 * PATIENCE
         while pids := hosts.pids():
             assert time.monotonic() < deadline, f"{fault}: processes {pids} are left\n{shown}"
@@ -211,6 +212,7 @@ def run(fault: NodeFault) -> str:
             assert ended_at < 60 * PATIENCE, f"{fault}: it took {ended_at:.0f} s to end\n{shown}"
             return f"ends after {ended_at:.1f} s: {fault.expected}"
         status = hosts.status()
+        starts = [json.loads(line) for line in (hosts.run_folder / "starts.jsonl").open()]
         assert status["outcome"] == "finished", f"{fault}: {status}\n{shown}"
         ours = load_file(hosts.run_folder / "export/model.safetensors")
         torch.testing.assert_close(ours, right_weights(), rtol=1e-9, atol=1e-9)
@@ -233,7 +235,7 @@ def main(words: list[str]) -> int:
             continue
         try:
             told = run(case)
-        except (AssertionError, subprocess.SubprocessError) as error:
+        except (AssertionError, OSError, subprocess.SubprocessError) as error:
             wrong += 1
             told = f"WRONG: {error}"
         back = "yes" if case.back else "no"
