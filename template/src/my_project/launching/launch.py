@@ -792,7 +792,7 @@ def starts_again(
         refusal = starts.refusal(
             failed(codes),
             found,
-            others_failed=bool(others and others.failed),
+            others_failed=bool(others and (others.failed or others.has_left)),
             may_have_waited=may_go_on,
         )
     if others:
