@@ -168,6 +168,8 @@ def test_a_second_node_of_a_rank_waits_until_the_first_has_left():
         new = OtherNodes("127.0.0.1", port)
         taken = pool.submit(call, new, elastic(1, launcher="new", host="new"))
         assert not wait_until(lambda: everyone[0].have_failed or everyone[0].newcomer, 1)
+        same = meet_again(pool, everyone, *map(elastic, range(3)))
+        assert same == ["host0 host1 host2"] * 3
         everyone[1].close()
         assert meet_again(pool, everyone, elastic(0), elastic(2)) == ["host0 new host2"] * 2
         assert taken.result() == "host0 new host2"
@@ -237,8 +239,8 @@ def test_a_node_that_does_not_answer_is_left_out():
             mute.sendall(json.dumps(message).encode() + b"\n")
             assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
             again = [pool.submit(call, everyone[rank], elastic(rank)) for rank in (0, 2)]
-            while b"nodes" not in mute.recv(1 << 16):
-                pass
+            while b'"nodes": [' not in mute.recv(1 << 16):
+                pass  # it hears that it waits
         assert [each.result() for each in again] == ["host0 host2"] * 2
 
 
@@ -278,6 +280,20 @@ def test_a_restarted_node_replaces_its_connection_foreign_ones_do_not():
         for message in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b"", *wrong, first):
             send(port, message)
         again = pool.submit(join, node(1), port)
+        join(node(2), port)
+        assert watched(main.result()) == ["host1", "host2"]
+        assert watched(again.result()) == ["host0"]
+
+
+def test_a_launcher_that_has_lost_its_connection_joins_by_another():
+    """Node 0 has not noticed: the cable was out for a while."""
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool, socket.socket() as lost:
+        main = pool.submit(join, node(0), port)
+        assert wait_until(lambda: lost.connect_ex(("127.0.0.1", port)) == 0, 5)
+        lost.sendall(json.dumps({"node": asdict(node(1))}).encode() + b"\n")
+        again = pool.submit(join, node(1), port)
+        assert wait_until(lambda: lost.recv(1) == b"", 5), "node 0 closes the first one"
         join(node(2), port)
         assert watched(main.result()) == ["host1", "host2"]
         assert watched(again.result()) == ["host0"]

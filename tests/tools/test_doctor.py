@@ -275,6 +275,22 @@ def test_a_rank_is_slow_if_others_wait_for_it_in_most_records(records, is_slow):
     assert [line[:15] for line in doctor.slow_rank(records)] == ["rank 1 on gpu-a"] * is_slow
 
 
+def test_of_a_long_run_the_newest_records_are_kept_in_memory(tmp_path, monkeypatch):
+    run = begin(tmp_path, monkeypatch)
+    problem = {"kind": "check", "step": 7, "problem": "ranks differ"}
+    records = [{"kind": "interval", "step": step, "time": 1.0} for step in range(1, 2001)]
+    lines = [json.dumps(one) + "\n" for one in (*records[:7], problem, *records[7:])]
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+    found = doctor.read_folder(run.folder)
+    newest, checks = found.skimmed
+    assert [one["step"] for one in newest] == [*range(1901, 2001)]
+    assert checks == [problem]
+    assert "records" not in vars(found), "which would hold all"
+    told = diagnose(run.folder)
+    assert "from step 7 on: ranks differ" in told["known"]
+    assert told["step"] == 2000, "status.json of a run under way has an earlier one"
+
+
 def test_what_checks_have_found_is_told_once_with_its_first_step():
     found = [{"problem": problem, "step": step} for step, problem in enumerate("abacd")]
     lines = doctor.by_checks([{"kind": "interval", "step": 9}, *found])

@@ -320,6 +320,13 @@ def write_error(folder: Path, failure: Failure) -> None:
     write_atomically(folder / "errors" / name, json.dumps(failure.to_json(), indent=1) + "\n")
 
 
+def remove_old_errors(folder: Path, most: int) -> None:
+    """Remove the oldest error files of a run folder: a thousand restarts leave millions."""
+    for path in sorted((folder / "errors").glob("*_rank_*_step_*.json"))[:-most]:
+        with suppress(OSError):
+            path.unlink()
+
+
 def report_once(error: BaseException) -> Failure:
     """Report an exception, unless the run has, which knows more; return what was reported."""
     failure: Failure | None = getattr(error, "failure", None)

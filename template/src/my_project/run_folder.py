@@ -37,6 +37,7 @@ from .run_files import Status
 from .safety.redaction import MASK, is_secret, mask
 
 logger = logging.getLogger(__name__)
+MOST_ERRORS = 1000  # error files that a start leaves in errors/, or two for each rank
 FINISHED_BEFORE = (
     "already finished, so nothing is trained; --resume never trains it again and keeps this run"
     " aside, --run_name trains another run"
@@ -195,6 +196,7 @@ class Run:
                     manifests.try_saving(folder)
             if starts_over:
                 self._start_over()
+            failures.remove_old_errors(self.folder, max(MOST_ERRORS, 2 * len(self.hosts)))
             files.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
             self.write_status("running")
             self.token = os.environ.get(START) or uuid.uuid4().hex

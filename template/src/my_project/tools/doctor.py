@@ -45,7 +45,6 @@ from .reader import Run, parser_of, read_folder, read_run, run_tool, time_of
 
 LONGEST = 500  # characters of a sentence
 COPIED_SECONDS = 60.0  # by which the times of files may differ in a copy of a run folder
-LATEST = 100  # records that are looked at for a slow rank
 LITTLE_BYTES = 10e6  # of free space: less than a checkpoint of most models
 MOST_RANKS = 1_000_000
 WATCHED = ("stalled", "waiting")  # causes that the watchdog finds
@@ -171,7 +170,9 @@ def newest_start(run: Run, locked: bool | None) -> Start:
     changed = [path.stat().st_mtime for path in files if path.is_file()]
     opened = changed[0] if changed else 0.0
     reports = run.failures.get(launch, [])
-    last_sign = max([*changed, *map(when, reports), *map(time_of, run.records[-1:])], default=0.0)
+    last_sign = max(
+        [*changed, *map(when, reports), *map(time_of, run.skimmed[0][-1:])], default=0.0
+    )
     start = _read_logs(Start(run=run), opened)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(last_sign))
     is_later = min((folder.name[:15] for folder in start.ended), default="") > stamp
@@ -428,9 +429,7 @@ def slow_rank(records: list[dict[str, Any]]) -> list[str]:
     """Return a sentence if one rank made the others wait in most of the last records."""
     fields = ("rank_seconds_max", "rank_seconds_min", "step_seconds")
     rows = [  # of damaged ones none
-        one
-        for one in records[-LATEST:]
-        if all(isinstance(one.get(name), (int, float)) for name in fields)
+        one for one in records if all(isinstance(one.get(name), (int, float)) for name in fields)
     ]
     found = Counter(
         f"rank {one.get('slowest_rank')} on {one.get('slowest_host')}"
@@ -473,11 +472,11 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
     if kind in ENDED_FROM_OUTSIDE:
         look_at.append(f"dmesg -T | grep -iE 'killed process|out of memory', on {values['host']}")
         look_at.append(f"the log of the scheduler, where there is one{values['job']}")
-    known = [note] * bool(note) + cause.get("known", []) + slow_rank(run.records)
+    known = [note] * bool(note) + cause.get("known", []) + slow_rank(run.skimmed[0])
     known = known or ["no failure"] * (outcome in ("finished", "preempted"))
     if (count := run.status.warnings) and not start.is_unopened:
         known.append(f"rank 0 gave warnings ({count}): see {start.logs.get(0, 'what it printed')}")
-    known += by_checks(run.records)
+    known += by_checks(run.skimmed[1])
     certainty = "known" if cause.get("is_known", kind not in LIKELY) else "likely"
     place: Frame | None = cause.get("at")
     first = {name: cause.get(name) for name in ("rank", "host", "step", "what", "says")}
@@ -486,7 +485,7 @@ def diagnose(folder: Path, now: float | None = None) -> dict[str, Any]:
         "run": str(folder),
         "outcome": outcome,
         "happened": _happened(start, outcome, now or time.time(), locked),
-        "step": cause.get("step") or run.status.step,
+        "step": cause.get("step") or run.step,
         "steps": run.status.steps or None,
         "time": first["time"],
         "first": first if cause else None,
@@ -516,8 +515,8 @@ def _outcome(start: Start, locked: bool | None) -> str:
 
 def _happened(start: Start, outcome: str, now: float, locked: bool | None) -> str:
     """Return in a sentence or two how far the run is, and since when."""
-    status, last = start.run.status, max([start.began, *map(time_of, start.run.records[-1:])])
-    text = f"step {'?' if status.is_damaged else status.step} of {status.steps or '?'}"
+    status, last = start.run.status, max([start.began, *map(time_of, start.run.skimmed[0][-1:])])
+    text = f"step {'?' if status.is_damaged else start.run.step} of {status.steps or '?'}"
     if start.is_unopened:
         before = f"; before it: {status.outcome}, {text}" * (not status.is_damaged)
         return f"the newest start did not open the run{before}"

@@ -7,6 +7,7 @@ out, and named in `problems`.
 import argparse
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from ..run_files import (
 from ..words import PACKAGE
 
 PARTS_OF_A_RUN = ("config.yaml", "status.json", "run.json", "metrics.jsonl", "checkpoints")
+LATEST = 100  # records that tell what a run does now
 NOT_COMPARED = {"run_name", "runs_folder", "resume", "stop_after"}  # they name or place a run
 
 
@@ -48,10 +50,32 @@ class Run:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """Return the records of metrics.jsonl, in its order, without damaged lines."""
-        found = list(self.each_record())
-        if {} in found:
+        return list(self._sound_records())
+
+    @cached_property
+    def skimmed(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the newest records, and those of checks; a run may have a million others."""
+        newest: deque[dict[str, Any]] = deque(maxlen=LATEST)
+        checks = []
+        for record in self._sound_records():
+            newest.append(record)
+            if "problem" in record:
+                checks.append(record)
+        return list(newest), checks
+
+    @property
+    def step(self) -> int:
+        """Return the steps done, of which status.json knows those of a running start late."""
+        return max(self.status.step, *(one["step"] for one in self.skimmed[0][-1:]), 0)
+
+    def _sound_records(self) -> Iterator[dict[str, Any]]:
+        is_damaged = False
+        for record in self.each_record():
+            if record:
+                yield record
+            is_damaged |= not record
+        if is_damaged:
             self.problems.append("metrics.jsonl has damaged lines, which are left out.")
-        return [record for record in found if record]
 
     @cached_property
     def failures(self) -> dict[str, list[Failure]]:
