@@ -55,13 +55,14 @@ lint: .venv/installed ## Check formatting, lint, types and shell scripts
 bench: .venv/installed ## Time the loop and hand-written PyTorch in one run; PEERS=1: and other libraries
 	$(BIN)/python benchmarks/loop.py $(if $(PEERS),--peers)
 
-faults: .venv/installed ## Inject 60 faults, ask doctor; wrong recipes; 100 sound runs; 156 kills: 50 minutes, some need root
+faults: .venv/installed ## Inject 60 faults, ask doctor; wrong recipes; 100 sound runs; 156 kills; lost nodes: 90 minutes, some need root
 	$(BIN)/python tests/faults.py
 	$(BIN)/python tests/faults.py --files
 	$(BIN)/python tests/silence.py
 	$(BIN)/python tests/faults.py --sound 100
 	$(BIN)/python benchmarks/kills.py --kills 100 --processes 2 1 4 3 2
 	$(BIN)/python tests/faults.py --kills-of-launch 56
+	$(BIN)/python tests/node_faults.py
 
 clean: ## Remove the environment and the generated project with its runs
 	rm -rf .venv build

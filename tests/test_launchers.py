@@ -410,6 +410,35 @@ def test_what_the_pods_run_trains_on_two_hosts(hosts):
     hosts.assert_finished_with_the_right_weights(20)
 
 
+def test_pods_go_on_without_one_that_is_evicted_and_take_the_new_one(hosts):
+    """By the Job's own command with MIN_MACHINES: pod 1, then pod 0, each replaced."""
+    (hosts.folder / "hosts").write_text("127.0.0.1 localhost\n10.77.0.1 tiny-0.training\n")
+    (hosts.folder / "configs").mkdir()
+    (hosts.folder / "configs/image_classification.yaml").write_text(CONFIG)
+    script = POD["args"][0].replace("/storage/runs", "runs").rstrip() + " --steps 600"
+
+    def start(host: int) -> None:
+        given = values(POD) | ENVIRONMENT | {"RUN": "tiny", "GPUS": "1", "MIN_MACHINES": "1"}
+        given |= {"JOB_COMPLETION_INDEX": str(host)}
+        hosts.start(host, *POD["command"], script, **given)
+
+    for host in (0, 1):
+        start(host)
+    pods = {0: hosts.commands[0], 1: hosts.commands[1]}
+    for pod in (1, 0):
+        before = hosts.steps()
+        hosts.wait_for(lambda before=before: hosts.steps() >= before + 30)
+        os.kill(pods[pod].pid, signal.SIGTERM)
+        assert pods[pod].wait(60 * PATIENCE) == 75
+        if pod:
+            hosts.wait_for(lambda: hosts.status()["nodes"] == "1 of 2", 60)
+        start(pod)
+        pods[pod] = hosts.commands[-1]
+        hosts.wait_for(lambda: "{nodes} {outcome}".format(**hosts.status()) == "2 of 2 running", 60)
+    assert hosts.wait(300)[2:] == [0, 0], hosts.outputs()
+    hosts.assert_finished_with_the_right_weights(600)
+
+
 # ---- preflight, and what the nodes find when they meet -------------------------------------------
 JOIN = 10 * PATIENCE  # seconds for the nodes to find each other
 
