@@ -59,6 +59,7 @@ trap 'rm -rf "$folder"' EXIT
 mkfifo "$folder/pipe"
 exec {pipe}<>"$folder/pipe"
 close_pipe() {
+    : >"$folder/stop"
     [ -z "$pipe" ] || exec {pipe}>&-
     pipe=""
 }
@@ -77,13 +78,13 @@ for rank in "${!hosts[@]}"; do
             code=0
             "${ssh[@]}" "${hosts[rank]}" "$command" <"$folder/pipe" 2>&1 |
                 sed -u "s|^|${hosts[rank]}: |" || code=$?
-            # 255: ssh lost the node; 128 and more: a signal ended the launcher
-            [ -n "${MIN_MACHINES:-}" ] && [ "$rank" -gt 0 ] && [ "$code" -ge 128 ] || break
+            # lost by ssh, killed, or cut off from node 0: the run goes on, and takes it back
+            [ -n "${MIN_MACHINES:-}" ] && [ "$rank" -gt 0 ] && [[ " 0 2 75 " != *" $code "* ]] || break
             sleep 10
             if [ -e "$folder/code.0" ]; then # the run has ended without this node
                 code=$(<"$folder/code.0")
-                break
             fi
+            [ ! -e "$folder/stop" ] && [ ! -e "$folder/code.0" ] || break
         done
         echo "$code" >"$folder/.code.$rank"
         mv "$folder/.code.$rank" "$folder/code.$rank"

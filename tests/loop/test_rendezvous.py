@@ -18,7 +18,7 @@ from world import free_port
 
 
 def node(rank: int, nodes: int = 3, **more) -> Node:
-    about = {"world_size": 2 * nodes, "run": "train", "host": f"host{rank}", "min_nodes": nodes}
+    about = {"world_size": 2 * nodes, "run": "train", "host": f"host{rank}", "min_nodes": 0}
     about |= {"interface": "lo", "ip": "127.0.0.1", "launcher": f"of node {rank}"}
     return Node(**{"rank": rank, "nodes": nodes} | about | more)
 
@@ -176,10 +176,11 @@ def test_a_second_node_of_a_rank_waits_until_the_first_has_left():
         new.close()
 
 
-def test_a_spare_takes_the_place_of_a_node_that_has_left():
+def test_a_spare_takes_the_place_of_a_node_that_has_left(capsys):
     with started(*map(elastic, range(4))) as (_, everyone, pool):
         assert [one.rank for one in everyone[0].members] == [0, 1, 2]
         assert not wait_until(lambda: everyone[0].have_failed or everyone[0].newcomer, 0.5)
+        assert "waits until a node is missing" in capsys.readouterr().out
         everyone[2].close()
         assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
         assert meet_again(pool, everyone, elastic(0), elastic(1)) == ["host0 host1 host3"] * 2
@@ -215,6 +216,66 @@ def test_processes_that_have_waited_start_again_only_if_a_node_has_left():
     with started(*map(elastic, range(3))) as (_, everyone, pool):
         everyone[1].close()
         assert meet_again(pool, everyone, *waited) == ["host0 host2"] * 2
+
+
+def test_a_new_node_0_goes_on_with_nodes_that_have_waited_for_the_old_one(monkeypatch):
+    """Of three one is gone for good, too: it is not awaited as long as at the first start."""
+    monkeypatch.setattr(meeting, "JOIN_SECONDS", 1.0)
+    old = elastic(1, has_waited=True, is_new=False)
+    for said in meet(elastic(0), old, seconds=600):
+        assert not isinstance(said, str)
+        assert [one.rank for one in said.members] == [0, 1]
+
+
+def test_a_node_waits_as_long_as_node_0_does(monkeypatch):
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 1.0)
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        main = pool.submit(join, node(0), port, 60)
+        impatient = pool.submit(join, node(1), port, 0.5)
+        assert not wait_until(impatient.done, 3)
+        join(node(2), port)
+        assert watched(main.result()) == ["host1", "host2"]
+        assert watched(impatient.result()) == ["host0"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 20.0])
+def test_a_spare_waits_for_another_node_0_only_if_it_was_told_to(seconds):
+    with started(*map(elastic, range(4))) as (port, everyone, pool):
+        for others in everyone.values():
+            others._node_0_seconds = seconds
+        everyone[0].close(75, may_return=True)
+        if not seconds:
+            assert everyone[3].waiting.result() == "ended 75"
+            return
+        new = OtherNodes("127.0.0.1", port)
+        again = pool.submit(call, new, elastic(0, launcher="new"))
+        others = meet_again(pool, everyone, *(elastic(rank, is_new=False) for rank in (1, 2)))
+        assert again.result() == others[0] == others[1] == "host0 host1 host2"
+        new.close(0)
+        assert everyone[3].waiting.result() == "ended 0"
+
+
+def test_a_refusal_ends_the_members_and_not_a_spare():
+    with started(*map(elastic, range(4))) as (_, everyone, pool):
+        refusing = [elastic(0), elastic(1, refusal="the error would repeat"), elastic(2)]
+        for said in meet_again(pool, everyone, *refusing):
+            assert said == "host1 does not start its processes again: the error would repeat."
+        assert not everyone[3].waiting.done()
+        everyone[0].close(1)
+        assert everyone[3].waiting.result() == "ended 1"
+
+
+def test_without_min_machines_no_run_makes_room():
+    three = [node(rank) for rank in range(3)]
+    with started(*three) as (port, everyone, pool):
+        everyone[1].close()
+        new = OtherNodes("127.0.0.1", port)
+        taken = pool.submit(call, new, node(1, launcher="new"))
+        assert not wait_until(lambda: everyone[0].have_failed or everyone[0].newcomer, 1)
+        same = meet_again(pool, everyone, three[0], three[2])
+        assert same == [taken.result()] * 2 == ["host0 host1 host2"] * 2
+        new.close()
 
 
 def test_a_newcomer_that_does_not_fit_is_refused_and_disturbs_nobody():
@@ -277,7 +338,15 @@ def test_a_restarted_node_replaces_its_connection_foreign_ones_do_not():
 
         first = line(launcher="an earlier one")
         wrong = [line(**one) for one in ({"rank": []}, {"host": 7}, {"port": "\x1b[2J"})]
-        for message in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"\xff\n", b"", *wrong, first):
+        for message in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'{"rank": 1}\n',
+            b"\xff\n",
+            b"[" * 99999 + b"\n",
+            b"",
+            *wrong,
+            first,
+        ):
             send(port, message)
         again = pool.submit(join, node(1), port)
         join(node(2), port)
@@ -293,7 +362,7 @@ def test_a_launcher_that_has_lost_its_connection_joins_by_another():
         assert wait_until(lambda: lost.connect_ex(("127.0.0.1", port)) == 0, 5)
         lost.sendall(json.dumps({"node": asdict(node(1))}).encode() + b"\n")
         again = pool.submit(join, node(1), port)
-        assert wait_until(lambda: lost.recv(1) == b"", 5), "node 0 closes the first one"
+        assert wait_until(lambda: lost.recv(1 << 16) == b"", 5), "node 0 closes the first one"
         join(node(2), port)
         assert watched(main.result()) == ["host1", "host2"]
         assert watched(again.result()) == ["host0"]

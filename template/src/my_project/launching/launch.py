@@ -51,6 +51,7 @@ from ..config import Config, ConfigError, fits, wrong_value
 from ..exits import make_parser
 from ..failures import Failure
 from ..files import (
+    TransientError,
     check_temporary_folder,
     open_own,
     read_yaml,
@@ -476,13 +477,14 @@ def meet_other_nodes(
     me = nodes.Node(
         rank=launch.node_rank,
         nodes=launch.nodes,
-        min_nodes=launch.own.min_machines or launch.nodes,
+        min_nodes=launch.own.min_machines,
         world_size=launch.world_size,
         run=" ".join((launch.module, *mask_command(launch.arguments))),
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
         start=start or f"{uuid.uuid4().hex[:12]}.0",
+        is_new=not start,
         **about,
     )
     others.meet(me, seconds, has_saved=has_saved)
@@ -608,24 +610,45 @@ def get_ready(launch: Launch) -> Workers | int:
         if launch.own.min_machines:  # so that a run under way need not wait for this
             with opened_files_noted():
                 import_all(launch.config)
-        workers.others = OtherNodes(launch.address, launch.port, launch.own.lost_node_seconds)
+        own = launch.own
+        workers.others = OtherNodes(
+            launch.address, launch.port, own.lost_node_seconds, own.wait_for_node_0
+        )
         try:
-            meet_other_nodes(launch, workers.others, launch.own.join_timeout_seconds)
+            meet_other_nodes(launch, workers.others, own.join_timeout_seconds)
         except RunHasEnded as ended:
             say("the run has ended without this node")
             return ended.code
+        except TransientError:
+            # a pod that replaces a lost one comes after the end
+            has_finished = read_status(launch.config.folder).outcome == "finished"
+            if not (launch.node_rank and own.min_machines and has_finished):
+                raise
+            say("the run has finished without this node")
+            return 0
     else:
         print(summary(launch), flush=True)
-    # not on a node that joins a run under way, since the others do not check again
-    is_first = not workers.others or workers.others.members[0].start.endswith(".0")
+    # not where some nodes come from an earlier start, which do not check again
+    is_first = all(node.is_new for node in workers.others.members) if workers.others else True
+    code = None
     if (launch.own.preflight and is_first) or launch.module == PREFLIGHT:
-        codes, _ = run_module(launch.among(workers.others), workers, PREFLIGHT)
-        if workers.stop_signal:
-            return PREEMPTED
-        if any(codes.values()):
-            print("preflight failed, so nothing was trained; see the errors above", flush=True)
-            return next(max(code, 1) for code in codes.values() if code)
-    return workers if launch.module == TRAIN else 0
+        code = preflight(launch.among(workers.others), workers)
+    if launch.module != TRAIN:
+        code = code or 0
+    if code is not None and workers.others:
+        workers.others.close(None if launch.node_rank else code)
+    return workers if code is None else code
+
+
+def preflight(launch: Launch, workers: Workers) -> int | None:
+    """Check the cluster; return the exit code where nothing is to be trained."""
+    codes, _ = run_module(launch, workers, PREFLIGHT)
+    if workers.stop_signal:
+        return PREEMPTED
+    if any(codes.values()):
+        print("preflight failed, so nothing was trained; see the errors above", flush=True)
+        return next(max(code, 1) for code in codes.values() if code)
+    return None
 
 
 def run(launch: Launch, workers: Workers, command: str = "") -> Ending:

@@ -15,7 +15,6 @@ it. Imports no torch.
 import ipaddress
 import json
 import os
-import select
 import socket
 import time
 import uuid
@@ -23,6 +22,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import psutil
@@ -35,6 +35,7 @@ from .attempts import RunHasEnded
 
 CONNECT_SECONDS = 5.0  # timeout of one connection between two nodes, and of its first message
 ANSWER_SECONDS = 60.0  # within which node 0 answers, once its own time to wait has passed
+JOIN_SECONDS = 30.0  # how long a new node 0 waits for the rest of a run that has lost it
 LATE_SECONDS = 10.0  # how long node 0 stays after an error, to report it to nodes that come late
 SAY_SECONDS = 30.0  # between lines about nodes that are missing
 LOST_SECONDS = 30.0  # without an answer of a host's kernel
@@ -48,7 +49,7 @@ class Node:
 
     rank: int  # of the node; `nodes` or more for a spare
     nodes: int  # that train
-    min_nodes: int  # that go on when others have left
+    min_nodes: int  # that go on when others have left; 0 if all are needed
     world_size: int  # processes of `nodes` nodes
     run: str  # what is trained; the same on every node
     host: str
@@ -59,6 +60,12 @@ class Node:
     has_waited: bool = False  # its processes, for others: they start again if a node has left
     start: str = ""  # Starts.id on node 0, which all nodes take over
     launcher: str = THIS_LAUNCHER
+    is_new: bool = True  # it has taken part in no start yet
+
+    @property
+    def least(self) -> int:
+        """Return how many nodes have to be there."""
+        return self.min_nodes or self.nodes
 
 
 NOBODY = Node(
@@ -139,19 +146,29 @@ class OtherNodes:
     waits for storage is not lost. Nor is one that has ended, since its processes save first.
     """
 
-    def __init__(self, address: str, port: int, lost_seconds: float = LOST_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        lost_seconds: float = LOST_SECONDS,
+        node_0_seconds: float = 0.0,
+    ) -> None:
         """Connect to nothing yet.
 
         Args:
             address: of node 0, as the other nodes reach it.
             port: on which the launcher of node 0 listens as long as it runs.
             lost_seconds: after which a host that does not answer is lost.
+            node_0_seconds: how long to wait for another launcher of node 0, when it has left.
         """
         self.members: list[Node] = []  # the nodes of the current start, by rank
         self.lost: Node | None = None  # its host does not answer
         self.failed: Node | None = None  # it does not answer, or its processes have failed
         self._me = NOBODY
-        self._address, self._port, self._lost_seconds = address, port, lost_seconds
+        self._address, self._port = address, port
+        self._lost_seconds, self._node_0_seconds = lost_seconds, node_0_seconds
+        self._deadline = 0.0  # of node 0, while it waits for others
+        self._is_waiting = False  # as a spare, or a newcomer, while others train
         self._server: socket.socket | None = None  # of node 0
         self._connections: list[_Connection] = []  # the oldest first
         self._problem: ConfigError | None = None  # of a node that all of them need
@@ -179,7 +196,8 @@ class OtherNodes:
                 else:
                     self._serve(me, seconds, has_saved)
             except (ConfigError, RunHasEnded):
-                self.close()
+                if me.rank or not self.members:  # spares are told at the end of the run
+                    self.close()
                 raise
         self.lost = self.failed = None
 
@@ -200,7 +218,9 @@ class OtherNodes:
         """Return on node 0 which node waits that the run can take in; "" without one."""
         here = 1 + sum(one.is_member for one in self._connections)
         nodes = [one.node for one in self._ready() if not one.is_member]
-        return f"node {nodes[0].rank} ({nodes[0].host})" if nodes and here < self._me.nodes else ""
+        if not nodes or here >= self._me.nodes or not self._me.min_nodes:
+            return ""
+        return f"node {nodes[0].rank} ({nodes[0].host})"
 
     @property
     def change(self) -> str:
@@ -235,7 +255,7 @@ class OtherNodes:
         """Wait for a message, a new connection or the end of one; take in all that are there."""
         listening = [self._server] if self._server else []
         sockets = [connection.socket for connection in self._connections]
-        select.select([*listening, *sockets], [], [], max(0.0, seconds))
+        wait([*listening, *sockets], max(0.0, seconds))
         for server in listening:
             with suppress(OSError):  # there are no more
                 while True:
@@ -269,7 +289,7 @@ class OtherNodes:
                 if other is not connection and other.node.launcher == node.launcher:
                     other.is_closed = True  # the launcher has lost that connection
             if problem := self._problem_of(connection):
-                connection.is_ready = False
+                connection.is_ready, connection.is_refused = False, True
                 if connection.is_member or not self.members:
                     self._problem = self._problem or problem
                 else:
@@ -277,6 +297,9 @@ class OtherNodes:
                     connection.is_closed = True
             elif self.members and not connection.is_member:
                 connection.send({"wait": self._waits_for()})
+            else:
+                left = max(0.0, self._deadline - time.monotonic())
+                connection.send({"stay": left + ANSWER_SECONDS})
 
     # ---- node 0 ----------------------------------------------------------------------------------
     def _serve(self, me: Node, seconds: float, has_saved: bool) -> None:
@@ -291,17 +314,17 @@ class OtherNodes:
             self._server = _listen(me, self._port)
             self._server.setblocking(False)
         self._problem = self._problem or _refusal(me)
-        before = {one.launcher: one.host for one in self.members}
+        before = {one.launcher for one in self.members}
         while True:
             self._gather(me, seconds, has_saved)
             chosen = self._ready()[: me.nodes - 1]
             launchers = {me.launcher, *(one.node.launcher for one in chosen)}
             if has_saved and not self._problem:
-                self._end_if_saved(me, chosen, has_changed=launchers != before.keys())
+                self._end_if_saved(me, chosen, has_changed=launchers != before)
             self._problem = (
                 self._problem
                 or self._too_few(me, chosen, seconds)
-                or self._waited(me, chosen, has_left=bool(before.keys() - launchers))
+                or self._waited(me, chosen, before)
             )
             # a node that does not answer is left out, if enough others are there
             if self._problem or self._probe_all(me, chosen):
@@ -309,17 +332,24 @@ class OtherNodes:
         if self._problem:
             is_transient = isinstance(self._problem, TransientError)
             for connection in self._connections:
-                connection.send({"error": str(self._problem), "is_transient": is_transient})
+                if connection.is_member or not self.members:
+                    connection.send({"error": str(self._problem), "is_transient": is_transient})
             raise self._problem
+        self._begin(me, chosen)
+
+    def _begin(self, me: Node, chosen: "list[_Connection]") -> None:
+        """Have the chosen nodes begin the next start; say which have left and come."""
+        before = {one.launcher: one.host for one in self.members}
         self.members = [me, *(one.node for one in chosen)]
         now = {one.launcher: one.host for one in self.members}
         for word, some, others in (("without", before, now), ("with", now, before)):
             if before and (hosts := [some[one] for one in some if one not in others]):
                 say(f"the run goes on {word} {', '.join(hosts)}: {len(now)} of {me.nodes} nodes")
-        for connection in [*self._connections]:
+        for connection in self._connections:
             connection.is_member = connection in chosen
+        for connection in [*self._connections]:
             if connection.is_member:
-                connection.is_ready = False
+                connection.is_ready = connection.is_refused = False
                 connection.send({"begins": me.start})
             elif connection.is_ready:
                 connection.send({"wait": self._waits_for()})
@@ -329,7 +359,7 @@ class OtherNodes:
 
     def _end_if_saved(self, me: Node, chosen: "list[_Connection]", *, has_changed: bool) -> None:
         """End a run that was stopped, unless it can go on with other nodes than before."""
-        if has_changed and 1 + len(chosen) >= me.min_nodes:
+        if has_changed and 1 + len(chosen) >= me.least:
             return
         if has_changed:
             say(f"the run ends: {1 + len(chosen)} nodes are left, fewer than --min_machines")
@@ -337,11 +367,12 @@ class OtherNodes:
         raise RunHasEnded(PREEMPTED)
 
     def _waited(
-        self, me: Node, chosen: "list[_Connection]", *, has_left: bool
+        self, me: Node, chosen: "list[_Connection]", before: set[str]
     ) -> ConfigError | None:
         """Return why processes that have waited for others are not started again."""
-        waited = [node.host for node in (me, *(one.node for one in chosen)) if node.has_waited]
-        if not waited or has_left:
+        now = {node.launcher: node for node in (me, *(one.node for one in chosen))}
+        waited = [n.host for name, n in now.items() if n.has_waited and name in before]
+        if not waited or before - now.keys():
             return None
         return ConfigError(
             f"processes on {', '.join(waited)} have waited for others, but no node has left: the"
@@ -350,18 +381,24 @@ class OtherNodes:
 
     def _gather(self, me: Node, seconds: float, has_saved: bool) -> None:
         """Wait until all nodes are there that can be awaited, or for so many seconds."""
-        deadline, say_at = time.monotonic() + seconds, time.monotonic() + SAY_SECONDS
-        while (now := time.monotonic()) < deadline:
+        began = time.monotonic()
+        self._deadline, say_at = began + seconds, began + SAY_SECONDS
+        while (now := time.monotonic()) < self._deadline:
             # at first the nodes themselves are awaited, not spares in their place
             there = [one for one in self._ready() if self.members or one.node.rank < me.nodes]
+            if any(not one.node.is_new for one in there) and not self.members:
+                # node 0 is a new one, of a run that may go on without some of its nodes
+                self._deadline = min(self._deadline, began + JOIN_SECONDS)
             if self._problem:
-                deadline = min(deadline, now + LATE_SECONDS)
+                self._deadline = min(self._deadline, now + LATE_SECONDS)
                 there = [one for one in self._connections if one.node is not NOBODY]
-            least = me.min_nodes * (not has_saved) if self.members else me.nodes
-            is_awaited = any(one.is_member and not one.is_ready for one in self._connections)
+            least = me.least * (not has_saved) if self.members else me.nodes
+            is_awaited = any(
+                one.is_member and not (one.is_ready or one.is_refused) for one in self._connections
+            )
             if 1 + len(there) >= least and not is_awaited:
                 return
-            self._read(min(say_at, deadline) - now)
+            self._read(min(say_at, self._deadline) - now)
             if time.monotonic() > say_at:
                 say_at += SAY_SECONDS
                 print(f"waiting for {self._missing(me)}", flush=True)
@@ -389,7 +426,7 @@ class OtherNodes:
     def _too_few(
         self, me: Node, chosen: "list[_Connection]", seconds: float
     ) -> TransientError | None:
-        if 1 + len(chosen) >= me.min_nodes:
+        if 1 + len(chosen) >= me.least:
             return None
         names = ", ".join(f"{n.rank} ({n.host})" for n in (me, *(one.node for one in chosen)))
         return TransientError(
@@ -429,13 +466,14 @@ class OtherNodes:
         for connection in chosen:
             connection.send({"nodes": nodes})
         failures, silent = _probe(me, nodes), []
+        deadline = time.monotonic() + 6 * CONNECT_SECONDS  # for all of them
         for connection in chosen:
             try:
-                failures += connection.receive(6 * CONNECT_SECONDS)["probed"]
+                failures += connection.receive(deadline - time.monotonic())["probed"]
             except (OSError, ValueError, LookupError, TypeError) as error:
                 failures.append(f"{connection.node.host} stopped answering ({error})")
                 silent.append(connection)
-        if silent and 1 + len(chosen) - len(silent) >= me.min_nodes:
+        if silent and 1 + len(chosen) - len(silent) >= me.least:
             for connection in silent:
                 self._connections.remove(connection)
                 connection.socket.close()
@@ -455,15 +493,18 @@ class OtherNodes:
         deadline = time.monotonic() + seconds
         say_at = time.monotonic() + SAY_SECONDS
         while True:
+            failure: Exception = ConnectionError("it was told to stop")
+            self._is_waiting = False
             try:
                 answer = self._ask(me, deadline)
-                if seconds and answer.get("may_return"):
-                    raise ConnectionError("it was told to stop")
-                break
+                if not (answer.get("may_return") and self._node_0_seconds):
+                    break
             # node 0 has not started, is starting again, or answers in another version's words
             except (OSError, ValueError, TypeError, LookupError) as error:
-                self.close()
                 failure = error
+            self.close()
+            if self._is_waiting:  # for a run that has lost its node 0
+                deadline = time.monotonic() + self._node_0_seconds
             if time.monotonic() > say_at:
                 say_at = time.monotonic() + SAY_SECONDS
                 say(f"waiting for node 0 at {self._address}:{self._port} ({failure})")
@@ -493,9 +534,11 @@ class OtherNodes:
             if "nodes" in answer:
                 nodes = [received(node) for node in answer["nodes"]]
                 connection.send({"probed": _probe(me, answer["nodes"])})
+            elif "stay" in answer:
+                deadline = time.monotonic() + float(answer["stay"])
             elif "wait" in answer:
                 say(printable(answer["wait"]))
-                deadline = float("inf")
+                deadline, self._is_waiting = float("inf"), True
             elif "begins" in answer:
                 self.members = nodes
                 connection.node, connection.is_member = nodes[0], True
@@ -533,7 +576,7 @@ def _listen(me: Node, port: int) -> socket.socket:
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     try:
         return socket.create_server(
-            ("", port), family=family, backlog=me.nodes + 8, dualstack_ipv6=is_dual
+            ("", port), family=family, backlog=8 * me.nodes + 8, dualstack_ipv6=is_dual
         )
     except OSError as error:
         raise TransientError(
@@ -552,6 +595,7 @@ class _Connection:
         self.inbox: deque[dict[str, Any]] = deque()
         self.is_member = False  # the node takes part in the current start
         self.is_ready = False  # it waits for the next one
+        self.is_refused = False
         self.is_closed = False
         self.is_lost = False  # by the kernel
         self._rest = b""
@@ -592,7 +636,7 @@ class _Connection:
         self.is_closed |= len(self._rest) > MAX_MESSAGE_BYTES
         try:
             self.inbox += map(json.loads, lines)
-        except ValueError:  # not a node of this run
+        except (ValueError, RecursionError):  # not a node of this run
             self.is_closed = True
 
     def receive(self, seconds: float) -> dict[str, Any]:
@@ -607,6 +651,6 @@ class _Connection:
                 raise ConnectionError("it closed the connection")
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError("timed out")
-            select.select([self.socket], [], [], min(left, SAY_SECONDS))
+            wait([self.socket], min(left, SAY_SECONDS))
             self.read()
         return self.inbox.popleft()

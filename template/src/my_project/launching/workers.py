@@ -66,7 +66,8 @@ class Workers:
                 os.write(1, f"\n{self.stop_signal}: {said}\n".encode())
             if self._may_raise:
                 raise SystemExit(PREEMPTED)
-            for worker in self.running:
+            # one that makes room has a signal already, and would take this for the second one
+            for worker in self.running[1:] if self.makes_room else self.running:
                 with suppress(ProcessLookupError):
                     if worker.exitcode is None:
                         os.kill(worker.pid, signal.SIGTERM if number == signal.SIGHUP else number)
@@ -160,7 +161,7 @@ class Workers:
         """Return whether processes of other nodes have failed; make room for a node that waits."""
         if self.others.have_failed:
             return True
-        newcomer = self.others.newcomer if not self.makes_room else ""
+        newcomer = "" if self.makes_room or self.stop_signal else self.others.newcomer
         if newcomer and len(left) == len(self.running) and phase() == "training":
             print(f"{newcomer} has come: the run saves, and goes on with it", flush=True)
             self.makes_room = True
