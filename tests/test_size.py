@@ -17,15 +17,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = REPOSITORY / "template"
 PACKAGE = TEMPLATE / "src/my_project"
 CEILINGS = {
-    "lines of train.py and all that it imports": 7_316,
+    "lines of train.py and all that it imports": 7_325,
     "files of train.py and all that it imports": 50,
-    "lines of the package without tools/": 9_278,
-    "lines of tools/": 2_354,
+    "lines of the package without tools/": 9_666,
+    "lines of tools/": 2_378,
     "lines of template/tests": 3_659,
-    "lines of template/tests and tests": 18_691,
+    "lines of template/tests and tests": 19_255,
     "settings": 58,
     "methods of a recipe": 14,
-    "lines of launching/": 1_503,
+    "lines of launching/": 1_882,
     "lines of main in train.py": 40,
     "lines of train_step in train.py": 45,
     "Any per 1,000 lines without tools/ and launching/": 51,
