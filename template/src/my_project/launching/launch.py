@@ -11,7 +11,8 @@ and of the config file. Where several nodes meet is --main_process_ip and --main
 main_process_port in the config file: of node 0, the same on all nodes, and another for each run.
 One node takes a free port. In this order:
 1. prints one line: this node's rank, ranks of its processes, address, precision and run folder;
-2. with several nodes, waits until all are there and reach each other (nodes.py);
+2. with several nodes, waits until all are there and reach each other (nodes.py); with
+   --min_machines, the run goes on later without those that leave, and takes in those that come;
 3. with --preflight, checks the cluster (tools/preflight.py), and exits if that fails;
 4. trains, in processes that are forked from this one, so that they need not import anything;
    shows what rank 0 prints and warns of, and writes the output of each process to a file of its
@@ -651,8 +652,18 @@ def preflight(launch: Launch, workers: Workers) -> int | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a start has ended on this node."""
+
+    id: str
+    codes: dict[int, int]  # exit codes of the processes by rank, as they ended
+    failures: list[Failure]
+    lost: Any  # nodes.Node, whose host does not answer; or None
+
+
 def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
-    """Train, and again after failures that need not repeat.
+    """Train, and start again after failures that need not repeat, and with other nodes.
 
     Args:
         launch: the settings.
@@ -668,46 +679,6 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         limit=launch.own.max_restarts,
         about=None if launch.node_rank else about,
     )
-    others = workers.others
-    last = run_starts(launch, workers, starts, logs)
-    workers.ignore_signals()
-    if others and launch.node_rank and workers.stop_signal:
-        others.close()  # they may go on without this node
-    starts.write()
-    status, is_new = settled(launch, workers, starts, last)
-    codes, found = last.codes, last.failures
-    ending = Ending(
-        folder=folder,
-        logs=logs,
-        status=status,
-        is_new=is_new,
-        is_first_node=launch.node_rank == 0,
-        failures=found,
-        stop_signal=workers.stop_signal,
-        stop_signal_time=workers.stop_signal_time,
-        command=command,
-        codes=codes,
-    )
-    if ending.kind == "refused" and not is_new and launch.nodes == 1:  # others may look at it
-        shutil.rmtree(logs, ignore_errors=True)
-    if others:
-        code = None if launch.node_rank else ending.exit_code
-        others.close(code, may_return=bool(workers.stop_signal))
-    return ending
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """How a start has ended on this node."""
-
-    id: str
-    codes: dict[int, int]  # exit codes of the processes by rank, as they ended
-    failures: list[Failure]
-    lost: Any  # nodes.Node, whose host does not answer; or None
-
-
-def run_starts(launch: Launch, workers: Workers, starts: Starts, logs: Path) -> Start:
-    """Train, and start again while that may help; return the last start."""
     others, lost = workers.others, None
     while True:
         here = launch.among(others)
@@ -730,13 +701,44 @@ def run_starts(launch: Launch, workers: Workers, starts: Starts, logs: Path) -> 
         change = others.change if has_saved and others else ""
         starts.end(by_themselves, found, workers.stop_signal or change)
         # one may fail after the run has ended; what is left is not trained again
-        has_ended = starts.is_new and read_status(launch.config.folder).outcome in ENDED
+        has_ended = starts.is_new and read_status(folder).outcome in ENDED
         may_start = has_saved or (failed(codes) and not has_ended)
         if workers.stop_signal or not may_start:
             break
         if not starts_again(launch, starts, workers, by_themselves, found, has_saved=has_saved):
             break
-    return Start(id=start, codes=codes, failures=found, lost=lost)
+    workers.ignore_signals()
+    last = Start(id=start, codes=codes, failures=found, lost=lost)
+    return end(launch, workers, starts, last, logs, command)
+
+
+def end(
+    launch: Launch, workers: Workers, starts: Starts, last: Start, logs: Path, command: str
+) -> Ending:
+    """Return how the run has ended, once that is in its folder; tell the other nodes."""
+    others = workers.others
+    if others and launch.node_rank and workers.stop_signal:
+        others.close()  # they may go on without this node
+    starts.write()
+    status, is_new = settled(launch, workers, starts, last)
+    ending = Ending(
+        folder=launch.config.folder,
+        logs=logs,
+        status=status,
+        is_new=is_new,
+        is_first_node=launch.node_rank == 0,
+        failures=last.failures,
+        stop_signal=workers.stop_signal,
+        stop_signal_time=workers.stop_signal_time,
+        command=command,
+        codes=last.codes,
+    )
+    if ending.kind == "refused" and not is_new and launch.nodes == 1:  # others may look at it
+        shutil.rmtree(logs, ignore_errors=True)
+    if others:
+        code = None if launch.node_rank else ending.exit_code
+        others.close(code, may_return=bool(workers.stop_signal))
+    return ending
 
 
 def settled(launch: Launch, workers: Workers, starts: Starts, last: Start) -> tuple[Status, bool]:
