@@ -212,7 +212,8 @@ def run(fault: NodeFault) -> str:
             assert ended_at < 60 * PATIENCE, f"{fault}: it took {ended_at:.0f} s to end\n{shown}"
             return f"ends after {ended_at:.1f} s: {fault.expected}"
         status = hosts.status()
-        starts = [json.loads(line) for line in (hosts.run_folder / "starts.jsonl").open()]
+        lines = (hosts.run_folder / "starts.jsonl").read_text().splitlines()
+        starts = [json.loads(line) for line in lines]
         assert status["outcome"] == "finished", f"{fault}: {status}\n{shown}"
         ours = load_file(hosts.run_folder / "export/model.safetensors")
         torch.testing.assert_close(ours, right_weights(), rtol=1e-9, atol=1e-9)

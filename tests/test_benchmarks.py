@@ -55,3 +55,20 @@ def test_the_cases_of_a_gpu_run_with_a_tiny_model():
     for case, *_, difference in found[1::2]:
         assert "bf16" in case
         assert float(difference) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "records.py",
+        "saving.py --parameters 1 --saves 2",
+        "restart.py --kills 1",
+        "kills.py --kills 1",
+        "start.py --rounds 1 --processes 1 --cases first",
+        "growth.py --processes 1 2",
+    ],
+)
+def test_the_smallest_case_of_a_benchmark_runs(command):
+    name, *arguments = command.split()
+    assert succeed(sys.executable, BENCHMARKS / name, *arguments)
