@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,10 +73,11 @@ def cut(seconds: float) -> Callable[[Hosts, int], None]:
     def cut_off(hosts: Hosts, host: int) -> None:
         hosts.cable(host, "down")
         if seconds:
-            subprocess.Popen(
-                f"sleep {seconds}; ip -n {hosts.switch} link set port{host} up 2>/dev/null",
-                shell=True,
-            )
+            threading.Timer(seconds, put_back, (hosts, host)).start()
+
+    def put_back(hosts: Hosts, host: int) -> None:
+        with suppress(Exception):  # the case may have ended
+            hosts.cable(host, "up")
 
     return cut_off
 
