@@ -22,7 +22,7 @@ CEILINGS = {
     "lines of the package without tools/": 9_667,
     "lines of tools/": 2_378,
     "lines of template/tests": 3_659,
-    "lines of template/tests and tests": 19_270,
+    "lines of template/tests and tests": 19_268,
     "settings": 58,
     "methods of a recipe": 14,
     "lines of launching/": 1_883,
