@@ -51,6 +51,14 @@ def parsed(where: str, *flags: str) -> launch.Launch:
     [
         ("multi_node", ["--num_machines", "3"], "16, but must be a multiple of --num_machines 3"),
         ("multi_node", ["--machine_rank", "2"], "--machine_rank is 2, but must be between 0 and 1"),
+        ("multi_node", ["--min_machines", "3"], "--min_machines is 3, but must be between 1 and"),
+        ("multi_gpu", ["--min_machines", "1"], "(1), which must be at least 2"),
+        ("multi_node", ["--lost_node_seconds", "-1"], "--lost_node_seconds is -1, but must be 5"),
+        (
+            "multi_node_hsdp",
+            ["--min_machines", "1", "--parallelism_config_dp_shard_size", "2"],
+            "leave out the flags --parallelism_config_dp_replicate_size",
+        ),
         ("cpu", ["--num_processes", "2"], "--num_processes is 2, but "),
         ("cpu", ["-m", "my_project.tools.doctor"], "add -m my_project.train after the options"),
     ],

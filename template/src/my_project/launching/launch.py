@@ -232,8 +232,12 @@ def parse(arguments: list[str]) -> Launch:
         )
     if own.min_machines and not 1 <= own.min_machines <= nodes != 1:
         raise ConfigError(
-            f"--min_machines is {own.min_machines}, but must be between 1 and --num_machines, which"
-            f" is {nodes} and must be 2 or more."
+            f"--min_machines is {own.min_machines}, but must be between 1 and --num_machines"
+            f" ({nodes}), which must be at least 2."
+        )
+    if own.lost_node_seconds < 5:
+        raise ConfigError(
+            f"--lost_node_seconds is {own.lost_node_seconds:g}, but must be 5 or more."
         )
     if not 0 <= node_rank < nodes and not (own.min_machines and node_rank > 0):
         spare = f", or {nodes} and more for spares with --min_machines"
@@ -653,7 +657,7 @@ def preflight(launch: Launch, workers: Workers) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class LastStart:
     """How a start has ended on this node."""
 
     id: str
@@ -708,12 +712,12 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         if not starts_again(launch, starts, workers, by_themselves, found, has_saved=has_saved):
             break
     workers.ignore_signals()
-    last = Start(id=start, codes=codes, failures=found, lost=lost)
+    last = LastStart(id=start, codes=codes, failures=found, lost=lost)
     return end(launch, workers, starts, last, logs, command)
 
 
 def end(
-    launch: Launch, workers: Workers, starts: Starts, last: Start, logs: Path, command: str
+    launch: Launch, workers: Workers, starts: Starts, last: LastStart, logs: Path, command: str
 ) -> Ending:
     """Return how the run has ended, once that is in its folder; tell the other nodes."""
     others = workers.others
@@ -741,7 +745,9 @@ def end(
     return ending
 
 
-def settled(launch: Launch, workers: Workers, starts: Starts, last: Start) -> tuple[Status, bool]:
+def settled(
+    launch: Launch, workers: Workers, starts: Starts, last: LastStart
+) -> tuple[Status, bool]:
     """Write how the run has ended where no process has, and add what its error files say.
 
     Returns:
