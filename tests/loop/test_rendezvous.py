@@ -305,6 +305,21 @@ def test_a_node_that_does_not_answer_is_left_out():
         assert [each.result() for each in again] == ["host0 host2"] * 2
 
 
+def test_a_node_that_leaves_after_its_own_probes_is_left_out():
+    with started(*map(elastic, range(3))) as (port, everyone, pool):
+        everyone[1].close()
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            about = elastic(1, launcher="gone", port=gone.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", port)) as leaving:
+            leaving.sendall(json.dumps({"node": asdict(about)}).encode() + b"\n")
+            assert wait_until(lambda: not everyone[0].have_failed and everyone[0].newcomer, 5)
+            again = [pool.submit(call, everyone[rank], elastic(rank)) for rank in (0, 2)]
+            while b'"nodes": [' not in leaving.recv(1 << 16):
+                pass
+            leaving.sendall(b'{"probed": []}\n')
+        assert [each.result() for each in again] == ["host0 host2"] * 2
+
+
 def test_a_node_that_never_comes_is_named_on_every_node():
     said = meet(node(0), node(2), seconds=1)
     assert said[0] == said[1]
@@ -397,10 +412,11 @@ def test_nodes_with_different_arguments_are_refused(other, sentence):
         assert said.startswith(f"2: {sentence}")
 
 
-def test_a_node_that_others_cannot_reach_is_named():
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_node_that_others_cannot_reach_is_named(least):
     """192.0.2.1 is reserved for documentation, so no host answers."""
-    unreachable = node(1, 2, ip="192.0.2.1", interface="eth7")
-    for said in meet(node(0, 2), unreachable):
+    unreachable = node(1, 2, ip="192.0.2.1", interface="eth7", min_nodes=least)
+    for said in meet(node(0, 2, min_nodes=least), unreachable):
         assert "1: host0 (lo 127.0.0.1) does not reach host1 (eth7 192.0.2.1)" in said
         assert "GLOO_SOCKET_IFNAME" in said
 

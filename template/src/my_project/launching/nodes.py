@@ -462,17 +462,10 @@ class OtherNodes:
 
     def _probe_all(self, me: Node, chosen: "list[_Connection]") -> bool:
         """Have each node connect to each other; return False to try again without some of them."""
-        nodes = [asdict(me), *(asdict(one.node) for one in chosen)]
-        for connection in chosen:
-            connection.send({"nodes": nodes})
-        failures, silent = _probe(me, nodes), []
-        deadline = time.monotonic() + 6 * CONNECT_SECONDS  # for all of them
-        for connection in chosen:
-            try:
-                failures += connection.receive(deadline - time.monotonic())["probed"]
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                failures.append(f"{connection.node.host} stopped answering ({error})")
-                silent.append(connection)
+        failures, silent = self._probes(me, chosen)
+        if failures and not silent and me.min_nodes:
+            # one may have left after its own probes: then it does not answer a second time
+            failures, silent = self._probes(me, chosen)
         if silent and 1 + len(chosen) - len(silent) >= me.least:
             for connection in silent:
                 self._connections.remove(connection)
@@ -486,6 +479,23 @@ class OtherNodes:
                 " allows them (launch/network.sh)."
             )
         return True
+
+    def _probes(
+        self, me: Node, chosen: "list[_Connection]"
+    ) -> "tuple[list[str], list[_Connection]]":
+        """Return which connections between nodes have failed, and the nodes without an answer."""
+        nodes = [asdict(me), *(asdict(one.node) for one in chosen)]
+        for connection in chosen:
+            connection.send({"nodes": nodes})
+        failures, silent = _probe(me, nodes), []
+        deadline = time.monotonic() + 6 * CONNECT_SECONDS  # for all of them
+        for connection in chosen:
+            try:
+                failures += connection.receive(deadline - time.monotonic())["probed"]
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                failures.append(f"{connection.node.host} stopped answering ({error})")
+                silent.append(connection)
+        return failures, silent
 
     # ---- every other node ------------------------------------------------------------------------
     def _join(self, me: Node, seconds: float) -> None:
