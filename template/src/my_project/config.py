@@ -138,6 +138,11 @@ class CheckpointsConfig:
     background: bool = may_change(True)
     """Write in a thread while training goes on: a step waits only for the copy into host memory,
     whose buffers stay allocated (the size of the state)."""
+    mirror: str | None = may_change(None)
+    """URL of an object store, such as s3://bucket/prefix, to which the run is copied after each
+    save, and from which a machine without the run folder continues it; null: none."""
+    mirror_seconds: float = may_change(60.0, least=0)
+    """How long a run that was told to stop waits for its last upload."""
 
     @property
     def minutes(self) -> float:
@@ -303,7 +308,14 @@ class Config:
             raise ConfigError(f"run_name {self.run_name!r} must be a folder name without '/'.")
         for name in ("runs_folder", "resume"):
             if "://" in (path := getattr(self, name)):
-                raise ConfigError(f"{name} is {path}: mount that, and give the path of a folder.")
+                raise ConfigError(
+                    f"{name} is {path}: give the path of a folder, and that URL as"
+                    " checkpoints.mirror, to which a run is copied."
+                )
+        if "://" not in (mirror := self.checkpoints.mirror or "://"):
+            raise ConfigError(
+                f"checkpoints.mirror is {mirror}, but must be a URL such as s3://bucket/prefix."
+            )
         for name in ("lr", "weight_decay"):  # set for each group of parameters, by these settings
             if name in self.optim.init_args:
                 raise ConfigError(f"optim.init_args holds {name}: set optim.{name} instead.")

@@ -197,6 +197,15 @@ def writing(folder: Path, consequence: str = "") -> Iterator[None]:
         ) from error
 
 
+def temporary_folder() -> Path:
+    """Create and return a temporary folder that only this user can write to."""
+    folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():  # nor is it another user's link
+        raise ConfigError(f"{folder} belongs to another user; remove it, or set TMPDIR.")
+    return folder
+
+
 SOCKET = "/pymp-12345678/listener-12345678"  # in the folder for temporary files
 SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # of the path of a socket
 

@@ -39,6 +39,7 @@ from .loading.loader import IndexedBatches
 from .loading.prepare import prepare_data
 from .loading.seeding import seed_forward
 from .loading.streams import StreamBatches
+from .mirror import fetch, finish_mirror, start_mirror
 from .process import PREEMPTED, garbage_collected_at_records, world
 from .ranks import gather_on_main, open_run
 from .records import samples
@@ -108,6 +109,7 @@ def main(config: Config) -> int:
     check_launch(config)
     check_outputs(config)
     contract.check_recipe(config)
+    fetch(config)  # what a machine that is gone has saved
     run = Run(config, rank)
     data_info = prepare_data(config)
     with Watchdog(run):
@@ -174,6 +176,7 @@ def build(
     if resume_from:
         state.restore(checkpoints.resume(resume_from), config)
     run.step = state.step
+    start_mirror(accelerator, checkpoints)
     log_start(accelerator, run, layout, model, resume_from)
     if run.rank == 0:
         run.write_status("running")
@@ -377,6 +380,7 @@ def finish(t: Training, end_reason: str) -> int:
             reason = first_reason(reasons, run.hosts)
             t.recorder.write({"kind": "stop", "reason": reason})
             run.write_status("preempted", reason, note=checkpoints.note)
+        finish_mirror(t.accelerator, checkpoints, is_stop=True)
         return PREEMPTED
     state.check_trained()
     with evaluated_weights(t):
@@ -389,6 +393,7 @@ def finish(t: Training, end_reason: str) -> int:
         note = checkpoints.note
         run.write_status("finished", end_reason, note=note, result=result, patience=patience)
         log_finished(run)
+    finish_mirror(t.accelerator, checkpoints, is_stop=False)
     return 0
 
 

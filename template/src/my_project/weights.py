@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from .checkpoint.shards import TensorReader, model_tensors
 from .config import Config, ConfigError
 from .ema import load_ema
 from .failures import frames_of, own_frame
-from .files import read_json, read_own
+from .files import read_json, read_own, temporary_folder
 from .manifest import read_manifest
 from .recipe import optional
 from .run_files import checkpoints, step_of
@@ -146,12 +145,3 @@ def config_beside(folder: Path, trusted: Iterable[str] = (), given: Path | None 
             runs = run.parent if os.access(run.parent, os.W_OK) else temporary_folder()
             return dataclasses.replace(config, runs_folder=str(runs), run_name=run.name)
     raise ConfigError(f"{folder} has no config.yaml; give a run folder, an export or a checkpoint.")
-
-
-def temporary_folder() -> Path:
-    """Create and return a temporary folder that only this user can write to."""
-    folder = Path(tempfile.gettempdir(), f"{__name__.partition('.')[0]}-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():  # nor is it another user's link
-        raise ConfigError(f"{folder} belongs to another user; remove it, or set TMPDIR.")
-    return folder

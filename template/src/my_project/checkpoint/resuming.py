@@ -7,12 +7,14 @@ import errno
 import logging
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
-from ..config import ConfigError
+from ..config import CheckpointsConfig, ConfigError
 from ..files import discard, unused_name
 from ..manifest import find_damage, read_manifest
 from ..ranks import gather_on_main, on_main_then_broadcast
@@ -107,6 +109,26 @@ def move_newer_aside(run: Run, step: int) -> None:
             logger.warning(
                 "%s is newer than the chosen checkpoint: moved aside to %s", folder, aside.name
             )
+
+
+def kept_steps(
+    steps: Iterable[int], settings: CheckpointsConfig, state: dict[str, Any], keep: int = 0
+) -> set[int]:
+    """Return the steps whose checkpoints have to be kept.
+
+    Args:
+        steps: of checkpoints.
+        settings: say which.
+        state: of the newest checkpoint.
+        keep: in place of settings.keep.
+    """
+    steps = sorted(steps)
+    newest, every = steps[-(keep or settings.keep) :], settings.keep_every_steps
+    return {
+        step
+        for step in steps
+        if step in newest or (every and step % every == 0) or step == state["best_step"]
+    }
 
 
 def remove(folder: Path) -> None:

@@ -43,7 +43,7 @@ from ..optim import has_two_views
 from ..run_files import step_of
 from ..run_folder import Run
 from ..state import EVALUATION, TrainState
-from .resuming import move_newer_aside, remove
+from .resuming import kept_steps, move_newer_aside, remove
 from .shards import (
     Shard,
     TensorReader,
@@ -95,6 +95,7 @@ class Checkpoints:
         self.writers = len(run.hosts) if is_sharded(model) else 1  # ranks that write files
         self.failures: dict[str, Exception] = {}  # of what could not be written the last time
         self.note = ""  # for the end of the run: the newest failure, though made good since
+        self.mirror: Any = None  # mirror.Mirror, if the run has one
         self._first_failed = 0.0  # saves of this start, before one has succeeded
         self._seconds_between = 60 * run.config.checkpoints.minutes
         self._saved_at = time.monotonic()
@@ -145,6 +146,8 @@ class Checkpoints:
         self.wait()
         if self.rank == 0:
             self.run.check_lock()
+        if self.mirror:
+            self.mirror.check()
         self._saved_at = time.monotonic()
         self._saved_step = train_state.step
         if self.rank >= self.writers:
@@ -299,6 +302,8 @@ class Checkpoints:
             try:
                 job()
                 self.failures.pop(kind, None)
+                if self.mirror:
+                    self.mirror.upload()
                 if kind == "checkpoint":
                     self._first_failed = -math.inf
             except Exception as error:
@@ -481,12 +486,8 @@ class Checkpoints:
         """
         if state["consecutive_skipped_steps"]:
             return
-        settings = self.config.checkpoints
-        every = settings.keep_every_steps
-        found = run_files.checkpoints(self.run.folder)
-        keep = set(found[-settings.keep :])
-        keep |= {folder for folder in found if every and step_of(folder) % every == 0}
-        keep |= {folder for folder in found if step_of(folder) == state["best_step"]}
-        for folder in found:
-            if folder not in keep:
+        saved = run_files.checkpoints(self.run.folder)
+        kept = kept_steps(map(step_of, saved), self.config.checkpoints, state)
+        for folder in saved:
+            if step_of(folder) not in kept and not (self.mirror and self.mirror.needs(folder)):
                 remove(folder)
