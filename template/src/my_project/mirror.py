@@ -193,6 +193,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore
 
 
+def is_file_with(path: Path, digest: str) -> bool:
+    """Return whether a file is there, with this SHA-256."""
+    return path.is_file() and sha256_of(path) == digest
+
+
+def checkpoint_folder(run_folder: Path, step: int) -> Path:
+    """Return the folder of a checkpoint."""
+    return run_folder / "checkpoints" / f"step_{step:08d}"
+
+
 def remote_steps(names: dict[str, int]) -> list[int]:
     """Return the steps of the complete checkpoints among the files of a mirror, oldest first."""
     folders = [name.split("/") for name in names if name.endswith("/manifest.json")]
@@ -597,7 +607,12 @@ def fetch_in_turn(store: Store, folder: Path, **more: Any) -> None:
 
 
 def fetch_run(
-    store: Store, folder: Path, *, starts_over: bool = False, only: int | None = None
+    store: Store,
+    folder: Path,
+    *,
+    starts_over: bool = False,
+    is_copy: bool = False,
+    only: int | None = None,
 ) -> None:
     """Bring a run folder up to date with its mirror; the newest intact checkpoint of both stays.
 
@@ -607,6 +622,7 @@ def fetch_run(
         store: the mirror.
         folder: the run folder, or where it will be.
         starts_over: --resume never is given.
+        is_copy: nothing is trained in the folder.
         only: the step of the only checkpoint that is needed.
 
     Raises:
@@ -616,17 +632,22 @@ def fetch_run(
     if "run.json" not in names:
         return
     remote = str(parsed(store.read("run.json")).get("run"))
-    if local.run not in ("", remote):
+    if is_copy and local.run != remote:
+        discard(folder)
+    elif local.run not in ("", remote):
         if starts_over:  # killed while it moved the run aside, here and there
             return
         raise ConfigError(
             f"{store.url} holds another run ({remote}) than {folder} ({local.run}): choose another"
             " --run_name, or --resume never, which moves both aside."
         )
-    steps = [step for step in remote_steps(names) if only in (None, step)]
-    own = next((f for f in reversed(checkpoints(folder)) if not find_damage(f)), None)
-    newest = step_of(own) if own else -1
-    if local.run and max(steps, default=-1) <= newest:
+    steps, own = (
+        [s for s in some if only in (None, s)]
+        for some in (remote_steps(names), map(step_of, checkpoints(folder)))
+    )
+    intact = (s for s in reversed(own) if not find_damage(checkpoint_folder(folder, s)))
+    newest = next(intact, -1)
+    if local.run and max(steps, default=-1) <= newest and not is_copy:
         return
     logger.info("fetching %s", store.url)
     with writing(folder):
@@ -671,12 +692,14 @@ def _fetch_folder(store: Store, folder: Path, name: str) -> None:
         hashes = {f: h for f, h in parsed(store.read(f"{name}.json")).items() if is_safe(f)}
     except FileNotFoundError:
         return
+    if all(is_file_with(folder / name / file, digest) for file, digest in hashes.items()):
+        return
     temporary = folder / f".{name}_0_{uuid.uuid4().hex}{PARTIAL}"  # clean_up knows such names
     try:
         temporary.mkdir()
         with suppress(FileNotFoundError):  # it is being replaced
             transfer(store.fetch, (f"{name}/{f}" for f in hashes), map(temporary.joinpath, hashes))
-            if all(sha256_of(temporary / file) == digest for file, digest in hashes.items()):
+            if all(is_file_with(temporary / file, digest) for file, digest in hashes.items()):
                 put_in_place(temporary, folder / name)
                 return
         logger.warning("%s/%s is damaged, and not fetched", store.url, name)
@@ -686,7 +709,7 @@ def _fetch_folder(store: Store, folder: Path, name: str) -> None:
 
 def _fetch_checkpoint(store: Store, folder: Path, step: int, names: dict[str, int]) -> bool:
     """Fetch a checkpoint; return whether it is intact."""
-    final = folder / "checkpoints" / f"step_{step:08d}"
+    final = checkpoint_folder(folder, step)
     name = f"checkpoints/{final.name}"
     temporary = final.with_name(f".{final.name}_{uuid.uuid4().hex}{PARTIAL}")
     files = [file for file in names if file.startswith(f"{name}/") and file.count("/") == 2]
@@ -722,7 +745,7 @@ def local_copy(path: str) -> Path:
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     folder = temporary_folder() / digest / url.rpartition("/")[2]
     folder.parent.mkdir(exist_ok=True)
-    fetch_in_turn(store, folder, only=int(step) if step else None)
+    fetch_in_turn(store, folder, is_copy=True, only=int(step) if step else None)
     if not (folder / "run.json").is_file():
         raise ConfigError(f"there is no run at {url}: give the URL of its folder in the mirror.")
     return folder / (below or "")

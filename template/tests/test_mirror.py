@@ -1,0 +1,417 @@
+"""A run whose machine and disk are lost goes on from its mirror, to the same bits."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from ragged import Ragged
+from runs import (
+    EXPORTED,
+    assert_same_weights,
+    change,
+    make_config,
+    quick,
+    records,
+    status,
+    train,
+    values,
+    weights,
+)
+from world import run_world
+
+from my_project import mirror
+from my_project.config import ConfigError
+from my_project.files import TransientError
+from my_project.process import PREEMPTED
+from my_project.run_files import checkpoints, step_of
+
+STEPS = 10
+
+
+# ---- an object store with faults -----------------------------------------------------------------
+class FaultyStore(LocalFileSystem):
+    """A store in a local folder.
+
+    The variable FAULT says what happens: "<what> <from which change on> <for how many>".
+    """
+
+    protocol = "faulty"
+    changes = 0
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("faulty://"))
+
+    def strike(self, name: str) -> bool:
+        """Meet the fault; return whether the change is to be a lie."""
+        what, begin, count = os.environ.get("FAULT", "none 0 0").split()
+        FaultyStore.changes += 1
+        if not int(begin) <= FaultyStore.changes < int(begin) + int(count):
+            return False
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "fail":
+            raise OSError(f"the server refused the key {os.environ.get('AWS_SECRET_ACCESS_KEY')}")
+        while what == "wait" and not Path(os.environ["RELEASED"]).exists():
+            time.sleep(0.01)
+        return what == "lie" and name.endswith(os.environ.get("LIE_ABOUT", ""))
+
+    def pipe_file(self, path, value, **_):
+        is_lie = self.strike(path)
+        target = Path(self._strip_protocol(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(bytes(len(value)) if is_lie else value)
+
+    def mv(self, path1, path2, **more):
+        self.strike(path2)
+        super().mv(path1, path2, **more)
+
+    def _open(self, path, mode="rb", **more):
+        return Upload(self, path) if mode == "wb" else super()._open(path, mode, **more)
+
+    def rm_file(self, path):
+        self.strike(path)
+        super().rm_file(path)
+
+    def cp_file(self, path1, path2, **more):
+        self.strike(path2)
+        super().cp_file(path1, path2, **more)
+
+
+class Upload:
+    def __init__(self, store: FaultyStore, path: str) -> None:
+        self.store, self.path, self.parts = store, path, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.store.pipe_file(self.path, b"".join(self.parts))
+
+    def write(self, data: bytes) -> None:
+        self.parts.append(data)
+
+
+fsspec.register_implementation("faulty", FaultyStore, clobber=True)
+
+
+def mirrored(folder: Path, recipe: Ragged | None = None, **settings):
+    more = {
+        "checkpoints__every_steps": 2,
+        "checkpoints__mirror": f"faulty://{folder}/mirror",
+        "evaluation__every_steps": 4,
+        "evaluation__best_metric": "validation/accuracy",
+        "run_name": "here",
+        "steps": STEPS,
+    }
+    return make_config(folder / "runs", recipe or Ragged(dropout=0.1), **more | settings)
+
+
+def train_with(fault: str, config, environment: dict[str, str] | None = None) -> int:
+    """Train in a process, where a fault of the store is met."""
+    os.environ.update({"FAULT": fault} | (environment or {}))
+    return train(config)
+
+
+def stopped_at(step: int, config, fault: str = "none 0 0", **environment: str) -> list[int]:
+    """Train until a SIGTERM at a step."""
+    recipe = Ragged(dropout=0.1, fault="preempt", fault_at=step, fault_on_rank=0)
+    return run_world(1, train_with, fault, change(config, recipe=recipe), environment)
+
+
+def lose_disk(config) -> None:
+    shutil.rmtree(config.runs_folder)
+
+
+def at_mirror(config) -> Path:
+    return Path(config.checkpoints.mirror.removeprefix("faulty://")) / config.run_name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    config = mirrored(tmp_path_factory.mktemp("whole"), checkpoints__mirror=None)
+    assert run_world(1, train, config) == [0]
+    return config
+
+
+def assert_same_run(config, uninterrupted) -> None:
+    assert status(config)["outcome"] == "finished"
+    assert_same_weights(config, uninterrupted)
+    assert_same_weights(config, uninterrupted, part="best")
+    assert values(config, "loss") == values(uninterrupted, "loss")
+    steps = [record["step"] for record in records(config)]
+    assert steps == [*range(1, STEPS + 1)]
+
+
+# ---- lost machines -------------------------------------------------------------------------------
+def test_a_lost_disk_costs_no_step_that_was_uploaded(tmp_path, uninterrupted):
+    config = mirrored(tmp_path)
+    assert stopped_at(6, config) == [PREEMPTED]
+    lose_disk(config)
+    assert run_world(1, train_with, "none 0 0", config) == [0]
+    assert status(config)["from_step"] >= 6
+    assert_same_run(config, uninterrupted)
+    lose_disk(config)
+    assert run_world(1, train_with, "none 0 0", config) == [0]  # it has finished already
+    assert_same_run(config, uninterrupted)
+    assert {path.name for path in (config.folder / "export").iterdir()} > EXPORTED
+    steps = [step_of(path) for path in checkpoints(at_mirror(config))]
+    assert steps[-2:] == [8, 10]
+    assert len(steps) <= 3  # with that of the best evaluation
+
+
+@pytest.mark.parametrize("first", quick(1, [0, 1, 2, 3, 4, 5, 6, 7]))
+def test_a_kill_at_any_change_of_the_mirror_changes_no_bit(tmp_path, uninterrupted, first):
+    """Each change that an upload makes, an eighth of them in each case."""
+    for at in range(1 + first, 1000, 8):
+        config = mirrored(tmp_path / str(at))
+        is_killed = False
+        try:
+            run_world(1, train_with, f"kill {at} 1", config)
+        except RuntimeError:
+            is_killed = True
+            lose_disk(config)
+            assert run_world(1, train_with, "none 0 0", config) == [0]
+        assert_same_run(config, uninterrupted)
+        shutil.rmtree(tmp_path / str(at))
+        if not is_killed:
+            break
+    assert at > 8
+
+
+@pytest.mark.parametrize("processes", quick(1, [2, 1]))
+def test_killed_at_random_times_on_other_numbers_of_processes(tmp_path, uninterrupted, processes):
+    rng = random.Random(processes)
+    config = mirrored(tmp_path, Ragged(dropout=0.1, seconds=0.05))
+    for count in (processes, 3 - processes, processes):
+        world_of = threading.Thread(target=lambda n=count: killed_after(n, config, rng.random()))
+        world_of.start()
+        world_of.join()
+        lose_disk(config)
+    assert run_world(processes, train_with, "none 0 0", config) == [0] * processes
+    assert status(config)["outcome"] == "finished"
+    assert_same_weights(config, uninterrupted, 1e-6)
+
+
+def killed_after(processes: int, config, seconds: float) -> None:
+    from world import World
+
+    world = World(processes, train_with, "none 0 0", config)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (config.folder / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    time.sleep(seconds)
+    world.close()
+
+
+# ---- a store that fails --------------------------------------------------------------------------
+def test_uploads_that_fail_cost_no_step_and_are_made_good(tmp_path, uninterrupted):
+    config = mirrored(tmp_path)
+    secret = {"AWS_SECRET_ACCESS_KEY": "abcdefgh12345678"}
+    assert run_world(1, train_with, "fail 8 2", config, secret) == [0]
+    note = status(config)["note"]
+    assert note.startswith("the mirror could not be brought up to date: faulty://")
+    assert "the server refused the key ***" in note
+    lose_disk(config)
+    mirror.fetch(config)
+    assert_same_run(config, uninterrupted)
+
+
+def never_uploaded(config) -> str:
+    mirror.TRIES = 2
+    with pytest.raises(TransientError) as error:
+        train_with("fail 8 100000", config)
+    return str(error.value)
+
+
+def test_a_run_whose_end_never_arrived_fails_and_the_next_start_sends_it(tmp_path, uninterrupted):
+    config = mirrored(tmp_path)
+    (said,) = run_world(1, never_uploaded, config)
+    assert said.startswith("the run has ended, but the mirror could not be brought up to date")
+    assert status(config)["outcome"] == "failed"
+    assert run_world(1, train_with, "none 0 0", config) == [0]
+    lose_disk(config)
+    mirror.fetch(config)
+    assert_same_run(config, uninterrupted)
+
+
+def test_a_stop_ends_in_time_without_its_upload(tmp_path, uninterrupted):
+    config = mirrored(tmp_path, checkpoints__mirror_seconds=0.5)
+    assert stopped_at(6, config, "wait 8 100000", RELEASED=str(tmp_path / "never")) == [PREEMPTED]
+    assert step_of(checkpoints(config.folder)[-1]) > 6
+    assert run_world(1, train_with, "none 0 0", config) == [0]
+    assert_same_run(config, uninterrupted)
+
+
+def held_up(config, released: str) -> int:
+    """Train while an upload waits until all steps are done; rotation keeps what it reads."""
+
+    def release() -> None:
+        path = config.folder / "metrics.jsonl"
+        while not (path.exists() and f'"step": {STEPS}' in path.read_text()):
+            time.sleep(0.01)
+        Path(released).touch()
+
+    threading.Thread(target=release, daemon=True).start()
+    return train_with("wait 8 100000", config, {"RELEASED": released})
+
+
+def test_training_goes_on_while_an_upload_takes_long(tmp_path, uninterrupted):
+    config = mirrored(tmp_path, checkpoints__keep=1)
+    assert run_world(1, held_up, config, str(tmp_path / "released")) == [0]
+    lose_disk(config)
+    mirror.fetch(config)
+    assert_same_run(config, uninterrupted)
+
+
+def test_what_a_store_lies_about_is_passed_over(tmp_path, uninterrupted):
+    """The newest model is zeros in the mirror, of the right size."""
+    config = mirrored(tmp_path)
+    about = "step_00000008/model.safetensors.partial"
+    assert stopped_at(7, config, "lie 1 100000", LIE_ABOUT=about) == [PREEMPTED]
+    lose_disk(config)
+    assert run_world(1, train_with, "none 0 0", config) == [0]
+    assert status(config)["from_step"] == 6
+    assert_same_run(config, uninterrupted)
+    assert any((at_mirror(config) / "checkpoints").glob("step_00000008.old-1/*"))
+
+
+def test_a_damaged_local_checkpoint_is_replaced_from_the_mirror(tmp_path, uninterrupted):
+    config = mirrored(tmp_path)
+    assert stopped_at(7, config) == [PREEMPTED]
+    newest = checkpoints(config.folder)[-1]
+    (newest / "model.safetensors").write_bytes(b"damaged")
+    assert run_world(1, train_with, "none 0 0", config) == [0]
+    assert status(config)["from_step"] == step_of(newest) == 8
+    assert_same_run(config, uninterrupted)
+
+
+# ---- whose mirror it is --------------------------------------------------------------------------
+def superseded(config) -> str:
+    def take_over() -> None:
+        path = at_mirror(config) / "run.json"
+        while not path.exists():
+            time.sleep(0.001)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"launch": "another"}))
+
+    threading.Thread(target=take_over, daemon=True).start()
+    with pytest.raises(TransientError) as error:
+        train_with("none 0 0", config)
+    return str(error.value)
+
+
+def test_an_older_launch_ends_once_another_has_begun_the_run(tmp_path):
+    config = mirrored(tmp_path, Ragged(seconds=0.05))
+    (said,) = run_world(1, superseded, config)
+    assert "another launch has begun this run at faulty://" in said
+    assert status(config)["outcome"] == "failed"
+
+
+def test_another_run_of_the_name_is_refused_and_never_moves_it_aside(tmp_path, uninterrupted):
+    config = mirrored(tmp_path)
+    assert stopped_at(7, config) == [PREEMPTED]
+    there = tree_of(at_mirror(config))
+    lose_disk(config)
+    assert run_world(1, train_with, "none 0 0", change(config, checkpoints__mirror=None)) == [0]
+    with pytest.raises(ConfigError, match=r"holds another run .* than .*here"):
+        mirror.fetch(config)
+    assert run_world(1, train_with, "none 0 0", change(config, resume="never")) == [0]
+    assert_same_run(config, uninterrupted)
+    assert tree_of(at_mirror(config).with_name("here.old-1")) == there
+    lose_disk(config)
+    mirror.fetch(config)
+    assert_same_run(config, uninterrupted)
+
+
+def test_never_moves_the_run_of_a_lost_disk_aside(tmp_path, uninterrupted):
+    config = mirrored(tmp_path)
+    assert stopped_at(7, config) == [PREEMPTED]
+    there = tree_of(at_mirror(config))
+    lose_disk(config)
+    assert run_world(1, train_with, "none 0 0", change(config, resume="never")) == [0]
+    assert status(config)["from_step"] == 0
+    assert_same_run(config, uninterrupted)
+    assert tree_of(at_mirror(config).with_name("here.old-1")) == there
+
+
+def tree_of(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_mirror_that_cannot_be_used_is_refused_before_training(tmp_path):
+    for url, said in {
+        "nowhere://bucket": "mirror nowhere://bucket/here cannot be used",
+        "/tmp/folder": "must be a URL such as s3",
+        "s3://me:secret123@bucket": "mirror holds a secret",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            train(mirrored(tmp_path, checkpoints__mirror=url))
+    with pytest.raises(ConfigError, match="as checkpoints.mirror, to which a run is copied"):
+        make_config(tmp_path, runs_folder="s3://bucket/runs")
+    assert not (tmp_path / "runs/here").exists() or not checkpoints(tmp_path / "runs/here")
+
+
+# ---- its parts -----------------------------------------------------------------------------------
+def test_a_url_names_a_run_its_weights_or_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    config = mirrored(tmp_path)
+    assert run_world(1, train_with, "none 0 0", config) == [0]
+    url = f"{config.checkpoints.mirror}/here"
+    for part in ("best", "export", "checkpoints/step_00000008"):
+        copied = mirror.local_copy(f"{url}/{part}")
+        assert weights(copied).keys() == weights(config.folder / part).keys()
+        assert (copied / "model.safetensors").read_bytes() == (
+            config.folder / part / "model.safetensors"
+        ).read_bytes()
+    assert (mirror.local_copy(url) / "metrics.jsonl").read_bytes() == (
+        config.folder / "metrics.jsonl"
+    ).read_bytes()
+    assert mirror.local_copy("runs/here") == Path("runs/here")
+    with pytest.raises(ConfigError, match="there is no run at"):
+        mirror.local_copy(f"{url}/nothing")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "a\\..\\x", ".", ""])
+def test_no_name_in_a_mirror_leads_outside_the_run_folder(name):
+    assert not mirror.is_safe(name)
+    assert mirror.is_safe("checkpoints/step_00000100/model.safetensors")
+
+
+def test_parts_of_the_records_are_few_and_the_newest_ones_count():
+    """Against a plain file: appended to, cut by a start, uploads killed before they clean up."""
+    rng = random.Random(0)
+    names: dict[str, int] = {}
+    size = 0
+    for number in range(300):
+        size = max(0, size + rng.choice([1, 2, 5, -3]))
+        parts = [part for part in mirror.chain(names) if part.end <= size]
+        begin = parts[-1].end if parts else 0
+        if begin == size:
+            continue
+        while parts and parts[-1].size <= size - begin:
+            begin = parts.pop().begin
+        new = mirror.Part(
+            number=number + 1, begin=begin, size=size - begin, digest=f"{number:064x}"
+        )
+        names[new.name] = new.size
+        if rng.random() < 0.5:
+            kept = {part.name for part in [*parts, new]}
+            names = {name: size for name, size in names.items() if name in kept}
+        assert mirror.chain(names) == [*parts, new]
+        assert len(mirror.chain(names)) <= 10
