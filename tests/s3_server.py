@@ -1,0 +1,257 @@
+"""A server that speaks S3 on loopback, for tests and benchmarks of what is kept in object stores.
+
+Swift where it is installed, else moto (docs/decisions/0015-a-server-for-s3.md). S3_SERVER=swift or
+S3_SERVER=moto takes one of them.
+"""
+
+import os
+import pwd
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from my_project.process import PR_SET_PDEATHSIG, prctl
+
+START_SECONDS = 60 * float(os.environ.get("TEST_PATIENCE", "1"))
+KEY, SECRET, REGION = "test:tester", "testing", "us-east-1"
+SWIFT = ("account", "container", "object", "proxy")
+# Only what waits long enough is consistent on a slow machine: with its own timeouts of 0.5 to 10
+# seconds, Swift would answer 503, or leave the update of a listing to a daemon that is not here.
+CONF = """
+[DEFAULT]
+bind_ip = {ip}
+bind_port = {port}
+user = {user}
+workers = 0
+swift_dir = {folder}
+devices = {folder}/devices
+mount_check = false
+fallocate_reserve = 0
+conn_timeout = 30
+node_timeout = 120
+client_timeout = 300
+container_update_timeout = 120
+[pipeline:main]
+pipeline = {pipeline}
+[app:{name}-server]
+use = egg:swift#{name}
+account_autocreate = true
+conn_timeout = 30
+node_timeout = 120
+recoverable_node_timeout = 120
+error_suppression_limit = 1000000000
+[filter:catch_errors]
+use = egg:swift#catch_errors
+[filter:cache]
+use = egg:swift#memcache
+# nobody listens there: each request asks the account and the container themselves
+memcache_servers = {ip}:1
+[filter:listing_formats]
+use = egg:swift#listing_formats
+[filter:s3api]
+use = egg:swift#s3api
+location = us-east-1
+[filter:tempauth]
+use = egg:swift#tempauth
+user_test_tester = testing .admin
+[filter:copy]
+use = egg:swift#copy
+[filter:slo]
+use = egg:swift#slo
+"""
+PROXY = "catch_errors cache listing_formats s3api tempauth copy slo proxy-server"
+SWIFT_CONF = """
+[swift-hash]
+swift_hash_path_suffix = test
+[storage-policy:0]
+name = one
+default = yes
+"""
+RING = """
+import sys
+from swift.common.ring import RingBuilder
+folder, ip, *ports = sys.argv[1:]
+for name, port in zip(("account", "container", "object"), ports):
+    builder = RingBuilder(part_power=1, replicas=1, min_part_hours=0)
+    builder.add_dev(dict(region=1, zone=1, weight=1, ip=ip, port=int(port), device="disk"))
+    builder.rebalance()
+    builder.get_ring().save(f"{folder}/{name}.ring.gz")
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that runs: its address, what a client needs, and its processes."""
+
+    name: str
+    """swift or moto."""
+    folder: Path
+    ip: str
+    port: int
+    commands: tuple[tuple[str, ...], ...]
+    bucket: str = "bucket"
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return what botocore, and so s3fs, reads to reach the server."""
+        return {
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_ENDPOINT_URL": f"http://{self.ip}:{self.port}",
+            "NO_PROXY": self.ip,
+        }
+
+    def start(self) -> None:
+        """Start the processes; return once the server answers."""
+        for command in self.commands:
+            with (self.folder / "log.txt").open("ab") as log:
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=log, cwd=self.folder, preexec_fn=ends_with_parent
+                )
+            self.processes.append(process)
+        deadline = time.monotonic() + START_SECONDS
+        while not self.answers():
+            is_late = time.monotonic() > deadline
+            if is_late or any(process.poll() is not None for process in self.processes):
+                log_text = (self.folder / "log.txt").read_text(errors="replace")
+                raise AssertionError(f"{self.name} did not start: {log_text[-4000:]}")
+            time.sleep(0.05)
+
+    def answers(self) -> bool:
+        """Make the bucket, which is no error if it is there; tell whether the server did."""
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.session import get_session
+
+        client = get_session().create_client(
+            "s3",
+            region_name=REGION,
+            endpoint_url=self.environment["AWS_ENDPOINT_URL"],
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            config=Config(retries={"total_max_attempts": 1}, proxies={}),
+        )
+        try:
+            client.create_bucket(Bucket=self.bucket)
+        except client.exceptions.BucketAlreadyOwnedByYou:
+            return True
+        except (BotoCoreError, ClientError):
+            return False
+        finally:
+            client.close()
+        return True
+
+    def send(self, sign: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(sign)
+
+    def pause(self) -> None:
+        """Let the server answer nothing, while connections stay open."""
+        self.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End the processes: connections are refused until the next start."""
+        self.send(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        self.processes.clear()
+
+
+def ends_with_parent() -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[Server]:
+    """Run a server whose data are in a folder, with one bucket that is empty.
+
+    Skip the test if no server is installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # An address of its own: nobody takes a port of it while the server is stopped.
+    ip = "127." + ".".join(str(random.SystemRandom().randrange(1, 255)) for _ in range(3))
+    prepare = swift if chosen(folder) == "swift" else moto
+    server = prepare(folder, ip)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def chosen(folder: Path) -> str:
+    """Choose the server: the first that is installed and works in the folder."""
+    wanted = os.environ.get("S3_SERVER", "")
+    if wanted in ("", "swift") and has_swift() and keeps_attributes(folder):
+        return "swift"
+    if wanted in ("", "moto") and shutil.which("moto_server", path=PATH):
+        return "moto"
+    pytest.skip("needs Swift on a disk with user xattrs (Debian: swift-proxy ...), or moto[server]")
+
+
+PATH = f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}"
+
+
+def has_swift() -> bool:
+    return all(shutil.which(f"swift-{name}-server", path=PATH) for name in SWIFT)
+
+
+def keeps_attributes(folder: Path) -> bool:
+    """Tell whether files of the folder have room for the attributes that Swift stores."""
+    try:
+        os.setxattr(folder, "user.test", b"1" * 1000)
+    except OSError:
+        return False
+    return True
+
+
+def moto(folder: Path, ip: str) -> Server:
+    program, port = shutil.which("moto_server", path=PATH) or "", free_port(ip)
+    command = (program, "-H", ip, "-p", str(port))
+    return Server(name="moto", folder=folder, ip=ip, port=port, commands=(command,))
+
+
+def swift(folder: Path, ip: str) -> Server:
+    """Write the configuration of one account, one container and one object server, and a proxy."""
+    (folder / "devices/disk").mkdir(parents=True)
+    (folder / "swift.conf").write_text(SWIFT_CONF)
+    ports = [free_port(ip) for _ in SWIFT]
+    commands = []
+    for name, port in zip(SWIFT, ports, strict=True):
+        path = folder / f"{name}-server.conf"
+        conf = CONF.format(
+            ip=ip, port=port, folder=folder, name=name, user=pwd.getpwuid(os.geteuid()).pw_name,
+            pipeline=PROXY if name == "proxy" else f"{name}-server",
+        )  # fmt: skip
+        path.write_text(conf)
+        program = shutil.which(f"swift-{name}-server", path=PATH) or ""
+        commands.append((program, str(path), "--verbose"))
+    # Debian's own Python, which has the module
+    words = ["/usr/bin/python3", "-c", RING, str(folder), ip, *map(str, ports[:-1])]
+    subprocess.run(words, check=True)
+    return Server(name="swift", folder=folder, ip=ip, port=ports[-1], commands=tuple(commands))
+
+
+def free_port(ip: str) -> int:
+    with socket.socket() as listener:
+        listener.bind((ip, 0))
+        return listener.getsockname()[1]
