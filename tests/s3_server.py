@@ -1,7 +1,6 @@
 """A server that speaks S3 on loopback, for tests and benchmarks of what is kept in object stores.
 
-Swift where it is installed, else moto (docs/decisions/0015-a-server-for-s3.md). S3_SERVER=swift or
-S3_SERVER=moto takes one of them.
+Swift where it is installed, else moto (docs/decisions/0015-a-server-for-s3.md).
 """
 
 import os
@@ -15,14 +14,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from my_project.process import PR_SET_PDEATHSIG, prctl
-
 START_SECONDS = 60 * float(os.environ.get("TEST_PATIENCE", "1"))
+PATH = f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}"
+DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KEY, SECRET, REGION = "test:tester", "testing", "us-east-1"
 SWIFT = ("account", "container", "object", "proxy")
 # Only what waits long enough is consistent on a slow machine: with its own timeouts of 0.5 to 10
@@ -118,13 +117,17 @@ class Server:
         }
 
     def start(self) -> None:
-        """Start the processes; return once the server answers."""
+        """Start the processes; return once the server answers.
+
+        They end with the thread that calls this, however it ends.
+        """
         for command in self.commands:
             with (self.folder / "log.txt").open("ab") as log:
-                process = subprocess.Popen(
-                    command, stdout=log, stderr=log, cwd=self.folder, preexec_fn=ends_with_parent
+                self.processes.append(
+                    subprocess.Popen(
+                        [*DIES_WITH_PARENT, *command], stdout=log, stderr=log, cwd=self.folder
+                    )
                 )
-            self.processes.append(process)
         deadline = time.monotonic() + START_SECONDS
         while not self.answers():
             is_late = time.monotonic() > deadline
@@ -176,39 +179,30 @@ class Server:
         self.processes.clear()
 
 
-def ends_with_parent() -> None:
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 @contextmanager
-def s3_server(folder: Path) -> Iterator[Server]:
+def s3_server(folder: Path, name: str | None = None) -> Iterator[Server]:
     """Run a server whose data are in a folder, with one bucket that is empty.
 
-    Skip the test if no server is installed.
+    Skip the test if there is no server.
+
+    Args:
+        folder: a new folder.
+        name: "swift" or "moto"; None takes the first that works here.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # An address of its own: nobody takes a port of it while the server is stopped.
     ip = "127." + ".".join(str(random.SystemRandom().randrange(1, 255)) for _ in range(3))
-    prepare = swift if chosen(folder) == "swift" else moto
-    server = prepare(folder, ip)
+    if name in (None, "swift") and has_swift() and keeps_attributes(folder):
+        server = swift(folder, ip)
+    elif name in (None, "moto") and shutil.which("moto_server", path=PATH):
+        server = moto(folder, ip)
+    else:
+        pytest.skip("needs Debian's Swift and a disk with user xattrs, or moto[server]")
     try:
         server.start()
         yield server
     finally:
         server.stop()
-
-
-def chosen(folder: Path) -> str:
-    """Choose the server: the first that is installed and works in the folder."""
-    wanted = os.environ.get("S3_SERVER", "")
-    if wanted in ("", "swift") and has_swift() and keeps_attributes(folder):
-        return "swift"
-    if wanted in ("", "moto") and shutil.which("moto_server", path=PATH):
-        return "moto"
-    pytest.skip("needs Swift on a disk with user xattrs (Debian: swift-proxy ...), or moto[server]")
-
-
-PATH = f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}"
 
 
 def has_swift() -> bool:
