@@ -61,7 +61,8 @@ async def serve(ip: str, port: int, bytes_per_second: float) -> None:
         try:
             server_reader, server_writer = await asyncio.open_connection(ip, port)
         except OSError:
-            return writer.close()
+            writer.close()
+            return
         await asyncio.gather(
             there.forward(reader, server_writer), back.forward(server_reader, writer)
         )
