@@ -172,7 +172,10 @@ class Server:
         self.send(signal.SIGCONT)
 
     def stop(self) -> None:
-        """End the processes: connections are refused until the next start."""
+        """End the processes at once: connections are refused until the next start.
+
+        Swift has its objects then, moto has none.
+        """
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.wait()
