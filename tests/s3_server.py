@@ -18,6 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from botocore.client import BaseClient
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.session import get_session
 
 START_SECONDS = 60 * float(os.environ.get("TEST_PATIENCE", "1"))
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -128,21 +132,17 @@ class Server:
                         [*DIES_WITH_PARENT, *command], stdout=log, stderr=log, cwd=self.folder
                     )
                 )
-        deadline = time.monotonic() + START_SECONDS
-        while not self.answers():
+        deadline, client = time.monotonic() + START_SECONDS, self.client()
+        while not makes_bucket(client, self.bucket):
             is_late = time.monotonic() > deadline
             if is_late or any(process.poll() is not None for process in self.processes):
                 log_text = (self.folder / "log.txt").read_text(errors="replace")
                 raise AssertionError(f"{self.name} did not start: {log_text[-4000:]}")
             time.sleep(0.05)
 
-    def answers(self) -> bool:
-        """Make the bucket, which is no error if it is there; tell whether the server did."""
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError, ClientError
-        from botocore.session import get_session
-
-        client = get_session().create_client(
+    def client(self) -> BaseClient:
+        """Return botocore's own client, which tries once."""
+        return get_session().create_client(
             "s3",
             region_name=REGION,
             endpoint_url=self.environment["AWS_ENDPOINT_URL"],
@@ -150,15 +150,6 @@ class Server:
             aws_secret_access_key=SECRET,
             config=Config(retries={"total_max_attempts": 1}, proxies={}),
         )
-        try:
-            client.create_bucket(Bucket=self.bucket)
-        except client.exceptions.BucketAlreadyOwnedByYou:
-            return True
-        except (BotoCoreError, ClientError):
-            return False
-        finally:
-            client.close()
-        return True
 
     def send(self, sign: signal.Signals) -> None:
         for process in self.processes:
@@ -182,6 +173,15 @@ class Server:
         self.processes.clear()
 
 
+def makes_bucket(client: BaseClient, bucket: str) -> bool:
+    """Tell whether the server has made the bucket, or had it."""
+    try:
+        client.create_bucket(Bucket=bucket)
+    except (BotoCoreError, ClientError) as error:
+        return isinstance(error, client.exceptions.BucketAlreadyOwnedByYou)
+    return True
+
+
 @contextmanager
 def s3_server(folder: Path, name: str | None = None) -> Iterator[Server]:
     """Run a server whose data are in a folder, with one bucket that is empty.
@@ -192,6 +192,7 @@ def s3_server(folder: Path, name: str | None = None) -> Iterator[Server]:
         folder: a new folder.
         name: "swift" or "moto"; None takes the first that works here.
     """
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     # An address of its own: nobody takes a port of it while the server is stopped.
     ip = "127." + ".".join(str(random.SystemRandom().randrange(1, 255)) for _ in range(3))
@@ -223,7 +224,7 @@ def keeps_attributes(folder: Path) -> bool:
 
 
 def moto(folder: Path, ip: str) -> Server:
-    port = free_port(ip)
+    (port,) = free_ports(ip, 1)
     command = (installed("moto_server"), "-H", ip, "-p", str(port))
     return Server(name="moto", folder=folder, ip=ip, port=port, commands=(command,))
 
@@ -232,7 +233,7 @@ def swift(folder: Path, ip: str) -> Server:
     """Write the configuration of one account, one container and one object server, and a proxy."""
     (folder / "devices/disk").mkdir(parents=True)
     (folder / "swift.conf").write_text(SWIFT_CONF)
-    ports = [free_port(ip) for _ in SWIFT]
+    ports = free_ports(ip, len(SWIFT))
     commands = []
     for name, port in zip(SWIFT, ports, strict=True):
         path = folder / f"{name}-server.conf"
@@ -248,7 +249,9 @@ def swift(folder: Path, ip: str) -> Server:
     return Server(name="swift", folder=folder, ip=ip, port=ports[-1], commands=tuple(commands))
 
 
-def free_port(ip: str) -> int:
-    with socket.socket() as listener:
-        listener.bind((ip, 0))
-        return listener.getsockname()[1]
+def free_ports(ip: str, count: int) -> list[int]:
+    listeners = [socket.create_server((ip, 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports

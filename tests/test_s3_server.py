@@ -30,13 +30,17 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def connect(monkeypatch: pytest.MonkeyPatch) -> Callable[..., s3fs.S3FileSystem]:
     """Return a function that connects as a program does which only has the environment."""
 
-    def connect(server: Server, tries: int = 5, **config: object) -> s3fs.S3FileSystem:
+    def connect(server: Server, tries: int = 5, read_timeout: int = 200) -> s3fs.S3FileSystem:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         files = s3fs.S3FileSystem(
             skip_instance_cache=True,
             use_listings_cache=False,
-            config_kwargs={"retries": {"total_max_attempts": tries}, **config},
+            # 15 s is s3fs's own limit, and a slow machine may need more to delete 1,000 objects
+            config_kwargs={
+                "retries": {"total_max_attempts": tries},
+                "read_timeout": read_timeout,
+            },
         )
         files.retries = tries
         return files
