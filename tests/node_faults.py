@@ -149,8 +149,10 @@ def make_project(folder: Path) -> None:
     (folder / "tiny.yaml").write_text(SETTINGS)
 
 
-def launch(hosts: Hosts, host: int, *options: str, nodes: int = COUNT, min_nodes: int = 2) -> None:
-    """Start the launcher on a host, with one process."""
+def launch(
+    hosts: Hosts, host: int, *options: str, nodes: int = COUNT, min_nodes: int = 2, **more: str
+) -> None:
+    """Start the launcher on a host, with one process and more environment variables."""
     hosts.start(
         host, sys.executable, "-m", "my_project.launch",
         "--config_file", "accelerate_configs/cpu_2_processes.yaml",
@@ -158,7 +160,7 @@ def launch(hosts: Hosts, host: int, *options: str, nodes: int = COUNT, min_nodes
         "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500",
         "--min_machines", str(min_nodes), "--lost_node_seconds", str(LOST_SECONDS),
         "--join_timeout_seconds", str(20 * PATIENCE), *options,
-        "-m", "my_project.train", "--config", "tiny.yaml", **ENVIRONMENT,
+        "-m", "my_project.train", "--config", "tiny.yaml", **ENVIRONMENT | more,
     )  # fmt: skip
 
 

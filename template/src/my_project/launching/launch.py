@@ -54,6 +54,7 @@ from ..failures import Failure
 from ..files import (
     TransientError,
     check_temporary_folder,
+    code_digest,
     open_own,
     read_yaml,
     wait_until,
@@ -147,6 +148,7 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module
     config: Config
+    code: str  # files.code_digest, when this launcher began to import
 
     def among(self, others: Any) -> "Launch":
         """Return the launch on the nodes that take part in the current start.
@@ -267,6 +269,7 @@ def parse(arguments: list[str]) -> Launch:
         gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
         own=own,
         config=config,
+        code=code_digest(config.recipe) if nodes > 1 else "",
     )
 
 
@@ -479,12 +482,15 @@ def meet_other_nodes(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if not start:
         print(summary(launch, interface), flush=True)
+    # a fork has what was imported here, whatever was edited since
+    is_forked = start_method()[0] == "fork"
     me = nodes.Node(
         rank=launch.node_rank,
         nodes=launch.nodes,
         min_nodes=launch.own.min_machines,
         world_size=launch.world_size,
         run=" ".join((launch.module, *mask_command(launch.arguments))),
+        code=launch.code if is_forked else code_digest(launch.config.recipe),
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
