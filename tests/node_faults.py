@@ -42,6 +42,11 @@ class Slow(Ragged):
         Path("evaluates").touch()
         time.sleep(0.3)
         return super().build_metrics()
+
+    def export(self, model, data_info, tensors, folder):
+        if folder:  # on rank 0
+            time.sleep(0.3)
+        return "model", tensors
 """
 SETTINGS = (
     CONFIG.replace("ragged.Ragged", "slow.Slow").replace("steps: 400", f"steps: {STEPS}")
@@ -87,6 +92,7 @@ FAULTS: dict[str, Callable[[Hosts, int], None]] = {
     "cut": cut(0),
     "cut 3 s": cut(LOST_SECONDS / 2),
     "cut 20 s": cut(20),
+    "cut 60 s": cut(60),
     "launcher killed": lambda hosts, host: kill([hosts.commands[host].pid]),
     "launcher told to stop": lambda hosts, host: kill([hosts.commands[host].pid], signal.SIGTERM),
     "processes killed": lambda hosts, host: kill(hosts.workers(host)),
@@ -100,6 +106,7 @@ TIMES: dict[str, Callable[[Hosts], bool]] = {
     "save": lambda hosts: any(hosts.run_folder.glob("checkpoints/.step_00000040*.partial")),
     "evaluation": lambda hosts: (hosts.folder / "evaluates").exists() and hosts.steps() > 40,
     "end": lambda hosts: hosts.steps() >= STEPS - 1,
+    "export": lambda hosts: (hosts.run_folder / ".export.partial").exists(),
 }
 CASES = [
     *(NodeFault("power", (host,), back=back) for host in (1, 3) for back in (False, True)),
@@ -111,6 +118,7 @@ CASES = [
     *(NodeFault("cut 3 s", (host,)) for host in (0, 2)),
     NodeFault("cut 20 s", (2,), options=("--wait_for_node_0", "60")),
     NodeFault("cut 20 s", (2,)),
+    NodeFault("cut 60 s", (2,), options=("--wait_for_node_0", "90")),
     *(NodeFault("launcher killed", (host,), back=True) for host in (1, 3)),
     *(NodeFault("launcher killed", (2,), when) for when in ("join", "start", "evaluation", "end")),
     *(NodeFault("launcher told to stop", (2,), when, back=when == "step") for when in TIMES),
