@@ -123,6 +123,7 @@ CASES = [
     *(NodeFault("launcher killed", (2,), when) for when in ("join", "start", "evaluation", "end")),
     *(NodeFault("launcher told to stop", (2,), when, back=when == "step") for when in TIMES),
     *(NodeFault("processes killed", (host,)) for host in (0, 2)),
+    NodeFault("processes killed", (0,), "export"),
     NodeFault("all killed", (3,), back=True),
     NodeFault("all killed", (3,), "save"),
     NodeFault("stopped", (2,)),

@@ -1,4 +1,4 @@
-"""Nodes that leave a run, come back or wait as spares: eight of the cases of node_faults.py.
+"""Nodes that leave a run, come back or wait as spares: nine of the cases of node_faults.py.
 
 make faults runs them all, and prints the table of docs/faults.md.
 """
@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 
 pytestmark = NEEDS_HOSTS
 WRONG_SETTING = 2
-EIGHT = [
+NINE = [
     "power 1 step back",
     "power 1 2 step",
     "power 2 join",
     "power 2 save",
+    "power 2 export",
     "cut 20 s 2 step",
     "launcher told to stop 2 evaluation",
     "power 0 step",
@@ -26,7 +27,7 @@ EIGHT = [
 ]
 
 
-@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.parametrize("name", NINE)
 def test_a_run_loses_nodes_and_goes_on_or_ends_by_name(name):
     case = next(case for case in CASES if str(case) == name)
     assert node_faults.run(case)

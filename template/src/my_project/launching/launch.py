@@ -710,9 +710,9 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
         change = others.change if has_saved and others else ""
         starts.end(by_themselves, found, workers.stop_signal or change)
+        has_failed = bool(failed(codes)) or fails_elsewhere(launch, starts, workers, codes)
         # one may fail after the run has ended; what is left is not trained again
-        has_ended = starts.is_new and read_status(folder).outcome in ENDED
-        may_start = has_saved or (failed(codes) and not has_ended)
+        may_start = has_saved or (has_failed and not has_ended(starts))
         if workers.stop_signal or not may_start:
             break
         if not starts_again(launch, starts, workers, by_themselves, found, has_saved=has_saved):
@@ -720,6 +720,29 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
     workers.ignore_signals()
     last = LastStart(id=start, codes=codes, failures=found, lost=lost)
     return end(launch, workers, starts, last, logs, command)
+
+
+def has_ended(starts: Starts) -> bool:
+    """Return whether nothing is left to train of a run that these starts have begun."""
+    return starts.is_new and read_status(starts.folder).outcome in ENDED
+
+
+def fails_elsewhere(
+    launch: Launch, starts: Starts, workers: Workers, codes: dict[int, int]
+) -> bool:
+    """Return whether the run fails after the processes here are done; wait until it has ended.
+
+    A node may be lost while rank 0 ends the run, and the others are needed again.
+    """
+    others = workers.others
+    if not others or not launch.node_rank or not codes or any(codes.values()):
+        return False
+
+    def is_over() -> bool:
+        return others.has_left or bool(workers.stop_signal) or has_ended(starts)
+
+    wait_until(lambda: others.have_failed or is_over(), STATUS_SECONDS)
+    return others.failed is not None
 
 
 def end(
