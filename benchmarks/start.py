@@ -36,8 +36,9 @@ def commands(folder: Path, processes: int) -> dict[str, list[str]]:
     """Return the commands by name."""
     config = folder / "mlp.yaml"
     config.write_text(CONFIG.format(size=32 * processes), encoding="utf-8")
-    where = folder / "where.yaml"  # cpu_2_processes.yaml for any number
-    text = (ROOT / "accelerate_configs/cpu_2_processes.yaml").read_text(encoding="utf-8")
+    where = folder / "where.yaml"  # cpu_2_processes.yaml for any number, of which one has its own
+    name = "cpu" if processes == 1 else "cpu_2_processes"
+    text = (ROOT / f"accelerate_configs/{name}.yaml").read_text(encoding="utf-8")
     text = text.replace('"-1,-1"', f'"{",".join(["-1"] * processes)}"')
     text = text.replace("num_processes: 2", f"num_processes: {processes}")
     where.write_text(text, encoding="utf-8")

@@ -42,6 +42,11 @@ class Slow(Ragged):
         Path("evaluates").touch()
         time.sleep(0.3)
         return super().build_metrics()
+
+    def export(self, model, data_info, tensors, folder):
+        if folder:  # on rank 0
+            time.sleep(0.3)
+        return "model", tensors
 """
 SETTINGS = (
     CONFIG.replace("ragged.Ragged", "slow.Slow").replace("steps: 400", f"steps: {STEPS}")
@@ -87,6 +92,7 @@ FAULTS: dict[str, Callable[[Hosts, int], None]] = {
     "cut": cut(0),
     "cut 3 s": cut(LOST_SECONDS / 2),
     "cut 20 s": cut(20),
+    "cut 60 s": cut(60),
     "launcher killed": lambda hosts, host: kill([hosts.commands[host].pid]),
     "launcher told to stop": lambda hosts, host: kill([hosts.commands[host].pid], signal.SIGTERM),
     "processes killed": lambda hosts, host: kill(hosts.workers(host)),
@@ -100,6 +106,7 @@ TIMES: dict[str, Callable[[Hosts], bool]] = {
     "save": lambda hosts: any(hosts.run_folder.glob("checkpoints/.step_00000040*.partial")),
     "evaluation": lambda hosts: (hosts.folder / "evaluates").exists() and hosts.steps() > 40,
     "end": lambda hosts: hosts.steps() >= STEPS - 1,
+    "export": lambda hosts: (hosts.run_folder / ".export.partial").exists(),
 }
 CASES = [
     *(NodeFault("power", (host,), back=back) for host in (1, 3) for back in (False, True)),
@@ -111,10 +118,12 @@ CASES = [
     *(NodeFault("cut 3 s", (host,)) for host in (0, 2)),
     NodeFault("cut 20 s", (2,), options=("--wait_for_node_0", "60")),
     NodeFault("cut 20 s", (2,)),
+    NodeFault("cut 60 s", (2,), options=("--wait_for_node_0", "90")),
     *(NodeFault("launcher killed", (host,), back=True) for host in (1, 3)),
     *(NodeFault("launcher killed", (2,), when) for when in ("join", "start", "evaluation", "end")),
     *(NodeFault("launcher told to stop", (2,), when, back=when == "step") for when in TIMES),
     *(NodeFault("processes killed", (host,)) for host in (0, 2)),
+    NodeFault("processes killed", (0,), "export"),
     NodeFault("all killed", (3,), back=True),
     NodeFault("all killed", (3,), "save"),
     NodeFault("stopped", (2,)),
@@ -149,8 +158,10 @@ def make_project(folder: Path) -> None:
     (folder / "tiny.yaml").write_text(SETTINGS)
 
 
-def launch(hosts: Hosts, host: int, *options: str, nodes: int = COUNT, min_nodes: int = 2) -> None:
-    """Start the launcher on a host, with one process."""
+def launch(
+    hosts: Hosts, host: int, *options: str, nodes: int = COUNT, min_nodes: int = 2, **more: str
+) -> None:
+    """Start the launcher on a host, with one process and more environment variables."""
     hosts.start(
         host, sys.executable, "-m", "my_project.launch",
         "--config_file", "accelerate_configs/cpu_2_processes.yaml",
@@ -158,7 +169,7 @@ def launch(hosts: Hosts, host: int, *options: str, nodes: int = COUNT, min_nodes
         "--main_process_ip", ADDRESSES[0], "--main_process_port", "29500",
         "--min_machines", str(min_nodes), "--lost_node_seconds", str(LOST_SECONDS),
         "--join_timeout_seconds", str(20 * PATIENCE), *options,
-        "-m", "my_project.train", "--config", "tiny.yaml", **ENVIRONMENT,
+        "-m", "my_project.train", "--config", "tiny.yaml", **ENVIRONMENT | more,
     )  # fmt: skip
 
 

@@ -65,6 +65,8 @@ def test_the_cases_of_a_gpu_run_with_a_tiny_model():
         "saving.py --parameters 1 --saves 2",
         "restart.py --kills 1",
         "kills.py --kills 1",
+        "start.py --rounds 1 --processes 1",
+        "growth.py --processes 2",
     ],
 )
 def test_the_smallest_case_of_a_benchmark_runs(command):

@@ -366,6 +366,23 @@ def test_slurm_goes_on_without_a_node_that_it_has_lost(hosts):
     hosts.assert_finished_with_the_right_weights(400)
 
 
+def test_slurm_has_a_spare_take_the_place_of_a_node_that_is_lost(three_hosts):
+    hosts = three_hosts
+    more = {"PROCESSES_PER_NODE": "1", "MIN_MACHINES": "2", "SPARES": "1"}
+    timeout = f"SlurmdTimeout={round(20 * PATIENCE)}\n"
+    slurm = SlurmCluster(hosts, ENVIRONMENT | more, timeout)
+    job = submit(slurm, "--steps", "400", options=("--no-kill", "--nodes=3"))
+    hosts.wait_for(lambda: hosts.steps() >= 10)
+    assert not hosts.workers(2), "the spare waits"
+    hosts.lose(1)
+    hosts.wait_for(lambda: ended(slurm, job, "COMPLETED"))
+    assert slurm.about(job)["ExitCode"] == "0:0", slurm.output(job)
+    lines = map(json.loads, (hosts.run_folder / "starts.jsonl").read_text().splitlines())
+    assert [one["nodes"] for one in lines if one["event"] == "start"] == [2, 2]
+    assert "the run goes on with host2: 2 of 2 nodes" in slurm.output(job)
+    hosts.assert_finished_with_the_right_weights(400)
+
+
 # ---- Kubernetes ----------------------------------------------------------------------------------
 POD = manifests("kubernetes.yaml")["Job"]["spec"]["template"]["spec"]["containers"][0]
 TRAIN_JOB = manifests("kubeflow.yaml")["TrainJob"]["spec"]["trainer"]

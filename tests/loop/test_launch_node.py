@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +19,12 @@ from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import ComputeEnvironment, DistributedType
 from documents import HAS_LAUNCHERS, HAS_TOOLS, PROJECT
-from my_project import failures, run_files
+from my_project import failures, files, run_files
 from my_project.config import ConfigError
 from my_project.files import TransientError, read_json, wait_until
 from my_project.launching import launch, nodes, workers
 from my_project.launching.attempts import Starts
+from my_project.process import Launcher
 from runs import quick
 from test_accelerate_configs import CONFIGS
 from test_launch import CONFIG, steps_done, wait_for_steps
@@ -326,6 +327,41 @@ def test_the_launcher_tells_other_nodes_no_secret(tiny, monkeypatch):
     with pytest.raises(ConfigError, match=r"hub_token holds a secret, .* HF_TOKEN") as refusal:
         launch.main([*arguments, "--recipe.init_args.hub_token", SECRET])
     assert SECRET not in str(refusal.value)
+
+
+def test_the_code_of_a_node_is_the_loops_and_its_recipes(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "project/files.py"))
+    own = ModuleType("own")
+    own.__file__ = str(tmp_path / "own.py")
+    monkeypatch.setitem(sys.modules, "own", own)
+    recipe = type("Own", (), {"__module__": "own"})()
+    digests = []
+    for name in ("own.py", "project/loading/seeding.py", "project/recipes/other.py",
+                 "project/tools/doctor.py", "project/._seeding.py",
+                 "project/__pycache__/seeding.pyc"):  # fmt: skip
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        before = files.code_digest(recipe)
+        path.write_text("x = 1")
+        digests.append(files.code_digest(recipe) != before)
+    assert digests == [True, True, False, False, False, False]
+    (tmp_path / "project/lock.py").symlink_to("me@host.1234")  # as editors lock a file
+    assert files.code_digest(recipe)
+    plain, inherits = (type("Own", kinds, {"__module__": "own"})() for kinds in ((), (Launcher,)))
+    assert files.code_digest(plain) != files.code_digest(inherits), "its class is of the project"
+
+
+@pytest.mark.parametrize(("method", "known"), [("fork", "1111"), ("spawn", "2222")])
+def test_forked_processes_have_the_code_from_before_an_edit(tiny, monkeypatch, method, known):
+    told = []
+    others = SimpleNamespace(meet=lambda me, *_, **__: told.append(me.code))
+    digests = iter(("1111", "2222"))
+    monkeypatch.setattr(launch, "code_digest", lambda _: next(digests))
+    monkeypatch.setattr(launch, "start_method", lambda: (method, ""))
+    parts = parsed("multi_node", "--main_process_ip", "127.0.0.1")
+    launch.meet_other_nodes(parts, others, 1.0, start="a.1")
+    assert told == [known]
 
 
 @pytest.mark.skipif(not HAS_LAUNCHERS, reason="the project has no launch/")

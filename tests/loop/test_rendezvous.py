@@ -19,7 +19,7 @@ from world import free_port
 
 def node(rank: int, nodes: int = 3, **more) -> Node:
     about = {"world_size": 2 * nodes, "run": "train", "host": f"host{rank}", "min_nodes": 0}
-    about |= {"interface": "lo", "ip": "127.0.0.1", "launcher": f"of node {rank}"}
+    about |= {"interface": "lo", "ip": "127.0.0.1", "launcher": f"of node {rank}", "code": "abcd"}
     return Node(**{"rank": rank, "nodes": nodes} | about | more)
 
 
@@ -278,17 +278,25 @@ def test_without_min_machines_no_run_makes_room():
         new.close()
 
 
-def test_a_newcomer_that_does_not_fit_is_refused_and_disturbs_nobody():
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"run": "other"}, "host1 was started with -m other"),
+        ({"world_size": 9}, "host1 was started with --num_processes 9"),
+        ({"min_nodes": 1}, "host1 was started with --min_machines 1"),
+        ({"nodes": 4}, "host1 was started with --num_machines 4"),
+        ({"code": "beef"}, "the code on host1 (hash beef) is not that on host0 (abcd): give both"),
+    ],
+)
+def test_a_newcomer_that_does_not_fit_is_refused_and_disturbs_nobody(wrong, sentence):
     with started(*map(elastic, range(3))) as (port, everyone, pool):
         everyone[1].close()
         meet_again(pool, everyone, elastic(0), elastic(2))
-        for wrong in ({"run": "other"}, {"world_size": 9}, {"min_nodes": 1}, {"nodes": 4}):
-            new = OtherNodes("127.0.0.1", port)
-            said = pool.submit(call, new, elastic(1, launcher="new", **wrong))
-            ended = said.done
-            assert wait_until(lambda ended=ended: not everyone[0].have_failed and ended(), 5)
-            assert not everyone[0].newcomer
-            assert "host1 was started with " in said.result()
+        new = OtherNodes("127.0.0.1", port)
+        said = pool.submit(call, new, elastic(1, launcher="new", **wrong))
+        assert wait_until(lambda: not everyone[0].have_failed and said.done(), 5)
+        assert not everyone[0].newcomer
+        assert said.result().startswith(sentence)
         assert meet_again(pool, everyone, elastic(0), elastic(2)) == ["host0 host2"] * 2
 
 
@@ -405,9 +413,10 @@ def test_what_another_node_says_of_itself_does_not_control_the_terminal():
         ({"nodes": 3}, "host1 was started with --num_machines 3, host0 with 2: give every node"),
         ({"world_size": 16}, "host1 was started with --num_processes 16, host0 with 4"),
         ({"run": "other"}, "host1 was started with -m other, host0 with train"),
+        ({"code": "beef"}, "the code on host1 (hash beef) is not that on host0 (abcd): give both"),
     ],
 )
-def test_nodes_with_different_arguments_are_refused(other, sentence):
+def test_nodes_with_different_arguments_or_code_are_refused(other, sentence):
     for said in meet(node(0, 2), node(1, **{"nodes": 2, "world_size": 4} | other)):
         assert said.startswith(f"2: {sentence}")
 

@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import inspect
 import os
 import platform
 import socket
@@ -13,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .config import Config
 from .safety.redaction import RECORDED_VARIABLES, is_secret, mask, mask_command
 
 RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "numpy", "scikit-learn")
@@ -22,15 +20,6 @@ RECORDED_PACKAGES = ("torch", "accelerate", "safetensors", "torchmetrics", "nump
 def source_hash(file: str | Path | None) -> str | None:
     """Return the SHA-256 of a source file; None for None."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
-
-
-def code_digest(config: Config) -> str:
-    """Return a hash of the project's modules and the recipe's."""
-    # no broken links, by which an editor locks a file
-    modules = sorted(path for path in Path(__file__).parent.rglob("*.py") if path.is_file())
-    recipe = inspect.getsourcefile(type(config.recipe))
-    hashes = [source_hash(path) for path in (*modules, recipe)]
-    return hashlib.sha256(str(hashes).encode()).hexdigest()[:8]
 
 
 def installed(source: str | None = None) -> dict[str, str]:

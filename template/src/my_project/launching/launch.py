@@ -54,6 +54,7 @@ from ..failures import Failure
 from ..files import (
     TransientError,
     check_temporary_folder,
+    code_digest,
     open_own,
     read_yaml,
     wait_until,
@@ -147,6 +148,7 @@ class Launch:
     gpus: int  # on each node; 0 for an accelerate config that trains on the CPU
     own: argparse.Namespace  # the options of this module
     config: Config
+    code: str  # files.code_digest, when this launcher began to import
 
     def among(self, others: Any) -> "Launch":
         """Return the launch on the nodes that take part in the current start.
@@ -267,6 +269,7 @@ def parse(arguments: list[str]) -> Launch:
         gpus=0 if uses_cpu(vars(options)) else world_size // nodes,
         own=own,
         config=config,
+        code=code_digest(config.recipe) if nodes > 1 else "",
     )
 
 
@@ -479,12 +482,15 @@ def meet_other_nodes(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if not start:
         print(summary(launch, interface), flush=True)
+    # a fork has what was imported here, whatever was edited since
+    is_forked = start_method()[0] == "fork"
     me = nodes.Node(
         rank=launch.node_rank,
         nodes=launch.nodes,
         min_nodes=launch.own.min_machines,
         world_size=launch.world_size,
         run=" ".join((launch.module, *mask_command(launch.arguments))),
+        code=launch.code if is_forked else code_digest(launch.config.recipe),
         host=socket.gethostname(),
         interface=interface,
         ip=ip,
@@ -704,9 +710,9 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
         has_saved = bool(launch.own.min_machines) and {*codes.values()} == {PREEMPTED}
         change = others.change if has_saved and others else ""
         starts.end(by_themselves, found, workers.stop_signal or change)
+        has_failed = bool(failed(codes)) or fails_elsewhere(launch, starts, workers, codes)
         # one may fail after the run has ended; what is left is not trained again
-        has_ended = starts.is_new and read_status(folder).outcome in ENDED
-        may_start = has_saved or (failed(codes) and not has_ended)
+        may_start = has_saved or (has_failed and not has_ended(starts))
         if workers.stop_signal or not may_start:
             break
         if not starts_again(launch, starts, workers, by_themselves, found, has_saved=has_saved):
@@ -714,6 +720,29 @@ def run(launch: Launch, workers: Workers, command: str = "") -> Ending:
     workers.ignore_signals()
     last = LastStart(id=start, codes=codes, failures=found, lost=lost)
     return end(launch, workers, starts, last, logs, command)
+
+
+def has_ended(starts: Starts) -> bool:
+    """Return whether nothing is left to train of a run that these starts have begun."""
+    return starts.is_new and read_status(starts.folder).outcome in ENDED
+
+
+def fails_elsewhere(
+    launch: Launch, starts: Starts, workers: Workers, codes: dict[int, int]
+) -> bool:
+    """Return whether the run fails after the processes here are done; wait until it has ended.
+
+    A node may be lost while rank 0 ends the run, and the others are needed again.
+    """
+    others = workers.others
+    if not others or not launch.node_rank or not codes or any(codes.values()):
+        return False
+
+    def is_over() -> bool:
+        return others.has_left or bool(workers.stop_signal) or has_ended(starts)
+
+    wait_until(lambda: others.have_failed or is_over(), STATUS_SECONDS)
+    return others.failed is not None
 
 
 def end(

@@ -52,6 +52,7 @@ class Node:
     min_nodes: int  # that go on when others have left; 0 if all are needed
     world_size: int  # processes of `nodes` nodes
     run: str  # what is trained; the same on every node
+    code: str = ""  # files.code_digest of what its processes run
     host: str
     interface: str
     ip: str
@@ -448,6 +449,12 @@ class OtherNodes:
                     f"{node.host} was started with {option} {theirs}, {me.host} with {mine}: give"
                     " every node the same, and every run on one host its own --main_process_port."
                 )
+        if node.code != me.code:
+            return ConfigError(
+                f"the code on {node.host} (hash {node.code}) is not that on {me.host} ({me.code}):"
+                " give both the same copy of the project; if it was edited while the run was under"
+                " way, start all nodes again."
+            )
         others = [one.node for one in self._connections if not one.is_closed]
         same = [one for one in (me, *others) if one.rank == node.rank and one is not node]
         first = same[0] if same else None

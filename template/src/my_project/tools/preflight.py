@@ -40,10 +40,10 @@ from torch.utils.benchmark import Timer
 from .. import exits
 from ..accelerator import check_launch, start_accelerator
 from ..config import to_yaml
-from ..files import wait_until, write_atomically
+from ..files import code_digest, wait_until, write_atomically
 from ..loading import layout
 from ..process import process_name, world
-from ..provenance import code_digest, installed
+from ..provenance import installed
 from ..ranks import gather_on_main, on_main_then_broadcast
 from ..records.recorder import check_outputs
 from ..run_folder import not_shared
@@ -101,7 +101,7 @@ def must_agree(config: Config, device: torch.device) -> dict[str, str]:
     found = {
         "python": sys.version.split()[0],
         **installed(),
-        "code": code_digest(config),
+        "code": code_digest(config.recipe),
         "config": hashlib.sha256(to_yaml(config).encode()).hexdigest()[:8],
     }
     if device.type == "cuda":
