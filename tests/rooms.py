@@ -72,6 +72,16 @@ ROOMS = (
         tests=("test_commands.py",),
     ),
     Room(
+        name="follow",
+        goes="`evaluate --follow` does not evaluate checkpoints beside training; `report` still"
+        " shows what it has written.",
+        files=("follow.py",),
+        word=r"--follow|follow_run|arguments\.follow",
+        lines={"commands.py": 5},
+        tests=("test_follow.py",),
+        needs=("commands",),
+    ),
+    Room(
         name="provenance",
         goes="run.json does not say which code, packages and command a run had, and preflight does"
         " not compare them.",
@@ -138,7 +148,7 @@ ROOMS = (
             "accelerator.py": 9,
             "parallel.py": 6,
             "evaluate.py": 3,
-            "commands.py": 7,
+            "commands.py": 5,
             "records/log.py": 1,
         },
         needs=("blocks",),
