@@ -37,9 +37,20 @@ def template(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     """Start two hosts that share a project's folder; leave nothing of them."""
-    for name in ("src", "accelerate_configs"):
-        (tmp_path / name).symlink_to(PROJECT / name)
-    shutil.copytree(PROJECT / "launch", tmp_path / "launch")
-    (tmp_path / "tiny.yaml").write_text(CONFIG)
-    with Hosts(tmp_path) as hosts:
+    with hosts_with_a_project(tmp_path) as hosts:
         yield hosts
+
+
+@pytest.fixture
+def three_hosts(tmp_path: Path) -> Iterator[Hosts]:
+    """Start three of them."""
+    with hosts_with_a_project(tmp_path, 3) as hosts:
+        yield hosts
+
+
+def hosts_with_a_project(folder: Path, count: int = 2) -> Hosts:
+    for name in ("src", "accelerate_configs"):
+        (folder / name).symlink_to(PROJECT / name)
+    shutil.copytree(PROJECT / "launch", folder / "launch")
+    (folder / "tiny.yaml").write_text(CONFIG)
+    return Hosts(folder, count)

@@ -1,4 +1,4 @@
-"""A Slurm cluster on two emulated hosts: munged, slurmctld on host 0, a slurmd on each.
+"""A Slurm cluster on emulated hosts: munged, slurmctld on host 0, a slurmd on each.
 
 Each host has 8 GPUs for the scheduler, which are empty files.
 """
@@ -33,7 +33,7 @@ KillWait=10
 SchedulerParameters=sched_interval=2
 MailProg={0}/mail
 GresTypes=gpu
-NodeName=host[0-1] CPUs=128 Gres=gpu:8 State=UNKNOWN
+NodeName=host[0-{1}] CPUs=128 Gres=gpu:8 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 PartitionName=gpu Nodes=ALL MaxTime=INFINITE State=UP
 """
@@ -43,7 +43,7 @@ printf '%s\\n' "$*" >> "$(dirname "$0")/mails"
 
 
 class SlurmCluster:
-    """Start the daemons on two hosts; Hosts ends them."""
+    """Start the daemons on all hosts; Hosts ends them."""
 
     def __init__(self, hosts: Hosts, environment: dict[str, str], more: str = "") -> None:
         if not all(shutil.which(name, path="/usr/sbin") for name in ("munged", "slurmctld")):
@@ -54,7 +54,7 @@ class SlurmCluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        (self.folder / "slurm.conf").write_text(CONF.format(self.folder) + more)
+        (self.folder / "slurm.conf").write_text(CONF.format(self.folder, hosts.count - 1) + more)
         for gpu in range(8):
             (self.folder / f"gpu{gpu}").touch()
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
@@ -68,7 +68,7 @@ class SlurmCluster:
         )  # fmt: skip
         hosts.wait_for((self.folder / "munge.socket").exists)
         hosts.start(0, "/usr/sbin/slurmctld", "-D", **self.environment)
-        for host in (0, 1):
+        for host in range(hosts.count):
             hosts.start(host, "/usr/sbin/slurmd", "-D", "-N", f"host{host}", **self.environment)
         hosts.wait_for(lambda: self.call("sinfo", "-h", "-o", "%T").strip() == "idle")
 
