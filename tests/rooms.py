@@ -82,6 +82,14 @@ ROOMS = (
         needs=("commands",),
     ),
     Room(
+        name="model_card",
+        goes="export/ has no README.md.",
+        files=("model_card.py",),
+        word="model_card",
+        lines={"checkpoint/exporting.py": 3, "tests/runs.py": 1},
+        tests=("test_model_card.py",),
+    ),
+    Room(
         name="provenance",
         goes="run.json does not say which code, packages and command a run had, and preflight does"
         " not compare them.",

@@ -366,6 +366,44 @@ def test_slurm_goes_on_without_a_node_that_it_has_lost(hosts):
     hosts.assert_finished_with_the_right_weights(400)
 
 
+# What stands in place of the launcher: each node blames hosts, and the first start ends with a code.
+BLAMING = """
+[ -n "${SLURM_RESTART_COUNT:-}" ] && exit 0
+[ "$SLURM_NODEID" = 0 ] && printf "$BLAMES" > "$BLAMED_NODES"
+exit "$CODE"
+"""
+
+
+@pytest.mark.parametrize(
+    ("blames", "options", "code", "nodes", "excluded", "told"),
+    [
+        ("host1.cluster\\n", (), "75", "host[0,2]", "host1", "left out of the next start: host1"),
+        ("host1\\n", (), "1", "host[0,2]", "host1", "left out of the next start: host1"),
+        ("host0\\nhost1\\n", (), "75", "host[0-1]", "(null)", "more than half of the nodes"),
+        ("other\\n", (), "75", "host[0-1]", "(null)", "requeueing"),
+        ("host1\\n", ("--exclude=host2",), "75", "host[0-1]", "host2", "1 usable nodes, too few"),
+    ],
+)
+def test_slurm_leaves_a_node_that_is_blamed_out_of_the_next_start(
+    three_hosts, blames, options, code, nodes, excluded, told
+):
+    hosts = three_hosts
+    stub = hosts.folder / "stubs/python"
+    stub.parent.mkdir()
+    stub.write_text(f"#!/bin/bash\n{BLAMING}")
+    stub.chmod(0o755)
+    path = f"{stub.parent}:{os.environ['PATH']}"
+    slurm = SlurmCluster(hosts, {"PATH": path, "BLAMES": blames, "CODE": code})
+    job = slurm.submit(
+        *options, "--nodes=2", "--gpus-per-node=2", "launch/slurm.sbatch", "--config", "tiny.yaml"
+    )
+    hosts.wait_for(lambda: ended(slurm, job, "COMPLETED"))
+    about = slurm.about(job)
+    assert told in slurm.output(job)
+    assert (about["NodeList"], about["ExcNodeList"], about["Restarts"]) == (nodes, excluded, "1")
+    assert not list(hosts.folder.glob(".blamed*"))
+
+
 # ---- Kubernetes ----------------------------------------------------------------------------------
 POD = manifests("kubernetes.yaml")["Job"]["spec"]["template"]["spec"]["containers"][0]
 TRAIN_JOB = manifests("kubeflow.yaml")["TrainJob"]["spec"]["trainer"]
