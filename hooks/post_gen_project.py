@@ -62,6 +62,7 @@ TEMPLATE_FILES = (
     "docs/how-to/pretokenized-shards.md",
     "docs/how-to/reproduce.md",
     "docs/how-to/schedule.md",
+    "docs/how-to/spot.md",
     "docs/how-to/start-from-weights.md",
     "docs/how-to/state-in-a-buffer.md",
     "docs/how-to/training-scalar.md",

@@ -366,7 +366,7 @@ def test_slurm_goes_on_without_a_node_that_it_has_lost(hosts):
     hosts.assert_finished_with_the_right_weights(400)
 
 
-# What stands in place of the launcher: each node blames hosts, and the first start ends with a code.
+# In place of the launcher: node 0 blames hosts, and all nodes end the first start with a code.
 BLAMING = """
 [ -n "${SLURM_RESTART_COUNT:-}" ] && exit 0
 [ "$SLURM_NODEID" = 0 ] && printf "$BLAMES" > "$BLAMED_NODES"
@@ -402,6 +402,20 @@ def test_slurm_leaves_a_node_that_is_blamed_out_of_the_next_start(
     assert told in slurm.output(job)
     assert (about["NodeList"], about["ExcNodeList"], about["Restarts"]) == (nodes, excluded, "1")
     assert not list(hosts.folder.glob(".blamed*"))
+
+
+def test_slurm_leaves_out_the_node_whose_gpu_has_failed(three_hosts):
+    """By the real launcher, after its restarts in place."""
+    hosts = three_hosts
+    slurm = SlurmCluster(hosts, ENVIRONMENT | {"PROCESSES_PER_NODE": "1"})
+    fails = ("--recipe.fault", "device_error", "--recipe.fault_at", "30")
+    more = ("--checkpoints.every_steps", "10", "--recipe.seconds", "0")
+    job = submit(slurm, *STOPS_AT, *fails, *more, options=("--nodes=2",))
+    left_out = "left out of the next start: host1"
+    hosts.wait_for(lambda: left_out in slurm.output(job))
+    hosts.wait_for(lambda: slurm.about(job)["NodeList"] == "host[0,2]")
+    assert slurm.about(job)["ExcNodeList"] == "host1"
+    slurm.call("scancel", job)
 
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
