@@ -50,7 +50,8 @@ def test_the_card_says_what_was_trained_on_what_with_which_results(run):
     for words in (
         f"`Named` with {count} parameters, trained by `test_model_card.Named`",
         "for 4 steps of 16 samples with seed 3",
-        "- dataset: squad/plain\n- the training set: 70 samples\n- validation set validation: 23 samples\n",
+        "- dataset: squad/plain\n- the training set: 70 samples\n",
+        "- validation set validation: 23 samples\n",
     ):
         assert words in body
     evaluations = records(run, "validation/accuracy")

@@ -59,7 +59,7 @@ def model_card(run: Run, model: nn.Module) -> str:
     """Return the text of the page."""
     config, kind = run.config, type(run.config.recipe)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    info = read_info(run.folder)
+    info, batch_size = read_info(run.folder), config.batches.global_batch_size
     count = sum(parameter.numel() for parameter in model.parameters())
     commit = f", at commit {info.git_commit}" if info.git_commit else ""
     commit += " with changes that were not committed" * bool(info.git_dirty)
@@ -78,7 +78,7 @@ tags: [pytorch, safetensors, accelerate]
 # {cell(config.run_name)}
 
 A `{kind.__qualname__}` with {count:,} parameters, trained by `{name}` of the project
-`{PACKAGE}`{commit}, for {run.step:,} steps of {config.batches.global_batch_size:,} samples with seed {config.seed}.
+`{PACKAGE}`{commit}, for {run.step:,} steps of {batch_size:,} samples with seed {config.seed}.
 
 ## Data
 
@@ -117,7 +117,8 @@ def results(run: Run) -> str:
     if not evaluations:
         return "None: the run has no validation set.\n"
     columns = {"last": evaluations[-1]}
-    columns |= {"best": one for one in evaluations if one.get("is_best") is True}
+    if best := [one for one in evaluations if one.get("is_best") is True]:
+        columns["best"] = best[-1]
     heads = [f"{name} (step {one['step']:,})" for name, one in columns.items()]
     rows = [["metric", *heads], ["---"] * (1 + len(heads))]
     names = [name for name in evaluations[-1] if "/" in name][:MOST_METRICS]
