@@ -88,6 +88,7 @@ ROOMS = (
         word="model_card",
         lines={"checkpoint/exporting.py": 3, "tests/runs.py": 1},
         tests=("test_model_card.py",),
+        needs=("commands",),  # its code to load the weights
     ),
     Room(
         name="provenance",
